@@ -1,0 +1,42 @@
+# The commands of the README. Everything is installed into .venv, from envs/; nothing else is touched.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := envs/driver.txt envs/torch.txt envs/report.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: install train all test lint format clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: $(REQUIREMENTS) envs/pins.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	@echo "installing into $(VENV): several minutes and gigabytes, most of it PyTorch"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed envs/dev.txt
+	$(PIP_INSTALL) -r envs/dev.txt
+	touch $@
+
+train all: $(VENV)/.installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all $@
+
+test: $(VENV)/.installed-dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow/rules
+	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --lint
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt Snakefile workflow/rules
+
+clean:
+	rm -rf results logs .snakemake
