@@ -1,0 +1,1 @@
+"""Question/answer pairs, a multiple-choice task and a raw corpus from the documentation in CPython itself."""
