@@ -1,0 +1,159 @@
+"""Files on disk: written under a temporary name, synced, renamed; hashed; traced to what made them.
+
+Nothing here imports torch: the driver, the preflight and the report use it too.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+KEY_LENGTH = (
+    12  # hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts
+)
+
+
+def canonical_json(value: Any) -> str:
+    """Serialize with sorted keys and no spaces, so that equal settings give equal strings."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def short_hash(value: Any) -> str:
+    """Return the first `KEY_LENGTH` hexadecimal digits of the SHA-256 of `canonical_json(value)`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:KEY_LENGTH]
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is synced and renamed, on failure removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())  # mkstemp and safetensors keep other users out
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically; NaN and infinity are refused with `ValueError`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Write one JSON value a line, atomically."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """Read all rows of a JSON Lines file."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def write_checksums(folder: Path) -> None:
+    """Write `SHA256SUMS` (the format of `sha256sum`) over every file below `folder`."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
+    lines = [f"{file_sha256(p)}  {p.relative_to(folder).as_posix()}" for p in files]
+    write_text(folder / "SHA256SUMS", "\n".join(lines) + "\n")
+
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "tokenizers",
+    "lm_eval",
+    "flash_attn",
+    "snakemake",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def source_commit() -> str | None:
+    """Return the commit of this checkout, `-dirty` appended if it has changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        described = subprocess.run(
+            [
+                "git",
+                "-C",
+                str(root),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None
+
+
+def provenance() -> dict[str, Any]:
+    """Return what made an artifact: stage, commit, versions, platform, UTC time. No host, user or absolute path."""
+    return {
+        "stage": Path(sys.argv[0]).stem,
+        "commit": source_commit(),
+        "packages": package_versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "created_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

@@ -1,0 +1,123 @@
+"""Attention over packed rows: no mask, and no way from one document to another.
+
+Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries (`cu_seq_lens`).
+Transformers would find the boundaries itself only in batches of one row, and otherwise attend across documents
+without a word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built
+into torch (torch.nn.attention.varlen), so it needs no further package.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from workflow.lib.errors import setting_error
+from workflow.lib.inference import resolve_attention
+
+VARLEN = "varlen"
+FLATTENED = frozenset({VARLEN, "flash_attention_2", "flash_attention_3"})
+
+# torch 2.11 takes fewer key than query heads as they come, newer releases want to be told.
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+def resolve_training_attention(
+    name: str,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype,
+    softcapped: bool,
+    dropout: float = 0.0,
+) -> str:
+    """Return the implementation that `model.attention` means for training.
+
+    softcapped: whether the model soft-caps its attention scores (Gemma 2); dropout: that of its attention
+    weights. `auto` is flash_attention_2 where its
+    package is, else varlen on a GPU in 16 bits, else sdpa (eager for soft-capped scores). Raises `UserError` if an
+    implementation asked for by name cannot run.
+    """
+    lack = _varlen_lack(device, compute_dtype, softcapped, dropout)
+    if name == VARLEN:
+        if lack:
+            raise setting_error("model.attention", name, lack, "Set it to auto")
+        return VARLEN
+    chosen = resolve_attention(name, device, compute_dtype=compute_dtype, softcapped=softcapped)
+    return VARLEN if name == "auto" and chosen == "sdpa" and lack is None else chosen
+
+
+def _varlen_lack(
+    device: torch.device, compute_dtype: torch.dtype, softcapped: bool, dropout: float
+) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a GPU, and this runs on {device.type}"
+    if compute_dtype == torch.float32:
+        return "it computes in 16 bits, and compute_dtype is float32"
+    if dropout > 0:
+        return (
+            f"it cannot drop attention weights, and this model's attention_dropout is {dropout:g}"
+        )
+    return "it cannot soft-cap attention scores, as this model does" if softcapped else None
+
+
+def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return `cu_seq_lens` (documents + 1,) int32 and the longest document's tokens.
+
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
+    """
+    flat = position_ids.flatten()
+    starts = (flat == 0).nonzero().flatten()
+    bounds = torch.cat([starts, starts.new_tensor([flat.numel()])])
+    return bounds.to(torch.int32), int(bounds.diff().max())
+
+
+def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+    """Return the boundaries under the names that Transformers' attention layers pass on."""
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents, in the form of Transformers' attention functions.
+
+    query: (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns
+    (1, tokens, heads, head_dim) and no weights.
+    """
+    assert unused.get("softcap") is None, "resolve_training_attention refuses soft-capped scores"
+    assert not unused.get("dropout"), "resolve_training_attention refuses attention dropout"
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **GROUPED_HEADS,
+    )
+    assert isinstance(output, torch.Tensor)
+    return output[None], None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)

@@ -1,0 +1,131 @@
+"""Pydantic's validation errors as lines that name the setting, its value, the bound and the change.
+
+Pydantic reports one error per branch of a union and adds the branch to the path; here each setting
+gets one line with all that it may be.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+CHANGE = "Change it in config.yaml."
+
+# Plain words for pydantic's error types, with its context filled in; its own message for any other type.
+_BOUNDS = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be finite",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
+    "literal_error": "must be {expected}",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a section (keys below it)",
+    "model_type": "must be a section (keys below it)",
+    "too_short": "must have at least {min_length} entry",
+}
+
+
+def explain(
+    model: type[BaseModel], document: Mapping[str, Any], error: ValidationError
+) -> list[str]:
+    """Return one line `path = value: bound. Change.` per wrong setting."""
+    bounds: dict[tuple[Any, ...], dict[str, None]] = {}  # the inner dict is an ordered set
+    lines = []
+    for detail in error.errors():
+        if detail["type"] == "extra_forbidden":
+            lines.append(_unknown_key(model, detail["loc"]))
+        elif detail["type"] == "value_error":
+            lines.append(f"{_spell(detail['loc'])}: {detail['ctx']['error']}.")
+        elif detail["type"] == "invalid_key":
+            lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
+        elif detail["loc"][-1] == "[key]":
+            *section, name, _ = detail["loc"]
+            lines.append(
+                f"{_spell(section)}: the name {name!r} {_bound(detail, detail['loc'])}. {CHANGE}"
+            )
+        else:
+            path = _setting_path(model, detail["loc"])
+            bounds.setdefault(path, {})[_bound(detail, path)] = None
+    lines += [
+        f"{_spell(path)} = {_value_at(document, path)!r}: {_either(list(broken))}. {CHANGE}"
+        for path, broken in bounds.items()
+    ]
+    return lines
+
+
+def _either(bounds: list[str]) -> str:
+    """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
+    return " or ".join([bounds[0], *(bound.removeprefix("must be ") for bound in bounds[1:])])
+
+
+def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cut off what pydantic adds below a setting: the branch of a union, the index in a list, `[key]`."""
+    depth = 1
+    while depth < len(location) and is_section(
+        _model_at(model, location[: depth - 1]), location[depth - 1]
+    ):
+        depth += 1
+    return location[: depth + (location[0] == "runs")]
+
+
+def _bound(detail: Any, path: tuple[Any, ...]) -> str:
+    """Say which bound was broken, and in a list by which entry (counted from 1)."""
+    words = detail["msg"]
+    if detail["type"] in _BOUNDS:
+        words = _BOUNDS[detail["type"]].format_map(detail.get("ctx", {}))
+    entry = [part + 1 for part in detail["loc"][len(path) :] if isinstance(part, int)]
+    return f"entry {entry[0]} {words}" if entry else words
+
+
+def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
+    """Say that a key is unknown, and which one was probably meant: a similar one, or one of another section."""
+    key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
+    elsewhere = [
+        f"{section}.{key}"
+        for section in model.model_fields
+        if is_section(model, section) and key in _model_at(model, (section,)).model_fields
+    ]
+    meant = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or elsewhere
+    hint = f"Did you mean {meant[0]!r}?" if meant else f"Valid keys: {', '.join(valid)}."
+    return f"{_spell(location)}: there is no such key. {hint}"
+
+
+def is_section(model: type[BaseModel], key: Any) -> bool:
+    """Tell whether `key` of `model` is a section."""
+    field = model.model_fields.get(key)
+    kind = field.annotation if field else None
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
+    """Return the section at `location`."""
+    for part in location:
+        kind = model.model_fields[part].annotation
+        assert isinstance(kind, type), f"{part} is no section"
+        model = kind
+    return model
+
+
+def _value_at(document: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
+    """Return the value that the user gave at `path`."""
+    value: Any = document
+    for part in path:
+        value = value[part]
+    return value
+
+
+def _spell(path: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,90 @@
+"""Text to token ids, where only the chat template can write a special token, never the data.
+
+A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it would
+end the turn. Here such text is *guarded* before rendering: every character of the occurrence is replaced
+by one of the private-use plane. After rendering, guarded and unguarded spellings are swapped, and a
+second tokenizer reads the result whose special tokens are spelled guarded: the template's tokens match,
+the data's text is ordinary. Lengths do not change, so character positions stay valid. Text without
+such strings, nearly all, takes the first tokenizer as it is.
+"""
+
+import json
+import re
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned characters
+
+
+class SafeEncoder:
+    """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept ordinary."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        spec["truncation"] = spec["padding"] = None
+        specials = [token["content"] for token in spec["added_tokens"] if token["special"]]
+        self.special_ids = {t["id"] for t in spec["added_tokens"] if t["special"]}
+        self._guard = _guard_table(specials)
+        self._swap = self._guard | {new: old for old, new in self._guard.items()}
+        self._special = _any_of(specials)
+        guarded = [text.translate(self._guard) for text in specials]
+        self._either = _any_of([*specials, *guarded])
+        self._plain = Tokenizer.from_str(json.dumps(spec))
+        renamed = _rename_specials(spec, dict(zip(specials, guarded, strict=True)))
+        self._guarded = Tokenizer.from_str(json.dumps(renamed))
+        for text, alias in zip(specials, guarded, strict=True):
+            same = self._guarded.token_to_id(alias) == self._plain.token_to_id(text)
+            assert same, f"special token {text!r} changed its id when guarded"
+
+    def holds_special(self, text: str) -> bool:
+        """Tell whether `text` spells a special token."""
+        return self._special.search(text) is not None
+
+    def guard(self, text: str) -> str:
+        """Return `text` with the spellings of special tokens replaced, to be given to the chat template."""
+        return self._special.sub(lambda match: match.group().translate(self._guard), text)
+
+    def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
+        """Encode what the template rendered; `guarded` says that its messages went through `guard`."""
+        if not guarded:
+            return self._plain.encode(text, add_special_tokens=False)
+        swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
+        return self._guarded.encode(swapped, add_special_tokens=False)
+
+    def encode_plain(self, text: str) -> Encoding:
+        """Encode text of the data alone: no part of it becomes a special token."""
+        return self._guarded.encode(text, add_special_tokens=False)
+
+
+def _guard_table(specials: list[str]) -> dict[int, int]:
+    """Map each character that any special token has to a private-use one of its own."""
+    characters = sorted(set("".join(specials)))
+    return {ord(char): PRIVATE_USE + index for index, char in enumerate(characters)}
+
+
+def _any_of(strings: list[str]) -> re.Pattern[str]:
+    """Match any of the strings, the longest first as the tokenizer does; with none, nothing."""
+    ordered = sorted(filter(None, strings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _rename_specials(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return a tokenizer's JSON with other spellings of its special tokens, ids unchanged.
+
+    Many tokenizers list a special token in the model's vocabulary too (a dict, or pairs for Unigram).
+    """
+    model = dict(spec["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    added = [
+        {**token, "content": names.get(token["content"], token["content"])}
+        for token in spec["added_tokens"]
+    ]
+    return {**spec, "model": model, "added_tokens": added}

@@ -1,0 +1,16 @@
+"""The environment of the shell commands that Snakemake starts."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def use_this_interpreter(root: Path) -> None:
+    """Let `python -m workflow.scripts.<stage>` mean this interpreter and the workflow in `root`, from any folder.
+
+    It holds for this process and what it starts. A conda environment goes before it, as it is activated later.
+    """
+    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    os.environ["PATH"] = os.pathsep.join(search)
+    modules = [str(root), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, modules))

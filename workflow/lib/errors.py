@@ -1,0 +1,14 @@
+"""The one exception family that a user may see: mistakes that the user can mend."""
+
+
+class UserError(ValueError):
+    """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change."""
+
+
+def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
+    """Build the standard message `<setting> = <value>: <bound>. <change>.`
+
+    Args are the key's path in `config.yaml` (or an option of the command line), the offending
+    value, the bound that it broke, and the change that mends it.
+    """
+    return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")

@@ -1,0 +1,96 @@
+"""The machine: visible GPUs and host memory, asked from the driver and the kernel, without torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pynvml
+
+from workflow.lib.config import HardwareConfig
+from workflow.lib.errors import setting_error
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the NVIDIA driver reports it."""
+
+    name: str
+    total_bytes: int
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that a process started here would see (`CUDA_VISIBLE_DEVICES` honoured).
+
+    An empty list where there is no NVIDIA driver.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        by_id = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+        by_id |= {str(index): handle for index, handle in enumerate(handles)}
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if chosen is not None:
+            handles = _until_unknown(chosen.split(","), by_id)
+        return [_describe(handle) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _until_unknown(names: list[str], by_id: dict[str, object]) -> list[object]:
+    """CUDA ignores every device from the first unknown name on."""
+    chosen: list[object] = []
+    for name in names:
+        match = [h for known, h in by_id.items() if known == name.strip() or _prefix(name, known)]
+        if not match:
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _prefix(name: str, known: str) -> bool:
+    """CUDA accepts an unambiguous prefix of a GPU's UUID."""
+    return name.strip().startswith("GPU-") and known.startswith(name.strip())
+
+
+def _describe(handle: object) -> Gpu:
+    name = pynvml.nvmlDeviceGetName(handle)
+    info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return Gpu(name=str(name), total_bytes=int(info.total - info.reserved))  # as CUDA reports it
+
+
+def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
+    """Return the device type (`cuda` or `cpu`) and how many processes a run starts, without asking whether they can.
+
+    The machine that plans a run need not be the one that trains it. `auto` is what is visible here.
+    """
+    count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
+    return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
+
+
+def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
+    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here."""
+    device, count = requested_processes(hardware)
+    available = len(visible_gpus())
+    if device == "cuda" and count > available:
+        raise setting_error(
+            "hardware.gpus",
+            count,
+            f"this machine shows {available} GPU(s)",
+            "Set it to that number or below, or to auto; 0 trains on the CPU",
+        )
+    return device, count
+
+
+def available_host_bytes() -> int:
+    """Return the host memory that processes can still take, bytes: the smaller of MemAvailable and the cgroup's rest."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)

@@ -1,0 +1,126 @@
+"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one fused node where possible.
+
+`FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It takes the fused
+path when the adapter is plain (one active adapter, no dropout, no bias, no variant) and PEFT's own forward otherwise.
+"""
+
+import math
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as PeftLoraLinear
+from torch import nn
+from transformers import PreTrainedModel
+
+from workflow.lib import shapes
+from workflow.lib.artifacts import short_hash
+from workflow.lib.config import LoraSettings
+from workflow.lib.model import local, local_range
+from workflow.lib.nf4 import NF4Linear, NF4LoraMatMul, nf4_linears
+
+ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
+
+
+class FusedLoraLinear(PeftLoraLinear):
+    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter in one autograd node."""
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Return x W^T + b + s (x A^T) B^T; x: (..., in_features)."""
+        if args or kwargs or not self._is_plain():
+            return super().forward(x, *args, **kwargs)
+        a_weight, b_weight = self.fused_weights()
+        y: torch.Tensor = NF4LoraMatMul.apply(x, a_weight, b_weight, self, self.scaling[ADAPTER])  # type: ignore[no-untyped-call]
+        return y
+
+    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""
+        a_weight, b_weight = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        assert isinstance(a_weight, torch.Tensor)
+        assert isinstance(b_weight, torch.Tensor)
+        return a_weight, b_weight
+
+    def _is_plain(self) -> bool:
+        dropout = self.lora_dropout[ADAPTER]
+        return (
+            isinstance(self.get_base_layer(), NF4Linear)
+            and not self.disable_adapters
+            and not self.merged
+            and list(self.active_adapters) == [ADAPTER]
+            and not self.lora_variant
+            and not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
+            and self.lora_B[ADAPTER].bias is None
+        )
+
+
+def lora_config(settings: LoraSettings) -> LoraConfig:
+    """Translate our settings to PEFT's."""
+    targets = settings.target_modules
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.r,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=settings.use_rslora,
+        bias="none",
+    )
+    config._register_custom_module({NF4Linear: FusedLoraLinear})
+    return config
+
+
+def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """Wrap a meta-device NF4 model with LoRA; only adapters require gradients, in fp32.
+
+    Raises `UserError` if a target name matches no linear layer.
+    """
+    check_targets(model, settings)
+    with torch.device("meta"):
+        peft_model: PeftModel = get_peft_model(model, lora_config(settings), adapter_name=ADAPTER)
+    for param in trainable_parameters(peft_model).values():
+        assert param.dtype == torch.float32, (
+            "PEFT gives adapters the fp32 type of the packed weights' view"
+        )
+    return peft_model
+
+
+def check_targets(model: nn.Module, settings: LoraSettings) -> None:
+    """Raise `UserError` if one of `lora.target_modules` is the name of no quantized linear of `model`."""
+    shapes.check_targets(
+        settings.target_modules, linears=[path.rpartition(".")[2] for path, _ in nf4_linears(model)]
+    )
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the adapter's parameters by the name that PEFT's exported file uses, in the model's order."""
+    return {
+        peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
+    }
+
+
+def peft_name(name: str) -> str:
+    """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
+    start = name.index("base_model.model.")
+    return name[start:].replace(f".{ADAPTER}.", ".")
+
+
+@torch.no_grad()
+def init_adapters_(model: nn.Module, *, seed: int) -> None:
+    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number of processes.
+
+    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw.
+    """
+    for name, param in trainable_parameters(model).items():
+        if ".lora_B." in name:
+            local(param).zero_()
+            continue
+        assert ".lora_A." in name, f"{name} is neither A nor B of an adapter"
+        bound = 1.0 / math.sqrt(
+            param.shape[1]
+        )  # kaiming_uniform_(a=sqrt(5)) over fan_in = in_features
+        draw = np.random.Generator(np.random.PCG64([seed, int(short_hash(name), 16)]))
+        full = torch.from_numpy(
+            draw.uniform(-bound, bound, size=tuple(param.shape)).astype(np.float32)
+        )
+        start, stop = local_range(param)
+        local(param).copy_(full[start:stop])

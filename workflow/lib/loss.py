@@ -1,0 +1,167 @@
+"""Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole batch never exist.
+
+The head is frozen, so the gradient with respect to the hidden states is computed chunk by chunk in the
+forward, and the head's weight is not needed in backward: FSDP can free it at once. The idea is that of
+fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
+
+CHUNK_ROWS = 1024  # bounds the logits in memory: 1024 rows of a 128k vocabulary in fp32 are 0.5 GiB
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """logits = softcap * tanh(scale * head(h) / softcap), without the cap if it is None; fp32."""
+
+    module: nn.Module
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 logits (rows, vocab) of hidden states (rows, hidden_size)."""
+        logits: torch.Tensor = self.module(hidden).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def output_head(module: nn.Module, config: PretrainedConfig) -> OutputHead:
+    """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps it.
+
+    A family that does something else is found out by `setup.startup_checks`.
+    """
+    scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
+    return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def _number(config: PretrainedConfig, key: str) -> float:
+    """Return a factor of a model's configuration; 1 if it has none, or MPT's null."""
+    value = getattr(config, key, None)
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+class LinearCrossEntropy(nn.Module):
+    """Sum of -log softmax(logits)[target] over rows. Uses the model's own frozen head, which FSDP groups with it."""
+
+    def __init__(self, head: OutputHead) -> None:
+        super().__init__()
+        self._head = head  # no module, so that the model's head is no submodule of this one
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
+
+        hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has a gradient.
+        """
+        if targets is None:
+            return self._head.logits(hidden)
+        loss: torch.Tensor = _ChunkedLoss.apply(hidden, targets, self._head)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        head: OutputHead,
+    ) -> torch.Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        grad = torch.empty_like(hidden) if wants_grad else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(
+            0, max(1, hidden.shape[0]), CHUNK_ROWS
+        ):  # the head runs even for no rows: FSDP counts on it
+            rows = slice(start, start + CHUNK_ROWS)
+            loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
+            total += loss
+            if grad is not None:
+                assert chunk_grad is not None
+                grad[rows] = chunk_grad
+        ctx.grad = grad
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        return ctx.grad.mul_(grads[0]), None, None
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: OutputHead,
+    *,
+    wants_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a chunk's summed loss and its gradient with respect to `hidden`."""
+    with torch.set_grad_enabled(wants_grad):
+        leaf = hidden.detach().requires_grad_(wants_grad)
+        loss = nn.functional.cross_entropy(head.logits(leaf), targets, reduction="sum")
+        grad = torch.autograd.grad(loss, leaf)[0] if wants_grad else None
+    return loss.detach(), grad
+
+
+class CausalLMForTraining(nn.Module):
+    """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
+
+    Forward runs the decoder, picks the hidden states that predict a trained token, and returns their summed loss.
+    """
+
+    def __init__(self, peft_model: nn.Module) -> None:
+        super().__init__()
+        self.peft_model = peft_model
+        causal_lm = peft_model.get_base_model()  # type: ignore[operator]
+        head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
+        self.head_loss = LinearCrossEntropy(head)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor | None,
+        bounds: tuple[torch.Tensor, int] | None = None,
+    ) -> torch.Tensor:
+        """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if `targets` is None.
+
+        input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which attention does not leave.
+        bounds: `attention.document_bounds(position_ids)`, if it is known already (it waits for the device).
+        positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,) int64, the tokens predicted there.
+        """
+        decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
+        inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
+        hidden = decoder(**inputs).last_hidden_state
+        chosen = hidden.flatten(0, 1).index_select(0, positions)
+        loss: torch.Tensor = self.head_loss(chosen, targets)
+        return loss
+
+    def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""
+        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
+        inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
+        logits: torch.Tensor = causal_lm(**inputs).logits
+        return logits.flatten(0, 1).float()
+
+
+def _decoder_inputs(
+    config: PretrainedConfig,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    bounds: tuple[torch.Tensor, int] | None,
+) -> dict[str, Any]:
+    """Return what a decoder is called with. No attention mask: one of ones would switch off the document boundaries."""
+    flash: dict[str, Any] = {}
+    if config._attn_implementation in FLATTENED:
+        flash = flash_arguments(*(bounds or document_bounds(position_ids)))
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | flash

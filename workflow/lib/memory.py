@@ -1,0 +1,210 @@
+"""Bytes that one process holds while it fine-tunes, in closed form from shapes alone.
+
+The one idea: a step is a handful of phases; each phase is a sum of named terms (`memory_terms`); the
+peak is the largest phase. What a term counts, and what was measured, stands in
+`workflow/docs/memory-model.md`.
+"""
+
+from dataclasses import dataclass
+
+from workflow.lib.memory_terms import (
+    Setup,
+    Terms,
+    dequantized_weight,
+    gathered_bytes,
+    layer_tensors,
+    layer_workspace,
+    loss_terms,
+    mask_bytes,
+    saved_activations,
+    sharded_bytes,
+    stored_terms,
+)
+from workflow.lib.shapes import ModelShape
+
+GIB = 2**30
+MIB = 2**20
+
+# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32 MiB
+# each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11 (docs/memory-model.md).
+CUBLAS_BYTES = 64 * MIB
+# Outside: CUDA context and loaded kernels; with several processes NCCL too. Measured like the above:
+# 0.755 and 1.577 GiB. Smaller GPUs have smaller contexts.
+CONTEXT_BYTES = int(0.76 * GIB)
+CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
+# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the engine under
+# a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which `launch` sets, 2.5%
+# was enough for all; with native segments 10% was, and with 6% two processes failed.
+ALLOCATOR_SLACK = 0.03
+
+EXPLANATIONS = {
+    "process": "Python, PyTorch and Transformers themselves (host memory)",
+    "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
+    "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
+    "nf4_tables": "code tables of every linear, replicated",
+    "embedding_and_head": "embedding and output head in the compute type, sharded",
+    "norms_and_biases": "norms and biases in the compute type, sharded",
+    "lora_weights": "adapter masters A and B in fp32, sharded",
+    "adam_moments": "both moments of AdamW in fp32, sharded",
+    "lora_gradients": "adapter gradients in fp32, sharded",
+    "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
+    "cublas_workspace": "workspace of the matrix products",
+    "gathered_layer": "one decoder layer gathered from all processes",
+    "gathered_layers": "all decoder layers, kept from forward to backward (reshard_after_forward false)",
+    "gather_buffer": "buffer that the next decoder layer is gathered into",
+    "gathered_embedding": "the embedding gathered from all processes, and its buffer",
+    "gathered_head": "the output head gathered from all processes, and its buffer",
+    "tied_embedding": "the tied embedding and head, gathered from start of forward to end of backward",
+    "layer_inputs": "input of every decoder layer, kept for recomputation",
+    "saved_activations": "activations that autograd keeps",
+    "attention_mask": "boolean mask of packed rows",
+    "hidden_states": "hidden states around final norm and loss, and their gradient",
+    "logits": "logits of one chunk of rows: fp32 softmax and gradients",
+    "layer_workspace": "temporaries of one decoder layer",
+    "dequantized_weight": "the largest linear, dequantized for its product",
+    "gathered_gradients": "one layer's adapter gradients before they are reduced, and the reduction's input",
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Terms of every phase of a step, bytes per process."""
+
+    phases: dict[str, Terms]
+
+    @property
+    def peak_phase(self) -> str:
+        """Name of the phase with the most bytes."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the peak phase."""
+        return sum(self.phases[self.peak_phase].values())
+
+
+def predict(shape: ModelShape, setup: Setup) -> Prediction:
+    """Return the terms of every phase of a step; terms of 0 bytes are left out."""
+    stored = stored_terms(shape, setup)
+    phases = {
+        name: {term: size for term, size in (stored | terms).items() if size > 0}
+        for name, terms in _phases(shape, setup).items()
+    }
+    return Prediction(phases=phases)
+
+
+def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    """Return what each phase adds to the stored terms; docs/memory-model.md walks through them."""
+    return _forward_phases(shape, setup) | _backward_phases(shape, setup)
+
+
+def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    unit, table = _layer_unit(shape, setup), _table_unit(shape, setup)
+    through = _throughout(shape, setup)
+    kept = _kept(shape, setup, num_layers=shape.num_layers)
+    held = _held(shape, setup)
+    # A unit's buffer is freed when the next one is gathered; after a tied head's last layer none is.
+    head = {"gather_buffer": unit} if shape.tied_embeddings else {"gathered_head": 2 * table}
+    return {
+        "gather_embedding": through
+        | {"gathered_embedding": (1 if shape.tied_embeddings else 2) * table},
+        "gather_first_layer": through
+        | {"gathered_embedding": table, "gathered_layer": unit, "gather_buffer": unit}
+        | {"hidden_states": _hidden(shape, setup)},
+        "forward_layer": through
+        | (held or {"gathered_layer": unit})
+        | {"gather_buffer": unit}
+        | kept
+        | _forward_work(shape, setup),
+        "loss": through | held | kept | head | loss_terms(shape, setup),
+    }
+
+
+def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    """The first layer that backward visits has all inputs still there, the last one all gradients already."""
+    unit, held = _layer_unit(shape, setup), _held(shape, setup)
+    gradients = {"lora_gradients": _gradients(shape, setup)}
+    first = _kept(shape, setup, num_layers=shape.num_layers)
+    last = _kept(shape, setup, num_layers=1)
+    work = _recomputed(shape, setup) | _backward_work(shape, setup)
+    return {
+        "backward_first_layer": _throughout(shape, setup)
+        | (held or {"gathered_layer": unit, "gather_buffer": unit})
+        | work
+        | first,
+        "backward_last_layer": _throughout(shape, setup)
+        | gradients
+        | {"gathered_layers" if held else "gathered_layer": unit}  # nothing is left to prefetch
+        | work
+        | last,
+        "optimizer_step": gradients,
+    }
+
+
+def _layer_unit(shape: ModelShape, setup: Setup) -> int:
+    """U: one decoder layer gathered; its all-gather buffer is as large."""
+    groups = layer_tensors(shape, setup).values()
+    return sum(gathered_bytes(group, processes=setup.processes) for group in groups)
+
+
+def _table_unit(shape: ModelShape, setup: Setup) -> int:
+    """E: embedding or head gathered."""
+    table = (shape.vocab_size, shape.hidden_size * setup.compute_bytes)
+    return gathered_bytes([table], processes=setup.processes)
+
+
+def _hidden(shape: ModelShape, setup: Setup) -> int:
+    return setup.compute_bytes * setup.tokens * shape.hidden_size
+
+
+def _gradients(shape: ModelShape, setup: Setup) -> int:
+    tensors = layer_tensors(shape, setup)["lora_weights"]
+    return shape.num_layers * sharded_bytes(tensors, processes=setup.processes)
+
+
+def _throughout(shape: ModelShape, setup: Setup) -> Terms:
+    """What lies there from the start of forward to the end of backward: earlier gradients, a tied table."""
+    terms = {"lora_gradients": _gradients(shape, setup)} if setup.accumulates else {}
+    tied = {"tied_embedding": _table_unit(shape, setup)} if shape.tied_embeddings else {}
+    return terms | tied
+
+
+def _held(shape: ModelShape, setup: Setup) -> Terms:
+    """All layers gathered, where they are not freed after forward."""
+    if setup.reshard_after_forward:
+        return {}
+    return {"gathered_layers": shape.num_layers * _layer_unit(shape, setup)}
+
+
+def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
+    """What forward leaves for the backward of `num_layers` layers."""
+    if setup.activation_checkpointing:
+        return {"layer_inputs": num_layers * _hidden(shape, setup)}
+    return {"saved_activations": num_layers * saved_activations(shape, setup)}
+
+
+def _recomputed(shape: ModelShape, setup: Setup) -> Terms:
+    """Activations of the one layer that backward has recomputed."""
+    if not setup.activation_checkpointing:
+        return {}
+    return {"saved_activations": saved_activations(shape, setup)}
+
+
+def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
+    """With recomputation: residual, norm output, its fp32 copy, feed-forward. Without, these are kept and so counted."""
+    mask = {"attention_mask": mask_bytes(setup)}
+    if setup.activation_checkpointing:
+        wide = 2 * setup.compute_bytes + 4
+        return mask | layer_workspace(shape, setup, wide=3, hidden_bytes=wide)
+    weight = dequantized_weight(shape, setup)
+    return mask | {"layer_workspace": _hidden(shape, setup), "dequantized_weight": weight}
+
+
+def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
+    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction."""
+    adapters = layer_tensors(shape, setup)["lora_weights"]
+    return layer_workspace(shape, setup, wide=2, hidden_bytes=setup.compute_bytes) | {
+        "attention_mask": mask_bytes(setup),
+        "hidden_states": _hidden(shape, setup),
+        "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.processes),
+    }

@@ -1,0 +1,210 @@
+"""The terms of the memory model: what each kind of tensor takes on one process, from shapes alone.
+
+Letters: P processes, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
+width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
+FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
+Which terms meet at one moment, `memory` says.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from workflow.lib.shapes import Linear, ModelShape
+
+ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
+NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
+LOSS_CHUNK_ROWS = 1024  # rows whose logits exist at a time (`loss.CHUNK_ROWS`)
+CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
+
+
+Attention = Literal["flash", "sdpa", "eager"]
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that the bytes depend on besides the model's shape."""
+
+    processes: int
+    micro_batch_size: int
+    seq_len: int
+    rank: int
+    targets: tuple[str, ...]
+    """Names of the linears that have an adapter."""
+    dropout: bool
+    block_size: int
+    double_quant: bool
+    activation_checkpointing: bool
+    reshard_after_forward: bool
+    accumulates: bool
+    """Several micro-batches a step: gradients of earlier ones lie there throughout."""
+    compute_bytes: int
+    attention: Attention
+    fixed: Mapping[str, int]
+    """What the device adds to every phase: `cublas_workspace` (GPU) or `process` (CPU), bytes."""
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+
+Tensor = tuple[int, int]  # rows, bytes of a row
+
+
+def _rounded(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ROUNDING) * ROUNDING
+
+
+def sharded_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
+    """Bytes of the largest shard of tensors that FSDP2 cuts along dim 0: ceil(rows / P) rows of each."""
+    return sum(_rounded(math.ceil(rows / processes) * width) for rows, width in tensors)
+
+
+def gathered_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
+    """Bytes of the same tensors gathered, with the padding that makes the shards equal; 0 for one process."""
+    if processes == 1:
+        return 0
+    return sum(_rounded(math.ceil(rows / processes) * processes * width) for rows, width in tensors)
+
+
+def lora_parameters(shape: ModelShape, *, rank: int, targets: tuple[str, ...]) -> int:
+    """Elements of all A (r, in_features) and B (out_features, r)."""
+    chosen = [linear for linear in shape.linears if linear.name in targets]
+    return shape.num_layers * rank * sum(x.in_features + x.out_features for x in chosen)
+
+
+def layer_tensors(shape: ModelShape, setup: Setup) -> dict[str, list[Tensor]]:
+    """Return the tensors of one decoder layer by term; NF4 data are 1-D float32 views of bytes."""
+    scales = [t for linear in shape.linears for t in _scales(linear, setup)]
+    chosen = [linear for linear in shape.linears if linear.name in setup.targets]
+    return {
+        "nf4_weights": [_view(math.ceil(x.num_weights / 2)) for x in shape.linears],
+        "nf4_scales": scales,
+        "norms_and_biases": [(n, setup.compute_bytes) for n in shape.layer_vectors],
+        "lora_weights": [
+            tensor
+            for x in chosen
+            for tensor in ((setup.rank, 4 * x.in_features), (x.out_features, 4 * setup.rank))
+        ],
+    }
+
+
+def _view(num_bytes: int) -> Tensor:
+    return math.ceil(num_bytes / 4), 4
+
+
+def _scales(linear: Linear, setup: Setup) -> list[Tensor]:
+    """absmax: fp32 per block; or with double quantization 8 bits per block, and fp32 per 256 blocks."""
+    blocks = math.ceil(linear.num_weights / setup.block_size)
+    if not setup.double_quant:
+        return [(blocks, 4)]
+    return [_view(blocks), (math.ceil(blocks / NESTED_BLOCK_SIZE), 4)]
+
+
+def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Return what lies in memory from the second step on, in every phase."""
+    p, layers, c = setup.processes, shape.num_layers, setup.compute_bytes
+    per_layer = {
+        term: sharded_bytes(tensors, processes=p)
+        for term, tensors in layer_tensors(shape, setup).items()
+    }
+    table = (shape.vocab_size, shape.hidden_size * c)
+    tables = [table] if shape.tied_embeddings else [table, table]
+    head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
+    return dict(setup.fixed) | {
+        "nf4_weights": layers * per_layer["nf4_weights"],
+        "nf4_scales": layers * per_layer["nf4_scales"],
+        "nf4_tables": layers * len(shape.linears) * sum(_rounded(size) for size in CODE_TABLES),
+        "embedding_and_head": sharded_bytes(tables, processes=p),
+        "norms_and_biases": layers * per_layer["norms_and_biases"]
+        + sharded_bytes([(shape.hidden_size, c)], processes=p),
+        "lora_weights": layers * per_layer["lora_weights"],
+        "adam_moments": 2 * layers * per_layer["lora_weights"],
+        "inputs": setup.tokens
+        * (4 * 8 + head_dim_bytes),  # four int64 each: ids, positions, rows, targets
+    }
+
+
+def saved_activations(shape: ModelShape, setup: Setup) -> int:
+    """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an adapter).
+
+    Norms keep an fp32 copy of their input (4 T h each). Linears keep their input, which q, k, v share
+    and gate, up (2 c T h), and the down projection's (c T f); attention q, k, v, output and
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f); adapters x A^T.
+    """
+    t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
+    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
+    kept = 4 * shape.hidden_norms * t * shape.hidden_size
+    kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
+    kept += 4 * t * (q + k) if shape.qk_norm else 0
+    kept += 3 * c * t * f + c * t * setup.rank * len(setup.targets)
+    return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
+
+
+def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
+    """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a mask for each."""
+    t, c = setup.tokens, setup.compute_bytes
+    if not setup.dropout:
+        return c * t * (2 * shape.hidden_size + shape.intermediate_size)
+    return 5 * t * sum(x.in_features for x in shape.linears if x.name in setup.targets)
+
+
+def _kept_scores(shape: ModelShape, setup: Setup) -> int:
+    """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type; sdpa a mask."""
+    square = setup.micro_batch_size * setup.seq_len**2
+    c = setup.compute_bytes
+    softmax = (4 if c == 4 else 4 + c) * square * shape.num_heads
+    return {"flash": 0, "sdpa": c * square, "eager": softmax}[setup.attention]
+
+
+def mask_bytes(setup: Setup) -> int:
+    """Boolean mask of packed rows, made once a forward (its copy in the compute type: `_kept_scores`)."""
+    return 0 if setup.attention == "flash" else setup.micro_batch_size * setup.seq_len**2
+
+
+def dequantized_weight(shape: ModelShape, setup: Setup) -> int:
+    """The largest linear in the compute type, and its absmax in fp32."""
+    largest = max(linear.num_weights for linear in shape.linears)
+    absmax = 4 * math.ceil(largest / setup.block_size) if setup.double_quant else 0
+    return setup.compute_bytes * largest + absmax
+
+
+def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
+    """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a dequantized weight.
+
+    Eager attention's S x S temporaries (8 bytes a score) take the place of the T x f ones if they are more.
+    """
+    c, t = setup.compute_bytes, setup.tokens
+    row = c * t * shape.intermediate_size
+    weight = dequantized_weight(shape, setup)
+    product = {"layer_workspace": (wide - 1) * row, "dequantized_weight": weight}
+    scores = 8 * setup.micro_batch_size * setup.seq_len**2 * shape.num_heads
+    feed_forward = {"layer_workspace": wide * row} if row > weight else product
+    heavy = setup.attention == "eager" and scores > sum(feed_forward.values())
+    work = {"layer_workspace": scores} if heavy else feed_forward
+    extra = hidden_bytes * t * shape.hidden_size + _dropout_workspace(shape, setup)
+    return work | {"layer_workspace": work["layer_workspace"] + extra}
+
+
+def _dropout_workspace(shape: ModelShape, setup: Setup) -> int:
+    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled."""
+    widest = max(x.out_features for x in shape.linears if x.name in setup.targets)
+    return 8 * setup.tokens * widest if setup.dropout else 0
+
+
+def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Chunked cross-entropy over at most all T rows.
+
+    Hidden: norm's fp32 copy, its output, the chosen rows and their gradient. Logits: log-softmax,
+    its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
+    """
+    c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
+    width = 16 if shape.logit_softcap else 12
+    return {
+        "hidden_states": (4 + 3 * c) * t * h,
+        "logits": width * min(t, LOSS_CHUNK_ROWS) * shape.vocab_size,
+    }

@@ -1,0 +1,212 @@
+"""The NF4 linear layer whose packed weight and quantization state are ordinary parameters, so that FSDP2 shards them.
+
+Packed weights, 8-bit absmax and nested absmax are frozen 1-D `float32` parameters: views of the bytes.
+float32 because FSDP2 copies bf16 groups through float on CUDA and so rewrites NaN bit patterns
+(pytorch#159333, bitsandbytes#1945), because torch 2.11 refuses frozen uint8 parameters, and because
+every rank then holds 1/N of the state that other integrations replicate (1 GiB per GPU at 70B).
+The `QuantState` of bitsandbytes is rebuilt at each use.
+
+QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absmax2[block2] + offset.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit
+from bitsandbytes.utils import unpack_tensor_to_dict
+from torch import nn
+
+from workflow.lib.weights import CheckpointReader
+
+NESTED_BLOCK_SIZE = (
+    256  # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
+)
+STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
+
+
+@dataclasses.dataclass(frozen=True)
+class NF4Spec:
+    """What a packed weight is: shape (out_features, in_features), weights per scale, double quantization."""
+
+    shape: tuple[int, int]
+    block_size: int
+    double_quant: bool
+    offset: float
+
+    @property
+    def num_blocks(self) -> int:
+        """Scales of the weight: one per started block."""
+        return math.ceil(math.prod(self.shape) / self.block_size)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each stored part, by parameter name."""
+        packed = {"weight": math.ceil(math.prod(self.shape) / 2)}
+        if not self.double_quant:
+            return packed | {"absmax": 4 * self.num_blocks}
+        nested = math.ceil(self.num_blocks / NESTED_BLOCK_SIZE)
+        return packed | {"absmax": self.num_blocks, "nested_absmax": 4 * nested}
+
+
+# Parameter of NF4Linear -> suffix of its tensor in the Transformers/bitsandbytes checkpoint layout.
+CHECKPOINT_SUFFIX = {
+    "weight": "weight",
+    "absmax": "weight.absmax",
+    "nested_absmax": "weight.nested_absmax",
+}
+CODE_SUFFIX = {"quant_map": "weight.quant_map", "nested_quant_map": "weight.nested_quant_map"}
+
+
+def read_specs(reader: CheckpointReader) -> dict[str, NF4Spec]:
+    """Return the spec of every quantized linear of an NF4 checkpoint, by module path."""
+    paths = [n.removesuffix(f".{STATE_SUFFIX}") for n in reader.names() if n.endswith(STATE_SUFFIX)]
+    return {path: _read_spec(reader, path) for path in paths}
+
+
+def _read_spec(reader: CheckpointReader, path: str) -> NF4Spec:
+    state: dict[str, Any] = unpack_tensor_to_dict(reader.tensor(f"{path}.{STATE_SUFFIX}"))
+    out_features, in_features = state["shape"]
+    return NF4Spec(
+        shape=(out_features, in_features),
+        block_size=state["blocksize"],
+        double_quant="nested_offset" in state,
+        offset=state.get("nested_offset", 0.0),
+    )
+
+
+class NF4Linear(nn.Linear):
+    """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and Transformers see a linear.
+
+    Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with double
+    quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
+    `nested_quant_map` (256,), `nested_offset` ().
+    Built on the meta device; filled by `model.load_weights_`.
+    """
+
+    weight: nn.Parameter
+    absmax: nn.Parameter
+    quant_map: torch.Tensor
+    nested_quant_map: torch.Tensor
+    nested_offset: torch.Tensor
+
+    def __init__(self, spec: NF4Spec, *, bias: bool, compute_dtype: torch.dtype) -> None:
+        out_features, in_features = spec.shape
+        super().__init__(in_features, out_features, bias=bias, device="meta", dtype=compute_dtype)
+        self.spec = spec
+        for name, num_bytes in spec.sizes.items():
+            self.register_parameter(name, _byte_parameter(num_bytes))
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.register_buffer("quant_map", torch.empty(16, device="meta"))
+        self.register_buffer("nested_quant_map", torch.empty(256, device="meta"))
+        self.register_buffer("nested_offset", torch.empty((), device="meta"))
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`, shape (out_features, in_features).
+
+        Must be called while the parameters are gathered (inside the FSDP unit's forward or backward).
+        """
+        packed = self._bytes("weight").unsqueeze(1)
+        return dequantize_4bit(packed, self._quant_state(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b; x: (..., in_features)."""
+        y: torch.Tensor = _NF4MatMul.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        """The stored bytes of a parameter, without the padding."""
+        stored: torch.Tensor = getattr(self, name)
+        return stored.detach().view(torch.uint8)[: self.spec.sizes[name]]
+
+    def _quant_state(self, dtype: torch.dtype) -> QuantState:
+        spec = self.spec
+        state = {
+            "shape": torch.Size(spec.shape),
+            "code": self.quant_map,
+            "blocksize": spec.block_size,
+            "quant_type": "nf4",
+            "dtype": dtype,
+        }
+        if not spec.double_quant:
+            return QuantState(absmax=self._bytes("absmax").view(torch.float32), **state)
+        nested = QuantState(
+            absmax=self._bytes("nested_absmax").view(torch.float32),
+            code=self.nested_quant_map,
+            blocksize=NESTED_BLOCK_SIZE,
+            dtype=torch.float32,
+        )
+        absmax = self._bytes("absmax")
+        return QuantState(absmax=absmax, state2=nested, offset=self.nested_offset, **state)
+
+
+def _byte_parameter(num_bytes: int) -> nn.Parameter:
+    """A frozen float32 parameter on meta that holds `num_bytes`, padded to whole elements."""
+    return nn.Parameter(torch.empty(math.ceil(num_bytes / 4), device="meta"), requires_grad=False)
+
+
+def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
+    """Yield path and module of every NF4 linear."""
+    for path, module in model.named_modules():
+        if isinstance(module, NF4Linear):
+            yield path, module
+
+
+class _NF4MatMul(torch.autograd.Function):
+    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it by then)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: NF4Linear) -> torch.Tensor:
+        ctx.module = module
+        return nn.functional.linear(x, module.dequantize(x.dtype), module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.module.dequantize(grad.dtype), None
+
+
+class NF4LoraMatMul(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T in one node: dequantization, product and adapter.
+
+    Saves x (..., in) and u = x A^T (..., r) alone. W, A and B are read from their modules again in
+    backward, because FSDP frees and regathers them. A (r, in) and B (out, r) are fp32 masters, cast to
+    x's dtype for the products; their gradients are returned in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        a_weight: torch.Tensor,
+        b_weight: torch.Tensor,
+        layer: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        base: NF4Linear = layer.get_base_layer()
+        rows = x.reshape(-1, x.shape[-1])
+        u = rows @ a_weight.to(x.dtype).t()
+        y = nn.functional.linear(rows, base.dequantize(x.dtype), base.bias)
+        y.addmm_(u, b_weight.to(x.dtype).t(), alpha=scale)
+        ctx.layer, ctx.scale = layer, scale
+        ctx.save_for_backward(rows, u)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, u = ctx.saved_tensors
+        base: NF4Linear = ctx.layer.get_base_layer()
+        a_weight, b_weight = ctx.layer.fused_weights()
+        grad = grads[0].reshape(-1, base.out_features)
+        grad_u = ctx.scale * (grad @ b_weight.to(grad.dtype))
+        grad_b = ctx.scale * (grad.t() @ u)
+        grad_a = grad_u.t() @ rows
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ base.dequantize(grad.dtype)
+            grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
+            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype), None, None

@@ -1,0 +1,157 @@
+"""The report as one HTML file that needs no network: text, tables, style, figures and Plotly itself.
+
+All text from the artifacts is untrusted. Jinja escapes it (autoescape), `visible` shows characters that
+would act, figure data sits in a JSON island with `<` escaped, and the page's content security policy
+allows two scripts by their SHA-256 and no request at all: text that slipped through could not run.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from workflow.lib import formats
+from workflow.lib.artifacts import provenance
+from workflow.lib.comparison import flat, result_columns, setting_columns, task_columns
+from workflow.lib.config import ReportConfig
+from workflow.lib.figures import curve_figures, heldout_figure, memory_figure
+from workflow.lib.records import Interval
+from workflow.lib.reporting import Run
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "report"
+CURVE_TABLE_ROWS = 12  # steps listed under the curves: a phone's screen of the same numbers
+COMMAND = "snakemake --cores all all"
+
+NUMBERS: dict[str, Callable[[float], str]] = {
+    "loss": formats.loss,
+    "signed": formats.signed,
+    "general": formats.general,
+    "count": formats.count,
+    "share": formats.share,
+    "probability": formats.probability,
+    "size": formats.size,
+    "duration": formats.duration,
+}
+
+
+def render_page(runs: list[Run], *, report: ReportConfig) -> str:
+    """Return the page of `runs` (at least one) as HTML."""
+    assert runs, "a report shows at least one run"
+    plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    curves, memory, heldout = curve_figures(runs), memory_figure(runs), heldout_figure(runs)
+    drawn = [*curves, memory, *([heldout] if heldout else [])]
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            report=report,
+            runs=runs,
+            settings=setting_columns(runs),
+            results=result_columns(runs),
+            task_columns=task_columns(runs),
+            same_heldout=len({run.manifest.files.heldout_input_ids for run in runs}) == 1,
+            datasets=_datasets(runs),
+            curves=curves,
+            memory=memory,
+            heldout=heldout,
+            figures={
+                figure.key: {"data": figure.data, "layout": figure.layout} for figure in drawn
+            },
+            rendered=provenance(),
+            command=COMMAND,
+            style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+            scripts=[Markup(plotly), Markup(script)],
+            script_hashes=[_csp_hash(plotly), _csp_hash(script)],
+        )
+    )
+
+
+def _datasets(runs: list[Run]) -> list[tuple[Run, list[str]]]:
+    """Return one run per tokens folder, with the names of all runs that used it."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(run.tokens_name, []).append(run.name)
+    firsts = {run.tokens_name: run for run in reversed(runs)}
+    return [(firsts[tokens], users) for tokens, users in names.items()]
+
+
+def _csp_hash(script: str) -> str:
+    """Return the source expression that lets exactly this inline script run (CSP level 3)."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {name: _number(style) for name, style in NUMBERS.items()}
+    environment.filters |= {
+        "interval": interval,
+        "spoken": formats.spoken,
+        "cell": cell,
+        "flat": flat,
+        "verdict": verdict,
+        "selected_steps": selected_steps,
+    }
+    return environment
+
+
+def _finalize(value: object) -> object:
+    """Show what would act; markup made here passes. None never reaches the page by accident."""
+    assert value is not None, "the template prints a value that is not there"
+    return value if isinstance(value, Markup) else formats.visible(str(value))
+
+
+def _number(style: Callable[[float], str]) -> Callable[[float | None], Markup]:
+    """Return a filter that writes a number for people and, in `value`, for programs."""
+
+    def write(value: float | None) -> Markup:
+        if value is None:
+            return Markup('<span class="none">not measured</span>')
+        return Markup('<data value="{}">{}</data>').format(repr(value), style(value))
+
+    return write
+
+
+def interval(value: Interval | None, style: str) -> Markup:
+    """Write `[low, high]`; nothing if there is no interval."""
+    if value is None:
+        return Markup("")
+    low, high = (_number(NUMBERS[style])(end) for end in value)
+    return Markup('<span class="interval">[{}, {}]</span>').format(low, high)
+
+
+def cell(value: str | float | bool | None) -> Markup:
+    """Write a value of unknown kind: text as it is, whole numbers in full, others to four digits."""
+    if value is None:
+        return Markup('<span class="none">none</span>')
+    if isinstance(value, str | bool):
+        return Markup("{}").format(formats.visible(str(value)))
+    return _number(formats.count if isinstance(value, int) else formats.general)(value)
+
+
+def verdict(run: Run) -> str:
+    """Return `improved`, `worsened`, `unclear` (the interval holds 0) or `not measured` of the held-out loss."""
+    ends = run.tuned.comparison.loss_difference_ci95
+    if ends is None:
+        return "not measured"
+    return "improved" if ends[0] > 0 else "worsened" if ends[1] < 0 else "unclear"
+
+
+def selected_steps(run: Run) -> list[Any]:
+    """Return up to `CURVE_TABLE_ROWS` logged steps, evenly spaced, the first and the last among them."""
+    last = len(run.steps) - 1
+    rows = min(CURVE_TABLE_ROWS, len(run.steps))
+    places = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})
+    return [run.steps[place] for place in places]

@@ -1,0 +1,192 @@
+"""Processes and sharding, applied to a finished model from outside.
+
+`process_group` opens the communication of one torchrun worker. `shard_` is the one place that decides the FSDP2
+units: every decoder layer, the embedding, the head with its loss, and the rest. One process is not sharded at all.
+
+FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision policy is set, and
+gradients are summed, not averaged, because the loss is already divided by the global number of trained tokens.
+"""
+
+import ctypes
+import datetime
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from workflow.lib.errors import UserError
+from workflow.lib.loss import CausalLMForTraining
+from workflow.lib.model import (
+    checkpoint_name,
+    local,
+    plain_parameters,
+    read_bytes,
+    stored_buffers,
+)
+from workflow.lib.nf4 import nf4_linears
+from workflow.lib.weights import CheckpointReader
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of its run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    io_group: dist.ProcessGroup  # gloo, for checkpoint traffic beside the training's collectives
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files that only one may write."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(device_type: str, *, timeout_s: float) -> Iterator[World]:
+    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...); leave it at the end.
+
+    device_type: `cuda` (NCCL) or `cpu` (gloo). The process dies with its launcher. Collective.
+    """
+    die_with_parent()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device if device_type == "cuda" else None
+    )
+    try:
+        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+        yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    finally:
+        dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks, found by the class names in Transformers' `_no_split_modules`."""
+    names = set(model._no_split_modules or ())
+    layers = [
+        m for m in model.modules() if type(m).__name__ in names and not isinstance(m, nn.Embedding)
+    ]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} names no decoder layer class (_no_split_modules): this model family "
+            "cannot be sharded. Choose another model.source."
+        )
+    return layers
+
+
+def checkpoint_activations_(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer in backward, by Transformers' own switch (non-reentrant)."""
+    # renamed in Transformers 5.2x; the old name warns there and will go in v6
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def shard_(
+    training: CausalLMForTraining, mesh: DeviceMesh, *, reshard_after_forward: bool
+) -> list[FSDPModule]:
+    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a meta-device model.
+
+    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward.
+    Frozen embedding and head take no part in backward, so they are never gathered there.
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    units: list[FSDPModule] = [
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        for layer in decoder_layers(model)
+    ]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:  # a tied weight must stay in one unit: the root
+        # The head is gathered when its loss begins and freed when the loss ends, whatever the number of chunks.
+        frozen = [
+            fully_shard(embedding, mesh=mesh),
+            fully_shard([training.head_loss, head], mesh=mesh)[0],
+        ]
+        for unit in frozen:
+            unit.set_unshard_in_backward(False)
+        units += frozen
+    units.append(fully_shard(training, mesh=mesh, reshard_after_forward=False))
+    register_fsdp_forward_method(training, "family_logits")
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # plain SUM: gloo has no pre-multiplied one
+    return units
+
+
+def local_bytes(training: nn.Module) -> tuple[int, int]:
+    """Return the bytes of all parameters that this process holds, and of the whole model."""
+    unique = {id(p): p for p in training.parameters()}.values()
+    held = sum(local(p).numel() * p.element_size() for p in unique)
+    return held, sum(p.numel() * p.element_size() for p in unique)
+
+
+@torch.no_grad()
+def mismatched_tensors(
+    training: CausalLMForTraining, units: list[FSDPModule], reader: CheckpointReader, world: World
+) -> list[str]:
+    """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the tensors that differ.
+
+    Unit i is compared on rank i mod world size, so the checkpoint is read about once in total. Collective;
+    FSDP must have run a forward. Without units (one process) the whole model is compared.
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    if not units:
+        return _differences(model, reader)
+    wrong: list[str] = []
+    for number, unit in enumerate(units):
+        unit.unshard()
+        if number % world.size == world.rank:
+            wrong += _differences(model, reader)
+        unit.reshard()
+    everyone: list[list[str]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(everyone, wrong, group=world.io_group)
+    return sorted(set(chain.from_iterable(everyone)))
+
+
+def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
+    """Compare all parameters that are whole at this moment (gathered, or never sharded) with the checkpoint."""
+    wrong = []
+    for path, linear in nf4_linears(model):
+        name = checkpoint_name(path)
+        for part, size in linear.spec.sizes.items():
+            held = getattr(linear, part)
+            if type(held.data) is not torch.Tensor:
+                continue
+            stored = read_bytes(linear, part, name, reader, start=0, stop=size)
+            if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
+                wrong.append(f"{name}.{part}")
+    for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
+        if type(tensor.data) is not torch.Tensor:
+            continue
+        stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
+        if not _same_bytes(tensor.data.cpu(), stored):
+            wrong.append(checkpoint_name(name))
+    return wrong
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare shapes and bytes: NaN equals itself, and 0 is not -0."""
+    views = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and torch.equal(*views)

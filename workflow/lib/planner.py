@@ -1,0 +1,209 @@
+"""From settings, shapes and a machine to a plan that fits: processes, micro-batch size, and the verdict.
+
+Every candidate is predicted in closed form (`memory`), held against the budget, and the largest one that
+fits is taken. Nothing here reads a file or asks the machine: the caller passes `Machine`.
+"""
+
+from dataclasses import dataclass, replace
+
+from workflow.lib import memory
+from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
+from workflow.lib.errors import setting_error
+from workflow.lib.memory import GIB, Prediction
+from workflow.lib.memory_terms import Attention, Setup
+from workflow.lib.shapes import ModelShape, check_targets
+
+# Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
+LARGEST_CPU_MICRO_BATCH = 8
+# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB after
+# the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL included.
+CPU_PROCESS_BYTES = int(0.7 * GIB)
+GPU_PROCESS_BYTES = int(2.5 * GIB)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free (bytes)."""
+
+    device: str
+    processes: int
+    gpu_names: tuple[str, ...]
+    gpu_bytes: int | None
+    """Memory of the smallest GPU; None on the CPU."""
+    host_bytes: int
+    flash_attention: bool
+    """Whether the flash-attn package is installed."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that a process may take, bytes. On the CPU, its share of the host."""
+
+    capacity_bytes: int
+    outside_allocator_bytes: int
+    margin_bytes: int
+    host_capacity_bytes: int
+
+    def slack_bytes(self, peak_bytes: int) -> int:
+        """What the allocator reserves beyond what is allocated at the peak."""
+        return int(peak_bytes * memory.ALLOCATOR_SLACK)
+
+    def needed_bytes(self, peak_bytes: int) -> int:
+        """All that must fit into the capacity for a predicted peak."""
+        outside = self.outside_allocator_bytes + self.margin_bytes
+        return peak_bytes + self.slack_bytes(peak_bytes) + outside
+
+    def holds(self, peak_bytes: int) -> bool:
+        """Whether a predicted peak fits."""
+        return self.needed_bytes(peak_bytes) <= self.capacity_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A micro-batch size and what it takes."""
+
+    micro_batch_size: int
+    setup: Setup
+    prediction: Prediction
+    fits: bool
+
+
+def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
+    """Return what a process may take.
+
+    Raises `UserError` if `hardware.gpu_memory_gib` is more than the GPUs have.
+    """
+    host = machine.host_bytes
+    if hardware.host_memory_gib != "auto":
+        host = min(host, int(hardware.host_memory_gib * GIB))
+    if machine.gpu_bytes is None:
+        return Budget(host // machine.processes, 0, 0, host)
+    capacity = machine.gpu_bytes
+    if hardware.gpu_memory_gib != "auto":
+        capacity = int(hardware.gpu_memory_gib * GIB)
+        if capacity > machine.gpu_bytes:
+            raise setting_error(
+                "hardware.gpu_memory_gib",
+                hardware.gpu_memory_gib,
+                f"the smallest GPU has {machine.gpu_bytes / GIB:.2f} GiB",
+                "Set it to that or below, or to auto",
+            )
+    outside = memory.CONTEXT_BYTES if machine.processes == 1 else memory.CONTEXT_AND_NCCL_BYTES
+    return Budget(capacity, outside, int(hardware.memory_margin_gib * GIB), host)
+
+
+def rows_per_process(global_batch_size: int, *, processes: int) -> int:
+    """Return the rows of a step that each process trains on; raises `UserError` if they are not whole."""
+    if global_batch_size % processes == 0:
+        return global_batch_size // processes
+    below = global_batch_size // processes * processes
+    nearest = [str(value) for value in (below, below + processes) if value]
+    raise setting_error(
+        "train.global_batch_size",
+        global_batch_size,
+        f"must be a multiple of the {processes} processes, which share its rows equally",
+        f"Set it to {' or '.join(nearest)}, or change hardware.gpus (hardware.cpu_processes on the CPU)",
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in increasing order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[int]:
+    """Return the micro-batch sizes to consider: the one that is set, or all divisors of `rows`.
+
+    Raises `UserError` if the one that is set does not divide the rows of a process.
+    """
+    valid = divisors(rows)
+    if wanted == "auto":
+        return valid
+    if wanted not in valid:
+        raise setting_error(
+            "train.micro_batch_size",
+            wanted,
+            f"must divide the {rows} rows that each of {processes} processes has of a step",
+            f"Set it to {', '.join(map(str, valid))}, or auto",
+        )
+    return [int(wanted)]
+
+
+def compute_dtype(name: str, *, device: str) -> str:
+    """Return the type of activations: what is set, or bfloat16 on GPUs and float32 on CPUs."""
+    if name == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    return name
+
+
+def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) -> Attention:
+    """Return how attention uses memory, as `attention.resolve_training_attention` will decide.
+
+    `auto` on a GPU in 16 bits is flash, of the flash-attn package or of torch; the latter cannot soft-cap.
+    """
+    if model.attention != "auto":
+        flash = model.attention == "varlen" or model.attention.startswith("flash")
+        return "flash" if flash else "eager" if model.attention == "eager" else "sdpa"
+    half = compute_dtype(model.compute_dtype, device=machine.device) == "bfloat16"
+    if machine.device == "cuda" and half and (machine.flash_attention or not softcapped):
+        return "flash"
+    return "eager" if softcapped else "sdpa"
+
+
+def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
+    """Translate settings into what the bytes depend on, for a micro-batch of one row.
+
+    Raises `UserError` if a LoRA target is no linear of the model.
+    """
+    targets = check_targets(run.lora.target_modules, linears=[x.name for x in shape.linears])
+    cuda = machine.device == "cuda"
+    dtype = compute_dtype(run.model.compute_dtype, device=machine.device)
+    return Setup(
+        processes=machine.processes,
+        micro_batch_size=1,
+        seq_len=run.data.seq_len,
+        rank=run.lora.r,
+        targets=targets,
+        dropout=run.lora.dropout > 0,
+        block_size=run.quantize.block_size,
+        double_quant=run.quantize.double_quant,
+        activation_checkpointing=run.train.activation_checkpointing,
+        reshard_after_forward=run.hardware.reshard_after_forward,
+        accumulates=True,
+        compute_bytes=2 if dtype == "bfloat16" else 4,
+        attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
+        fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
+    )
+
+
+def candidates(
+    shape: ModelShape, setup: Setup, *, sizes: list[int], rows: int, limits: Budget
+) -> list[Candidate]:
+    """Predict every micro-batch size for `rows` rows per process and step."""
+    found = []
+    for size in sizes:
+        sized = replace(setup, micro_batch_size=size, accumulates=size < rows)
+        prediction = memory.predict(shape, sized)
+        found.append(Candidate(size, sized, prediction, limits.holds(prediction.peak_bytes)))
+    return found
+
+
+def choose(found: list[Candidate], *, device: str) -> Candidate:
+    """Return the largest candidate that fits (on the CPU: of at most 8 rows); the smallest one if none does."""
+    fitting = [candidate for candidate in found if candidate.fits]
+    if not fitting:
+        return found[0]
+    small = [c for c in fitting if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
+    return (small or fitting)[-1] if device == "cpu" else fitting[-1]
+
+
+def host_bytes(shape: ModelShape, chosen: Candidate, machine: Machine) -> int:
+    """Return the host memory of all processes together at the peak.
+
+    With GPUs: each process itself, and its slice of the largest tensor while the weights are loaded.
+    """
+    if machine.device == "cpu":
+        return machine.processes * chosen.prediction.peak_bytes
+    largest = shape.vocab_size * shape.hidden_size * shape.source_bytes
+    return machine.processes * GPU_PROCESS_BYTES + largest

@@ -1,0 +1,259 @@
+"""Preflight as a whole: what is read and checked, the decision, and the document that the later stages read."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib import duration, hardware
+from workflow.lib.artifacts import read_json
+from workflow.lib.config import HardwareConfig, RunConfig
+from workflow.lib.errors import UserError, setting_error
+from workflow.lib.memory import EXPLANATIONS, GIB
+from workflow.lib.memory_terms import lora_parameters
+from workflow.lib.planner import (
+    Budget,
+    Candidate,
+    Machine,
+    budget,
+    candidates,
+    choose,
+    compute_dtype,
+    host_bytes,
+    make_setup,
+    micro_batch_sizes,
+    rows_per_process,
+)
+from workflow.lib.remedies import remedies
+from workflow.lib.schedule import total_steps
+from workflow.lib.shapes import ModelShape
+from workflow.lib.storage import disk_bytes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The chosen candidate, all candidates, and what it was held against; `reason` says what decided."""
+
+    fits: bool
+    reason: str
+    chosen: Candidate
+    found: list[Candidate]
+    rows: int
+    limits: Budget
+    host_bytes: int
+    disk_bytes: dict[str, int]
+    disk_free_bytes: int
+
+
+def read_machine(settings: HardwareConfig) -> Machine:
+    """Ask this machine what a run gets; raises `UserError` if that is less than the settings ask for."""
+    device, processes = hardware.num_processes(settings)
+    gpus = hardware.visible_gpus()[:processes] if device == "cuda" else []
+    return Machine(
+        device=device,
+        processes=processes,
+        gpu_names=tuple(gpu.name for gpu in gpus),
+        gpu_bytes=min((gpu.total_bytes for gpu in gpus), default=None),
+        host_bytes=hardware.available_host_bytes(),
+        flash_attention=importlib.util.find_spec("flash_attn") is not None,
+    )
+
+
+def read_tokens(path: Path) -> dict[str, Any]:
+    """Read the manifest of a tokens folder; raises `UserError` if it lacks what preflight needs."""
+    try:
+        manifest: dict[str, Any] = read_json(path)
+        train = manifest["splits"]["train"]
+        sizes = [
+            manifest["seq_len"],
+            manifest["vocab_size"],
+            manifest["splits"]["heldout"]["tokens"],
+        ]
+        sizes += [train["packed_rows"], train["trained_tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run again."
+        ) from None
+    if any(not isinstance(size, int) for size in sizes) or sizes[3] < 1:
+        raise UserError(
+            f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl beside it."
+        )
+    return manifest
+
+
+def check_tokens(manifest: Mapping[str, Any], run: RunConfig, shape: ModelShape) -> None:
+    """Raise `UserError` if the rows do not suit the settings or the model."""
+    seq_len, vocab_size = run.data.seq_len, manifest["vocab_size"]
+    if seq_len > shape.max_position_embeddings:
+        raise setting_error(
+            "data.seq_len",
+            seq_len,
+            f"the model's max_position_embeddings is {shape.max_position_embeddings}",
+            "Set it to that or below, or choose a model with a longer context",
+        )
+    if manifest["seq_len"] != seq_len:
+        raise setting_error(
+            "data.seq_len",
+            seq_len,
+            f"the tokens were packed into rows of {manifest['seq_len']}",
+            "Tokenize again with this setting, or set it to that length",
+        )
+    if vocab_size > shape.vocab_size:
+        raise UserError(
+            f"model.source: the tokenizer has {vocab_size} tokens, the model's embedding {shape.vocab_size} "
+            "rows. They do not belong together: use the tokenizer that came with the checkpoint."
+        )
+
+
+def decide(
+    run: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    manifest: dict[str, Any],
+    *,
+    disk_free_bytes: int,
+) -> Decision:
+    """Choose the micro-batch size and say whether the run fits GPU (or host) memory and disk.
+
+    Raises `UserError` if a setting cannot work with this model or machine, whatever its memory.
+    """
+    limits = budget(run.hardware, machine)
+    rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
+    sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
+    setup = make_setup(run, shape, machine)
+    found = candidates(shape, setup, sizes=sizes, rows=rows, limits=limits)
+    chosen = choose(found, device=machine.device)
+    host = host_bytes(shape, chosen, machine)
+    disk = disk_bytes(shape, chosen.setup, manifest, keep_checkpoints=run.train.keep_checkpoints)
+    lack = _memory_lack(run, shape, machine, chosen, limits)
+    lack = lack or _host_lack(host, limits, machine)
+    lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
+    return Decision(
+        fits=lack is None,
+        reason=lack or _reason(chosen, limits, machine),
+        chosen=chosen,
+        found=found,
+        rows=rows,
+        limits=limits,
+        host_bytes=host,
+        disk_bytes=disk,
+        disk_free_bytes=disk_free_bytes,
+    )
+
+
+def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
+    needed = limits.needed_bytes(chosen.prediction.peak_bytes)
+    kind = "GPU" if machine.device == "cuda" else "process's share of the host"
+    return (
+        f"micro-batch {chosen.micro_batch_size} needs {needed / GIB:.2f} of "
+        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {chosen.prediction.peak_phase})"
+    )
+
+
+def _memory_lack(
+    run: RunConfig, shape: ModelShape, machine: Machine, chosen: Candidate, limits: Budget
+) -> str | None:
+    if chosen.fits:
+        return None
+    options = remedies(
+        shape,
+        chosen.setup,
+        machine,
+        run.hardware,
+        global_batch_size=run.train.global_batch_size,
+    )
+    enough = [str(remedy) for remedy in options if remedy.fits]
+    advice = f"Any one of these would fit: {'; '.join(enough)}"
+    if not enough:
+        most = "; ".join(str(remedy) for remedy in options[:4]) or "there is none"
+        advice = f"No single change is enough; the largest savings are: {most}"
+    return f"{_reason(chosen, limits, machine)}. {advice}"
+
+
+def _host_lack(host: int, limits: Budget, machine: Machine) -> str | None:
+    if host <= limits.host_capacity_bytes:
+        return None
+    return (
+        f"the {machine.processes} processes need {host / GIB:.2f} GiB of host memory together, "
+        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used (hardware.host_memory_gib, or what is free). "
+        "Free host memory, or use fewer processes"
+    )
+
+
+def _disk_lack(needed: int, free: int) -> str | None:
+    if needed <= free:
+        return None
+    return (
+        f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free. "
+        "Free disk space, or lower train.keep_checkpoints or lora.r"
+    )
+
+
+def document(
+    decision: Decision,
+    run: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    manifest: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return preflight.json without its provenance."""
+    chosen, limits = decision.chosen, decision.limits
+    prediction, setup = chosen.prediction, chosen.setup
+    train = manifest["splits"]["train"]
+    num_steps = total_steps(run.train, num_rows=train["packed_rows"])
+    accumulation = decision.rows // chosen.micro_batch_size
+    share = min(1.0, train["trained_tokens"] / (train["packed_rows"] * manifest["seq_len"]))
+    enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
+    return {
+        "verdict": "fits" if decision.fits else "does_not_fit",
+        "reason": decision.reason,
+        "plan": {
+            "device": machine.device,
+            "processes": machine.processes,
+            "micro_batch_size": chosen.micro_batch_size,
+            "accumulation_steps": accumulation,
+            "activation_checkpointing": setup.activation_checkpointing,
+            "reshard_after_forward": setup.reshard_after_forward,
+            "gpu_memory_bytes": limits.capacity_bytes - limits.outside_allocator_bytes
+            if enforced
+            else None,
+            "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),
+            "num_steps": num_steps,
+        },
+        "terms": [
+            {"name": name, "bytes": size, "explanation": EXPLANATIONS[name]}
+            for name, size in prediction.phases[prediction.peak_phase].items()
+        ],
+        "phases": {name: sum(terms.values()) for name, terms in prediction.phases.items()},
+        "peak_bytes": prediction.peak_bytes,
+        "allocator_slack_bytes": limits.slack_bytes(prediction.peak_bytes),
+        "outside_allocator_bytes": limits.outside_allocator_bytes,
+        "capacity_bytes": limits.capacity_bytes,
+        "margin_bytes": limits.margin_bytes,
+        "host_bytes": decision.host_bytes,
+        "host_capacity_bytes": limits.host_capacity_bytes,
+        "disk_bytes": decision.disk_bytes,
+        "disk_free_bytes": decision.disk_free_bytes,
+        "time": duration.estimate(
+            duration.micro_batch_work(shape, setup, trained_share=share),
+            gpu_names=machine.gpu_names,
+            tokens=setup.tokens,
+            accumulation_steps=accumulation,
+            num_steps=num_steps,
+        ),
+        "candidates": [
+            {
+                "micro_batch_size": candidate.micro_batch_size,
+                "peak_bytes": candidate.prediction.peak_bytes,
+                "fits": candidate.fits,
+            }
+            for candidate in decision.found
+        ],
+        "model": asdict(shape)
+        | {
+            "total_parameters": shape.quantized_weights + shape.plain_weights,
+            "quantized_parameters": shape.quantized_weights,
+            "trainable_parameters": lora_parameters(shape, rank=setup.rank, targets=setup.targets),
+        },
+    }

@@ -1,0 +1,80 @@
+"""preflight.json as a table for a terminal and a log."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from workflow.lib.memory import GIB, MIB
+
+WIDTH = 100  # columns
+
+
+def render(document: dict[str, Any], *, run: str) -> str:
+    """Return the tables of a preflight document as plain text."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    console.print(_terms(document, run=run))
+    console.print(_facts(document))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _terms(document: dict[str, Any], *, run: str) -> Table:
+    """Bytes by term in the peak phase, and what must fit besides."""
+    phase = max(document["phases"], key=document["phases"].__getitem__)
+    table = Table(title=f"run {run}: memory of each process, phase {phase}", title_justify="left")
+    table.add_column("term")
+    table.add_column("size", justify="right")
+    table.add_column("what it is")
+    for term in sorted(document["terms"], key=lambda term: -term["bytes"]):
+        table.add_row(term["name"], _size(term["bytes"]), term["explanation"])
+    table.add_section()
+    extra = {
+        "peak_bytes": "sum: the largest of the phases below",
+        "allocator_slack_bytes": "reserved beyond what is allocated",
+        "outside_allocator_bytes": "CUDA context, communication",
+        "margin_bytes": "hardware.memory_margin_gib",
+        "capacity_bytes": "what a process may take",
+    }
+    for key, explanation in extra.items():
+        table.add_row(key.removesuffix("_bytes"), _size(document[key]), explanation)
+    return table
+
+
+def _facts(document: dict[str, Any]) -> Table:
+    """Everything else, a line each."""
+    plan, time = document["plan"], document["time"]
+    table = Table(show_header=False)
+    table.add_row("verdict", document["verdict"])
+    table.add_row(
+        "plan",
+        f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x accumulation "
+        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}",
+    )
+    phases = document["phases"].items()
+    table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
+    sizes = (f"{c['micro_batch_size']}: {_size(c['peak_bytes'])}" for c in document["candidates"])
+    table.add_row("micro-batches", ", ".join(sizes))
+    host = f"{_size(document['host_bytes'])} of {_size(document['host_capacity_bytes'])}"
+    table.add_row("host memory", host)
+    disk = ", ".join(f"{name} {_size(size)}" for name, size in document["disk_bytes"].items())
+    table.add_row("disk", f"{disk}; free {_size(document['disk_free_bytes'])}")
+    table.add_row("time", _time(time))
+    return table
+
+
+def _time(time: dict[str, Any]) -> str:
+    if time["step_s"] is None:
+        return str(time["basis"])
+    return (
+        f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, "
+        f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process ({time['basis']})"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the unit that leaves three or four digits."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"

@@ -1,0 +1,319 @@
+"""The artifacts that the report reads: one type per file, exactly the fields that are shown.
+
+The fields and their meanings are those of `docs/design.md`; an artifact may hold more. Types are
+strict and numbers finite, and values are kept as they are: no rounding, no conversion. Reading is in `report_inputs`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Interval = tuple[float, float]
+
+
+class Record(BaseModel):
+    """Base of all records: frozen, strict types, finite numbers, further fields ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Provenance(Record):
+    """What made an artifact (`artifacts.provenance`)."""
+
+    stage: str
+    commit: str | None
+    packages: dict[str, str]
+    platform: str
+    cpu_count: int | None
+    created_utc: str
+
+
+class Check(Record):
+    """A claim that the run tested about itself."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class PeakBytes(Record):
+    """Peak memory of the fullest process."""
+
+    predicted: int
+    measured: int
+    kind: Literal["cuda_allocated", "host_rss"]
+
+
+class ModelSettings(Record, extra="allow"):
+    """Section `model` as it was trained; `source` is the folder or hub id of the base."""
+
+    source: str
+
+
+class AdapterSettings(Record, extra="allow"):
+    """Section `lora` as it was trained; `r` is the rank."""
+
+    r: int
+
+
+class TrainedSettings(Record):
+    """The sections of the configuration that training read, all their keys."""
+
+    model: ModelSettings
+    lora: AdapterSettings
+    train: dict[str, Any]
+
+
+class Summary(Record):
+    """`finetune/summary.json`."""
+
+    run: str
+    fingerprint: str
+    device: str
+    device_name: str
+    processes: int
+    num_steps: int
+    resumed_from_steps: list[int]
+    settings: TrainedSettings
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    seq_len: int
+    trainable_parameters: int
+    total_parameters: int
+    first_loss: float
+    final_loss: float
+    tokens: int
+    trained_tokens: int
+    elapsed_s: float
+    tokens_per_s: float
+    peak_bytes: PeakBytes
+    checks: list[Check]
+    provenance: Provenance
+
+
+class Step(Record):
+    """A line of `finetune/metrics.jsonl`."""
+
+    step: Annotated[int, Field(ge=1)]
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    trained_tokens: int
+    tokens: int
+    tokens_per_s: float
+    peak_bytes: int
+    elapsed_s: float
+
+
+class Plan(Record):
+    """How preflight runs the training."""
+
+    device: str
+    processes: int
+    micro_batch_size: int
+    accumulation_steps: int
+    activation_checkpointing: bool
+    reshard_after_forward: bool
+    gpu_memory_bytes: int | None
+    compute_dtype: str
+    num_steps: int
+
+
+class Term(Record):
+    """One addend of the predicted peak."""
+
+    name: str
+    bytes: int
+    explanation: str
+
+
+class Estimate(Record):
+    """Predicted time; None where the speed of the GPU is not known, as `basis` then says."""
+
+    total_h: float | None
+    basis: str
+
+
+class Candidate(Record):
+    """A micro-batch size that preflight tried."""
+
+    micro_batch_size: int
+    peak_bytes: int
+    fits: bool
+
+
+class Preflight(Record):
+    """`preflight_run/preflight.json`."""
+
+    verdict: Literal["fits", "does_not_fit"]
+    reason: str
+    plan: Plan
+    terms: list[Term]
+    phases: dict[str, int]
+    peak_bytes: int
+    outside_allocator_bytes: int
+    capacity_bytes: int
+    margin_bytes: int
+    host_bytes: int
+    host_capacity_bytes: int
+    disk_bytes: dict[str, int]
+    disk_free_bytes: int
+    time: Estimate
+    candidates: list[Candidate]
+    model: dict[str, Any]
+    provenance: Provenance
+
+
+class Parity(Record):
+    """`consolidate/parity.json`."""
+
+    max_abs_difference: float
+    tolerance: float
+    passed: bool
+    rows: int
+    positions: int
+    compute_dtype: str
+    max_abs_logit: float
+    argmax_agreement: float
+
+
+class Heldout(Record):
+    """Loss on the held-out documents, nats per trained token."""
+
+    loss: float
+    loss_ci95: Interval
+    perplexity: float
+    documents: int
+    trained_tokens: int
+
+
+class Metric(Record):
+    """A task's score."""
+
+    value: float
+    stderr: float | None
+
+
+class Task(Record):
+    """A task's scores by metric."""
+
+    metrics: dict[str, Metric]
+    items: int
+    version: int | float | str | None
+
+
+class Sample(Record):
+    """A held-out prompt with the answer of one subject."""
+
+    document: int
+    prompt: str
+    reference: str
+    answer: str
+
+
+class MetricDifference(Record):
+    """Paired difference of a task metric, tuned - base."""
+
+    difference: float
+    difference_ci95: Interval | None
+
+
+class Comparison(Record):
+    """Paired comparison over documents; the loss difference is base - tuned, so positive is better."""
+
+    loss_difference: float | None
+    loss_difference_ci95: Interval | None
+    p_value: float | None
+    documents: int
+    tasks: dict[str, dict[str, MetricDifference]]
+
+
+class Evaluation(Record):
+    """`evaluate_run/base.json`."""
+
+    subject: Literal["base", "tuned"]
+    run: str
+    heldout: Heldout | None
+    tasks: dict[str, Task]
+    samples: list[Sample]
+    provenance: Provenance
+
+
+class TunedEvaluation(Evaluation):
+    """`evaluate_run/tuned.json`."""
+
+    comparison: Comparison
+
+
+class Source(Record):
+    """A raw data file."""
+
+    file: str
+    sha256: str
+    rows: int
+
+
+class Percentiles(Record):
+    """Document lengths, tokens."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Split(Record):
+    """Counts of one split."""
+
+    rows_read: int
+    rows_kept: int
+    rows_dropped: int
+    truncated: int
+    tokens: int
+    trained_tokens: int
+    length_percentiles: Percentiles
+    duplicates: int
+
+
+class TrainSplit(Split):
+    """The packed training split; `fill` is the share of row positions that hold a token."""
+
+    packed_rows: int
+    fill: float
+
+
+class HeldoutSplit(Split):
+    """The held-out split, unpacked."""
+
+    documents: int
+
+
+class Splits(Record):
+    """Both splits."""
+
+    train: TrainSplit
+    heldout: HeldoutSplit
+
+
+class TokenFiles(Record):
+    """SHA-256 of the files of a tokens folder; equal held-out tokens make losses comparable."""
+
+    heldout_input_ids: str = Field(alias="heldout.input_ids.npy")
+
+
+class Manifest(Record):
+    """`manifest.json` of a tokens folder."""
+
+    format_version: Literal[1]
+    seq_len: int
+    vocab_size: int
+    format: str
+    tokenizer_sha256: str
+    chat_template_sha256: str | None
+    sources: list[Source]
+    splits: Splits
+    dropped_by_reason: dict[str, int]
+    files: TokenFiles
+    samples: list[list[tuple[str, bool]]]
+    provenance: Provenance

@@ -1,0 +1,108 @@
+"""What to change when a run does not fit: single changes of a setting, each predicted like the run itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from workflow.lib.config import HardwareConfig
+from workflow.lib.memory import GIB, predict
+from workflow.lib.memory_terms import Setup
+from workflow.lib.planner import Machine, budget, divisors
+from workflow.lib.shapes import ModelShape
+
+MOST_GPUS = 64
+SHORTEST_ROW = 128  # tokens; shorter rows are no remedy worth naming
+SMALLEST_RANK = 4
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change, the peak and the capacity that a process then has, and whether it fits."""
+
+    change: str
+    peak_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{self.change} (peak {self.peak_bytes / GIB:.2f} GiB)"
+
+
+def remedies(
+    shape: ModelShape,
+    setup: Setup,
+    machine: Machine,
+    hardware: HardwareConfig,
+    *,
+    global_batch_size: int,
+) -> list[Remedy]:
+    """Return the single changes that help, those that fit first; of each kind the smallest that fits, else the largest.
+
+    Micro-batches other than the given one are predicted with one row.
+    """
+    found = []
+    for options in _options(setup, machine, global_batch_size=global_batch_size):
+        tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
+        if tried:
+            found.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
+    before = predict(shape, setup).peak_bytes
+    helpful = [remedy for remedy in found if remedy.fits or remedy.peak_bytes < before]
+    return sorted(helpful, key=lambda remedy: (not remedy.fits, remedy.peak_bytes))
+
+
+def _try(
+    shape: ModelShape, change: str, setup: Setup, machine: Machine, hardware: HardwareConfig
+) -> Remedy:
+    limits = budget(hardware, replace(machine, processes=setup.processes))
+    peak = predict(shape, setup).peak_bytes
+    return Remedy(change, peak, limits.holds(peak))
+
+
+Option = tuple[str, Setup]
+
+
+def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Iterator[list[Option]]:
+    """Yield the changes of one setting at a time, from the smallest to the largest."""
+    rows = global_batch_size // setup.processes
+    smaller = [d for d in reversed(divisors(rows)) if d < setup.micro_batch_size]
+    yield [(f"train.micro_batch_size = {d}", replace(setup, micro_batch_size=d)) for d in smaller]
+    yield from ([option] for option in _switches(setup))
+    lengths = _halves(setup.seq_len, SHORTEST_ROW)
+    yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
+    yield [
+        (f"{_process_setting(machine)} = {p}", replace(setup, processes=p))
+        for p in _process_counts(machine, global_batch_size)
+    ]
+    yield [(f"lora.r = {r}", replace(setup, rank=r)) for r in _halves(setup.rank, SMALLEST_RANK)]
+
+
+def _switches(setup: Setup) -> Iterator[Option]:
+    if not setup.double_quant:
+        yield "quantize.double_quant = true", replace(setup, double_quant=True)
+    if setup.dropout:
+        yield "lora.dropout = 0", replace(setup, dropout=False)
+    if not setup.activation_checkpointing:
+        yield (
+            "train.activation_checkpointing = true",
+            replace(setup, activation_checkpointing=True),
+        )
+    if not setup.reshard_after_forward and setup.processes > 1:
+        yield "hardware.reshard_after_forward = true", replace(setup, reshard_after_forward=True)
+
+
+def _halves(value: int, least: int) -> list[int]:
+    halves = []
+    while value // 2 >= least:
+        value //= 2
+        halves.append(value)
+    return halves
+
+
+def _process_setting(machine: Machine) -> str:
+    return "hardware.gpus" if machine.device == "cuda" else "hardware.cpu_processes"
+
+
+def _process_counts(machine: Machine, global_batch_size: int) -> list[int]:
+    """More GPUs, or fewer CPU processes: each of these has its own copy of the libraries and activations."""
+    valid = divisors(global_batch_size)
+    if machine.device == "cuda":
+        return [p for p in valid if machine.processes < p <= MOST_GPUS]
+    return [p for p in reversed(valid) if p < machine.processes]

@@ -1,0 +1,172 @@
+"""From settings to artifacts: which folder a run's stage uses, and which settings each stage reads.
+
+A shared artifact's folder carries a key: the short hash of everything that it depends on, so two runs
+with equal data settings share one tokenization. A stage receives exactly its sections, as one JSON
+string with sorted keys: that string is what Snakemake compares to decide whether to run it again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from workflow.lib.artifacts import canonical_json, short_hash
+from workflow.lib.config import RunConfig, is_hub_id
+
+RESULTS = PurePosixPath("results")
+
+# Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are edited.
+OPERATIONAL_KEYS = frozenset(
+    {
+        "micro_batch_size",
+        "activation_checkpointing",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "log_every_steps",
+    }
+)
+
+
+def model_key(run: RunConfig) -> str:
+    """Short hash of the base model's identity."""
+    return short_hash([run.model.source, run.model.revision])
+
+
+def dataset_key(run: RunConfig) -> str:
+    """Short hash of the hub dataset's identity."""
+    return short_hash([run.data.source, run.data.revision, run.data.train, run.data.heldout])
+
+
+def tokens_key(run: RunConfig) -> str:
+    """Short hash of all that the tokens depend on: the data settings and the tokenizer's identity."""
+    return short_hash([run.data.model_dump(mode="json"), run.model.source, run.model.revision])
+
+
+def base_key(run: RunConfig) -> str:
+    """Short hash of all that the quantized base depends on."""
+    return short_hash([run.model.source, run.model.revision, run.quantize.model_dump(mode="json")])
+
+
+def model_dir(run: RunConfig) -> str:
+    """Folder of the original base model: the user's own, or the downloaded one."""
+    if is_hub_id(run.model.source):
+        return str(RESULTS / "hub" / "model" / f"{run.model.name}-{model_key(run)}")
+    return run.model.source
+
+
+def dataset_dir(run: RunConfig) -> str | None:
+    """Folder of the downloaded dataset; None for local files."""
+    if run.data.source is None:
+        return None
+    return str(RESULTS / "hub" / "dataset" / f"{run.data.name}-{dataset_key(run)}")
+
+
+def data_files(run: RunConfig) -> dict[str, str]:
+    """Paths of the raw data files by split (`train`, and `heldout` if the user gave one)."""
+    folder = dataset_dir(run)
+    named = {"train": run.data.train, "heldout": run.data.heldout}
+    return {
+        split: path if folder is None else f"{folder}/{path}"
+        for split, path in named.items()
+        if path
+    }
+
+
+def download_dirs(run: RunConfig) -> dict[str, str]:
+    """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`)."""
+    folders = {
+        "model": model_dir(run) if is_hub_id(run.model.source) else None,
+        "dataset": dataset_dir(run),
+    }
+    return {kind: folder for kind, folder in folders.items() if folder}
+
+
+def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
+    """Return what `download_source` receives for one of `download_dirs`."""
+    if kind == "model":
+        return {
+            "repo_id": run.model.source,
+            "revision": run.model.revision,
+            "kind": kind,
+            "files": None,
+        }
+    files = [path for path in (run.data.train, run.data.heldout) if path]
+    return {"repo_id": run.data.source, "revision": run.data.revision, "kind": kind, "files": files}
+
+
+# Files of a local folder whose change makes what was made from them stale.
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+MODEL_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *TOKENIZER_PATTERNS,
+)
+TASK_PATTERNS = ("*.yaml", "*.yml", "*.json", "*.jsonl", "*.csv", "*.parquet", "*.py")
+
+
+def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
+    """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet (a download)."""
+    path = Path(folder)
+    if PurePosixPath(folder).is_relative_to(RESULTS):
+        return [folder]
+    return sorted({str(p) for pattern in patterns for p in path.glob(pattern) if p.is_file()})
+
+
+def tokens_dir(run: RunConfig) -> str:
+    """Folder of the tokenized dataset."""
+    return str(RESULTS / "tokens" / f"{run.data.name}-{tokens_key(run)}")
+
+
+def base_dir(run: RunConfig) -> str:
+    """Folder of the NF4 base checkpoint."""
+    return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
+
+
+def stage_dir(name: str, stage: str) -> str:
+    """Folder of a run's stage."""
+    return str(RESULTS / "runs" / name / stage)
+
+
+def fingerprint(run: RunConfig) -> str:
+    """Short hash of what defines the training trajectory: a checkpoint of another one is never resumed."""
+    train = run.train.model_dump(mode="json", exclude=set(OPERATIONAL_KEYS))
+    compute = run.model.compute_dtype
+    return short_hash(
+        [tokens_key(run), base_key(run), run.lora.model_dump(mode="json"), train, compute]
+    )
+
+
+def checkpoint_dir(name: str, run: RunConfig) -> str:
+    """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of failed jobs."""
+    return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
+
+
+# What each stage reads. A section not listed for a stage can be edited without running the stage again.
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "tokenize_dataset": ("data",),
+    "quantize_base": ("quantize",),
+    "preflight_run": ("model", "data", "quantize", "lora", "train", "hardware"),
+    "finetune": ("model", "lora", "train"),
+    "consolidate": ("model", "export"),
+    "evaluate_run": ("model", "evaluate"),
+}
+
+
+def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
+    """Return the settings that a stage receives: exactly its sections."""
+    settings: dict[str, Any] = run.model_dump(mode="json", include=set(STAGE_SECTIONS[stage]))
+    return settings
+
+
+def stage_json(stage: str, run: RunConfig) -> str:
+    """Return `stage_settings` as one canonical JSON string."""
+    return canonical_json(stage_settings(stage, run))

@@ -1,0 +1,170 @@
+"""From a plan to a model ready to train, in the one order that is right; and the checks before the first step.
+
+quantized linears -> adapters -> activation checkpointing -> sharding -> memory -> weights -> adapter values.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from workflow.lib.batches import make_batch
+from workflow.lib.config import RunConfig
+from workflow.lib.errors import UserError
+from workflow.lib.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
+from workflow.lib.loss import CausalLMForTraining
+from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.nf4 import nf4_linears
+from workflow.lib.parallel import (
+    World,
+    checkpoint_activations_,
+    local_bytes,
+    mismatched_tensors,
+    shard_,
+)
+from workflow.lib.tokens import TokenStore
+from workflow.lib.weights import CheckpointReader
+
+FAMILY_TOKENS = 8  # compared with the family's own forward
+FAMILY_TOLERANCE = (
+    0.05  # of the largest logit: far above bf16's rounding, far below any scale or cap
+)
+
+
+@dataclass(frozen=True)
+class TrainingModel:
+    """The sharded training module, its FSDP units (none with one process), and the bytes this process read."""
+
+    training: CausalLMForTraining
+    units: list[FSDPModule]
+    bytes_read: int
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return the content of PEFT's `adapter_config.json`."""
+        config = self.training.peft_model.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr, index]
+        return {
+            key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+            for key, value in config.items()
+        } | {"inference_mode": True}
+
+    def num_parameters(self) -> tuple[int, int]:
+        """Return the trainable parameters, and all (quantized weights counted as weights, not as bytes)."""
+        model = self.training.peft_model
+        trainable = sum(p.numel() for p in trainable_parameters(self.training).values())
+        linears = sum(m.in_features * m.out_features for _, m in nf4_linears(model))
+        packed = {
+            id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"
+        }
+        plain = sum(p.numel() for p in model.parameters() if id(p) not in packed)
+        return trainable, linears + plain
+
+
+def build_training_model(
+    base: Path,
+    config: RunConfig,
+    plan: dict[str, Any],
+    world: World,
+    *,
+    compute_dtype: torch.dtype,
+    attention: str,
+) -> TrainingModel:
+    """Build the run's model on this process. Collective.
+
+    base: NF4 folder; plan: of `preflight.json`. Raises `UserError` if the base does not fit its config or the targets.
+    """
+    if world.device.type == "cuda" and plan["gpu_memory_bytes"] is not None:
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan["gpu_memory_bytes"] / total))
+    model: PreTrainedModel = build_nf4_on_meta(
+        base, compute_dtype=compute_dtype, attention=attention
+    )
+    training = CausalLMForTraining(inject_adapters(model, config.lora))
+    if plan["activation_checkpointing"]:
+        checkpoint_activations_(model)
+    units: list[FSDPModule] = []
+    if world.size > 1:
+        units = shard_(training, world.mesh, reshard_after_forward=plan["reshard_after_forward"])
+    materialize_(training, transformers_model=model, device=world.device)
+    bytes_read = load_weights_(model, base)
+    init_adapters_(training, seed=config.train.seed)
+    return TrainingModel(training, units, bytes_read)
+
+
+def startup_checks(
+    model: TrainingModel, store: TokenStore, base: Path, world: World
+) -> list[dict[str, Any]]:
+    """Check what must hold before the first step; return the checks for the report. Collective.
+
+    Raises `UserError` if our logits are not the family's, a gathered tensor differs from the checkpoint, or a row
+    has no trained token.
+    """
+    model.training.eval()  # no dropout: it would make two forwards differ
+    same_logits = check_family(model.training, store, world)
+    with torch.no_grad():  # one forward on the first row sets FSDP up
+        batch = make_batch(
+            store.input_ids[:1].astype("int64"), store.position_ids[:1].astype("int64"),
+            store.loss_mask[:1].copy(), device=world.device,
+        )  # fmt: skip
+        model.training(
+            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
+        )
+    with CheckpointReader(base) as reader:
+        wrong = mismatched_tensors(model.training, model.units, reader, world)
+        count = len(reader.names())
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: the weights would "
+            "be silently wrong. Check the files in "
+            f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and NCCL."
+        )
+    held, total = local_bytes(model.training)
+    fewest = int(store.trained_tokens_per_row.min())
+    if fewest == 0:
+        raise UserError(
+            "a training row has no trained token. Check data.loss_on, and tokenize again."
+        )
+    return [
+        same_logits,
+        _check(
+            f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
+            True,
+            "0 differ",
+        ),
+        _check(
+            "every process holds its share of the parameters",
+            held <= total / world.size * 1.02 + 65536,
+            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.size} processes",
+        ),
+        _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),
+    ]
+
+
+@torch.no_grad()
+def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> dict[str, Any]:
+    """Compare our logits with those of the family's own forward, which may do more after its head than we know.
+
+    Raises `UserError` if they differ. Collective.
+    """
+    ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
+    places = torch.arange(ids.shape[1], device=world.device)
+    theirs = training.family_logits(ids, places[None])
+    difference = float((training(ids, places[None], places, None) - theirs).abs().max())
+    largest = float(theirs.abs().max())
+    if not difference <= FAMILY_TOLERANCE * largest:
+        family = type(training.peft_model.get_base_model()).__name__  # type: ignore[operator]
+        raise UserError(
+            f"{family} is not supported: its logits differ by {difference:.3g} (of {largest:.3g}) from the product of "
+            "hidden states and head, so the loss would be another model's. Choose another model.source."
+        )
+    return _check(
+        "logits equal those of the model family's own forward",
+        True,
+        f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
+    )
+
+
+def _check(name: str, passed: bool, detail: str) -> dict[str, Any]:
+    return {"name": name, "passed": passed, "detail": detail}

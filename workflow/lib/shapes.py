@@ -1,0 +1,316 @@
+"""What preflight knows of a model without its weights: `config.json` and the safetensors headers, held against each other.
+
+A decoder layer is a list of linears, whose shapes follow from config.json by the tables below (dimensions
+by letter: h hidden, q query heads x head_dim, k key-value heads x head_dim, f feed-forward), and some
+1-D tensors (norms, biases), taken from the headers. All layers of a supported family are alike.
+Nothing here builds a model or knows how many bytes anything takes (`memory` does).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from workflow.lib.errors import UserError, setting_error
+from workflow.lib.headers import TensorInfo, read_headers
+
+SPLIT_LINEARS = {
+    "self_attn.q_proj": ("q", "h"),
+    "self_attn.k_proj": ("k", "h"),
+    "self_attn.v_proj": ("k", "h"),
+    "self_attn.o_proj": ("h", "q"),
+    "mlp.gate_proj": ("f", "h"),
+    "mlp.up_proj": ("f", "h"),
+    "mlp.down_proj": ("h", "f"),
+}
+FUSED_LINEARS = {
+    "self_attn.qkv_proj": ("q+2k", "h"),
+    "self_attn.o_proj": ("h", "q"),
+    "mlp.gate_up_proj": ("2f", "h"),
+    "mlp.down_proj": ("h", "f"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one `model_type` of config.json is built (read from Transformers 5.23, `models/<family>`)."""
+
+    linears: Mapping[str, tuple[str, str]]
+    hidden_norms: int = 2  # norms over the hidden size in a layer
+    qk_norm: bool = False
+    tied_by_default: bool = False
+    needs_head_dim: bool = False  # its default is not hidden_size / num_attention_heads
+
+
+FAMILIES = {
+    "llama": Family(SPLIT_LINEARS),
+    "mistral": Family(SPLIT_LINEARS),
+    "qwen2": Family(SPLIT_LINEARS),
+    "qwen3": Family(SPLIT_LINEARS, qk_norm=True, needs_head_dim=True),
+    "phi3": Family(FUSED_LINEARS),
+    "gemma2": Family(SPLIT_LINEARS, hidden_norms=4, tied_by_default=True, needs_head_dim=True),
+    "gemma3_text": Family(
+        SPLIT_LINEARS, hidden_norms=4, qk_norm=True, tied_by_default=True, needs_head_dim=True
+    ),
+    "olmo2": Family(SPLIT_LINEARS, qk_norm=True),
+}
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SIZE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of a decoder layer; `name` is the last component of its path."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of its weight."""
+        return self.out_features * self.in_features
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shape facts of a decoder-only model."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool
+    logit_softcap: bool
+    attention_softcap: bool
+    hidden_norms: int
+    qk_norm: bool
+    source_dtype: str
+    """Type of the linears in the checkpoint, as safetensors calls it."""
+    linears: tuple[Linear, ...]
+    """The linears of one decoder layer."""
+    layer_vectors: tuple[int, ...]
+    """Lengths of the 1-D tensors (norms, biases) of one decoder layer."""
+
+    @property
+    def quantized_weights(self) -> int:
+        """Elements of all decoder linears."""
+        return self.num_layers * sum(linear.num_weights for linear in self.linears)
+
+    @property
+    def plain_weights(self) -> int:
+        """Elements of embedding, head and norms, which stay in the compute type."""
+        tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+        return tables + self.num_layers * sum(self.layer_vectors) + self.hidden_size
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of one weight in the checkpoint."""
+        return FLOAT_BYTES[self.source_dtype]
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read the shape of the model in `folder` from its config.json and safetensors headers.
+
+    Raises `UserError` if the family is not supported, the model is quantized already, or the files
+    are missing, broken, or disagree with config.json.
+    """
+    config = _read_config(folder / "config.json")
+    family = _family(config, folder / "config.json")
+    sizes = _sizes(config, family, folder / "config.json")
+    linears = _linears(family, sizes)
+    tensors = read_headers(folder)
+    tied = bool(config.get("tie_word_embeddings", family.tied_by_default))
+    _check_tables(tensors, sizes, tied=tied, folder=folder)
+    num_layers = sizes["num_hidden_layers"]
+    vectors = _check_layers(tensors, linears, num_layers=num_layers, folder=folder)
+    return ModelShape(
+        family=config["model_type"],
+        num_layers=num_layers,
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=sizes["max_position_embeddings"],
+        tied_embeddings=tied,
+        logit_softcap=config.get("final_logit_softcapping") is not None,
+        attention_softcap=config.get("attn_logit_softcapping") is not None,
+        hidden_norms=family.hidden_norms,
+        qk_norm=family.qk_norm,
+        source_dtype=tensors[f"model.layers.0.{next(iter(linears))}.weight"].dtype,
+        linears=tuple(Linear(path.rpartition(".")[2], *shape) for path, shape in linears.items()),
+        layer_vectors=vectors,
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
+    if "quantization_config" in config:
+        raise UserError(
+            f"{path} describes a model that is quantized already. "
+            "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+    return config
+
+
+def _family(config: dict[str, Any], path: Path) -> Family:
+    name = config.get("model_type")
+    supported = f"Supported: {', '.join(FAMILIES)}"
+    experts = [key for key in EXPERT_KEYS if config.get(key)]
+    if experts:
+        raise UserError(
+            f"{path}: model_type {name!r} is a mixture of experts ({experts[0]} = {config[experts[0]]}), "
+            f"which this workflow cannot train. {supported}."
+        )
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"{path}: model_type = {name!r} is not supported. {supported}.")
+    return FAMILIES[name]
+
+
+def _sizes(config: dict[str, Any], family: Family, path: Path) -> dict[str, int]:
+    """Return the sizes by their config.json name, with the two that may be left out filled in."""
+    needed = (*SIZE_KEYS, "head_dim") if family.needs_head_dim else SIZE_KEYS
+    heads = config.get("num_attention_heads")
+    sizes = {key: config.get(key) for key in needed}
+    sizes["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+    if config.get("head_dim") is not None:
+        sizes["head_dim"] = config["head_dim"]
+    for key, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(
+                f"{path}: {key} = {value!r}: must be a whole number above 0. "
+                "Give the config.json that belongs to the checkpoint (model.source)."
+            )
+    checked = {key: int(value) for key, value in sizes.items() if value is not None}
+    checked.setdefault("head_dim", checked["hidden_size"] // checked["num_attention_heads"])
+    return checked
+
+
+def _linears(family: Family, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return shape (out_features, in_features) of each linear of a layer, by its path in the layer."""
+    q = sizes["num_attention_heads"] * sizes["head_dim"]
+    k = sizes["num_key_value_heads"] * sizes["head_dim"]
+    h, f = sizes["hidden_size"], sizes["intermediate_size"]
+    dims = {"h": h, "f": f, "q": q, "k": k, "q+2k": q + 2 * k, "2f": 2 * f}
+    return {path: (dims[out], dims[into]) for path, (out, into) in family.linears.items()}
+
+
+def _check_tables(
+    tensors: Mapping[str, TensorInfo], sizes: dict[str, int], *, tied: bool, folder: Path
+) -> None:
+    """Check embedding, final norm and output head."""
+    h, vocab = sizes["hidden_size"], sizes["vocab_size"]
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, h),
+        "model.norm.weight": (h,),
+    }
+    if not tied:
+        expected["lm_head.weight"] = (vocab, h)
+    for name, shape in expected.items():
+        _check_tensor(tensors, name, shape, folder=folder)
+
+
+def _check_tensor(
+    tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, ...], *, folder: Path
+) -> None:
+    if name not in tensors:
+        raise UserError(
+            f"{folder}: the checkpoint has no tensor {name}, which its config.json asks for. "
+            "The files do not belong together, or the download is not complete: check model.source."
+        )
+    found = tensors[name]
+    if found.dtype not in FLOAT_BYTES:
+        raise UserError(
+            f"{folder}: {name} is stored as {found.dtype}: the model is quantized already. "
+            "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+    if found.shape != shape:
+        raise UserError(
+            f"{folder}: {name} has shape {list(found.shape)}, but config.json says {list(shape)}. "
+            "The files do not belong together: check model.source."
+        )
+
+
+def _check_layers(
+    tensors: Mapping[str, TensorInfo],
+    linears: Mapping[str, tuple[int, int]],
+    *,
+    num_layers: int,
+    folder: Path,
+) -> tuple[int, ...]:
+    """Check every decoder layer's linears; return the lengths of the 1-D tensors, equal in all layers."""
+    layers = _by_layer(tensors)
+    if set(layers) - set(range(num_layers)):
+        raise UserError(
+            f"{folder}: the checkpoint has decoder layer {max(layers)}, but config.json says "
+            f"num_hidden_layers = {num_layers}. The files do not belong together: check model.source."
+        )
+    weights = {f"{path}.weight" for path in linears}
+    vectors = [
+        tuple(math.prod(layers[i][n].shape) for n in sorted(layers[i].keys() - weights))
+        for i in sorted(layers)
+    ]
+    for layer in range(num_layers):
+        for path, shape in linears.items():
+            _check_tensor(tensors, f"model.layers.{layer}.{path}.weight", shape, folder=folder)
+    different = [i for i, found in enumerate(vectors) if found != vectors[0]]
+    if different:
+        raise UserError(
+            f"{folder}: norms and biases of decoder layer {different[0]} differ from layer 0. "
+            "The checkpoint is not complete, or its family is not what config.json says: check model.source."
+        )
+    return vectors[0]
+
+
+def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
+    """Return the tensors of each decoder layer by their name in it, without stored rotary tables."""
+    layers: dict[int, dict[str, TensorInfo]] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".", 3)
+        inside = parts[:2] == ["model", "layers"] and len(parts) == 4 and parts[2].isdigit()
+        if inside and not name.endswith("rotary_emb.inv_freq"):
+            layers.setdefault(int(parts[2]), {})[parts[3]] = tensor
+    return layers
+
+
+def check_targets(
+    target_modules: Iterable[str] | Literal["all-linear"], *, linears: Iterable[str]
+) -> tuple[str, ...]:
+    """Return which of the names `linears` get an adapter, in their order.
+
+    Raises `UserError` if a target is the name of no linear.
+    """
+    names = tuple(dict.fromkeys(linears))
+    if target_modules == "all-linear":
+        return names
+    targets = set(target_modules)
+    for target in sorted(targets - set(names)):
+        raise setting_error(
+            "lora.target_modules",
+            target,
+            f"no linear layer of the model has this name; it has {', '.join(names)}",
+            "Name some of these, or all-linear",
+        )
+    return tuple(name for name in names if name in targets)

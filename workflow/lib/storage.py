@@ -1,0 +1,29 @@
+"""Bytes on disk of what a run leaves behind, from shapes alone."""
+
+from typing import Any
+
+from workflow.lib.memory_terms import Setup, layer_tensors, lora_parameters
+from workflow.lib.shapes import ModelShape
+
+
+def disk_bytes(
+    shape: ModelShape, setup: Setup, manifest: dict[str, Any], *, keep_checkpoints: int
+) -> dict[str, int]:
+    """Return the bytes of every artifact of a run (headers and JSON are not counted).
+
+    Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
+    is the fp32 adapter and both moments. The adapter lies there twice: sharded, and as PEFT's file.
+    """
+    tensors = layer_tensors(shape, setup)
+    quantized = sum(
+        rows * width for term in ("nf4_weights", "nf4_scales") for rows, width in tensors[term]
+    )
+    adapter = 4 * lora_parameters(shape, rank=setup.rank, targets=setup.targets)
+    heldout = manifest["splits"]["heldout"]
+    rows = int(manifest["splits"]["train"]["packed_rows"])
+    return {
+        "tokens": rows * int(manifest["seq_len"]) * (4 + 1 + 4) + int(heldout["tokens"]) * (4 + 1),
+        "base": shape.num_layers * quantized + shape.source_bytes * shape.plain_weights,
+        "checkpoints": 3 * adapter * (keep_checkpoints + 1),
+        "adapter": 2 * adapter,
+    }

@@ -1,0 +1,127 @@
+"""Reading safetensors checkpoints tensor by tensor, or slice by slice, by memory map.
+
+Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the file.
+Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers' convention).
+"""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workflow.lib.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def shard_of_tensor(folder: Path) -> dict[str, str]:
+    """Return the file name that holds each tensor of a checkpoint folder.
+
+    Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names missing files.
+    """
+    if (folder / INDEX).is_file():
+        weight_map = _weight_map(folder / INDEX)
+        missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
+        if missing:
+            raise UserError(
+                f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
+            )
+        return weight_map
+    if not (folder / SINGLE).is_file():
+        raise UserError(
+            f"{folder} has neither {SINGLE} nor {INDEX}. Give a folder with a safetensors checkpoint "
+            "(model.source); other formats can be converted with save_pretrained of Transformers."
+        )
+    with _open(folder / SINGLE) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not the index of a safetensors checkpoint ({error!r}). Download it again."
+        ) from None
+    return weight_map
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is not a whole safetensors file ({error}). Download it again."
+        ) from None
+
+
+class CheckpointReader:
+    """Random access to the tensors of a safetensors checkpoint; a context manager that holds the files open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shards = shard_of_tensor(folder)
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in order of shard and name."""
+        return sorted(self._shards, key=lambda name: (self._shards[name], name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return safetensors' name of a tensor's type (`BF16`, `U8`, ...) without reading it."""
+        return str(self._file(name).get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop` of dim 0 (an empty tensor if `start >= stop`); reads only these."""
+        tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._shards:
+            raise UserError(
+                f"{self._folder} has no tensor {name!r}: it is not a checkpoint of this model. "
+                "Check model.source, or delete the folder to have it made again."
+            )
+        shard = self._shards[name]
+        if shard not in self._files:
+            self._files[shard] = self._open_whole(shard)
+        return self._files[shard]
+
+    def _open_whole(self, shard: str) -> Any:
+        """Open a shard, after a look whether it holds what the index says."""
+        file = _open(self._folder / shard)
+        promised = {name for name, holder in self._shards.items() if holder == shard}
+        absent = promised.difference(file.keys())
+        if absent:
+            raise UserError(
+                f"{self._folder / shard} lacks {min(absent)!r}, which {INDEX} promises there: "
+                "the files do not belong together. Download them again."
+            )
+        return file
