@@ -1,0 +1,67 @@
+# Fine-tune large language models by FSDP + QLoRA: tokens, NF4 base, preflight, training, export,
+# evaluation, report. Settings: config.yaml. Shape of the workflow: workflow/docs/design.md.
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/download_source.smk"
+include: "workflow/rules/tokenize_dataset.smk"
+include: "workflow/rules/quantize_base.smk"
+include: "workflow/rules/preflight_run.smk"
+include: "workflow/rules/finetune.smk"
+include: "workflow/rules/consolidate.smk"
+include: "workflow/rules/evaluate_run.smk"
+include: "workflow/rules/render_report.smk"
+
+
+localrules:
+    all,
+    tokenize,
+    preflight,
+    train,
+    evaluate,
+    report,
+
+
+# Every target names the artifacts of all stages before it. Snakemake removes the outputs of a job that
+# failed, and does not miss an intermediate one as long as what was once made from it is there.
+rule tokenize:
+    input:
+        [f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
+
+
+rule preflight:
+    input:
+        rules.tokenize.input,
+        expand(rules.preflight_run.output, run=RUNS),
+
+
+rule train:
+    input:
+        rules.preflight.input,
+        [layout.base_dir(run) for run in RUNS.values()],
+        expand(rules.finetune.output, run=RUNS),
+        expand(rules.consolidate.output, run=RUNS),
+
+
+rule evaluate:
+    input:
+        rules.train.input,
+        expand(rules.evaluate_run.output, run=RUNS),
+
+
+rule report:
+    input:
+        rules.evaluate.input,
+        rules.render_report.output,
+
+
+rule all:
+    default_target: True
+    input:
+        rules.report.input,

@@ -1,0 +1,92 @@
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from workflow.lib import runs as layout
+from workflow.lib.config import check_local_paths, is_hub_id, load_config
+from workflow.lib.environment import use_this_interpreter
+from workflow.lib.errors import UserError
+from workflow.lib.failures import failure_causes
+from workflow.lib.hardware import requested_processes
+
+use_this_interpreter(Path(workflow.basedir))
+
+STARTED = time.time()
+
+try:
+    REPORT, RUNS = load_config(config)
+    for name, settings in RUNS.items():
+        check_local_paths(name, settings)
+except UserError as error:
+    raise WorkflowError(str(error)) from None
+
+# One run that stands for all that share an artifact, by the artifact's folder name.
+BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in RUNS.values()}
+BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
+BY_DOWNLOAD = {
+    f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
+    for run in RUNS.values()
+    for kind, folder in layout.download_dirs(run).items()
+}
+
+# Downloads, tokens and preflight of all runs come before anything expensive: they have this priority and
+# take turns with the rest at the one `accelerator`, so a run that cannot work stops within minutes.
+FIRST = 10
+
+
+wildcard_constraints:
+    run="|".join(map(re.escape, RUNS)),
+    tokens="|".join(map(re.escape, BY_TOKENS)),
+    base="|".join(map(re.escape, BY_BASE)),
+    kind="model|dataset",
+
+
+def model_files(run):
+    """The base model's files as inputs: the user's own ones, or the download."""
+    return layout.local_files(layout.model_dir(run), layout.MODEL_PATTERNS)
+
+
+def tokenizer_files(run):
+    return layout.local_files(layout.model_dir(run), layout.TOKENIZER_PATTERNS)
+
+
+def data_inputs(run):
+    """The raw data files as inputs: the user's own ones, or the download."""
+    folder = layout.dataset_dir(run)
+    return [folder] if folder else list(layout.data_files(run).values())
+
+
+def task_files(run):
+    folder = run.evaluate.tasks_dir
+    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
+
+
+def checkpoints(wildcards, input):
+    """Folder of a run's checkpoints, named by its settings and by the content that it trains on.
+
+    Data or weights edited in place must not continue from what their old content has trained.
+    """
+    tokens = json.loads(Path(input.tokens).read_text())["files"]
+    # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+    Path(input.base).stat()
+    base = Path(input.base, "SHA256SUMS").read_text().splitlines()
+    content = [
+        *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
+        *(line for line in base if line.endswith((" config.json", ".safetensors"))),
+    ]
+    folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
+    return f"{folder}-{layout.short_hash(content)}"
+
+
+def gpus(run):
+    device, count = requested_processes(run.hardware)
+    return count if device == "cuda" else 0
+
+
+onerror:
+    for cause in failure_causes(Path("logs"), since=STARTED):
+        print(cause, file=sys.stderr)

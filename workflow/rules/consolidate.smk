@@ -1,0 +1,32 @@
+rule consolidate:
+    input:
+        finetune=rules.finetune.output,
+        summary=rules.finetune.output.summary,
+        base=lambda w: layout.base_dir(RUNS[w.run]),
+        model=lambda w: model_files(RUNS[w.run]),
+    output:
+        adapter=expand(
+            "results/runs/{{run}}/consolidate/adapter/{file}",
+            file=[
+                "adapter_model.safetensors",
+                "adapter_config.json",
+                "README.md",
+                "SHA256SUMS",
+            ],
+        ),
+        parity="results/runs/{run}/consolidate/parity.json",
+    log:
+        "logs/consolidate/{run}.log",
+    conda:
+        "../../envs/torch.yaml"
+    resources:
+        accelerator=1,
+        gpu=lambda w: min(1, gpus(RUNS[w.run])),
+    params:
+        config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
+        finetune=subpath(input.summary, parent=True),
+        folder=subpath(output.parity, parent=True),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
+    shell:
+        "python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
+        " --base {input.base:q} --model {params.model:q} --output {params.folder:q} --log {log:q}"

@@ -1,0 +1,32 @@
+rule evaluate_run:
+    input:
+        base=lambda w: layout.base_dir(RUNS[w.run]),
+        adapter=rules.consolidate.output.adapter,
+        weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
+        tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        tasks=lambda w: task_files(RUNS[w.run]),
+        chat_template=lambda w: RUNS[w.run].data.chat_template or [],
+    output:
+        base="results/runs/{run}/evaluate_run/base.json",
+        tuned="results/runs/{run}/evaluate_run/tuned.json",
+    log:
+        "logs/evaluate_run/{run}.log",
+    conda:
+        "../../envs/torch.yaml"
+    resources:
+        accelerator=1,
+        gpu=lambda w: gpus(RUNS[w.run]),
+    params:
+        config=lambda w: layout.stage_json("evaluate_run", RUNS[w.run]),
+        adapter=subpath(input.weights, parent=True),
+        tokens=subpath(input.tokens, parent=True),
+        chat_template=lambda w: [
+            part
+            for path in [RUNS[w.run].data.chat_template]
+            if path
+            for part in ("--chat-template", path)
+        ],
+    shell:
+        "python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
+        " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
+        " --output-base {output.base:q} --output-tuned {output.tuned:q} --log {log:q}"

@@ -1,0 +1,37 @@
+rule finetune:
+    input:
+        tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        base=lambda w: layout.base_dir(RUNS[w.run]),
+        model=lambda w: model_files(RUNS[w.run]),
+    output:
+        adapter=directory("results/runs/{run}/finetune/adapter"),
+        adapter_config="results/runs/{run}/finetune/adapter_config.json",
+        metrics="results/runs/{run}/finetune/metrics.jsonl",
+        parity="results/runs/{run}/finetune/parity.safetensors",
+        summary="results/runs/{run}/finetune/summary.json",
+    log:
+        "logs/finetune/{run}.log",
+    conda:
+        "../../envs/torch.yaml"
+    threads: lambda w: requested_processes(RUNS[w.run].hardware)[1]
+    resources:
+        accelerator=1,
+        gpu=lambda w: gpus(RUNS[w.run]),
+    params:
+        config=lambda w: layout.stage_json("finetune", RUNS[w.run]),
+        folder=subpath(output.summary, parent=True),
+        # Not an output: Snakemake deletes the outputs of a job that failed.
+        checkpoints=checkpoints,
+        tokens=subpath(input.tokens, parent=True),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
+        # Other hardware does not change the result, so it must not train again: what is derived from
+        # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
+        # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
+        preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
+    # The plan is made here for the machine and the hardware settings of this very start.
+    shell:
+        "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
+        " --model {params.model:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
+        " && python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
+        " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
+        " --checkpoints {params.checkpoints:q} --output {params.folder:q} --log {log:q}"

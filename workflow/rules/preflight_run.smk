@@ -1,0 +1,19 @@
+rule preflight_run:
+    input:
+        model=lambda w: model_files(RUNS[w.run]),
+        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+    output:
+        "results/runs/{run}/preflight_run/preflight.json",
+    log:
+        "logs/preflight_run/{run}.log",
+    priority: FIRST
+    conda:
+        "../../envs/driver.yaml"
+    resources:
+        accelerator=1,
+    params:
+        config=lambda w: layout.stage_json("preflight_run", RUNS[w.run]),
+        model=lambda w: layout.model_dir(RUNS[w.run]),
+    shell:
+        "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
+        " --model {params.model:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"

@@ -1,0 +1,32 @@
+rule render_report:
+    input:
+        preflight=expand("results/runs/{run}/preflight_run/preflight.json", run=RUNS),
+        summary=expand("results/runs/{run}/finetune/summary.json", run=RUNS),
+        metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=RUNS),
+        parity=expand("results/runs/{run}/consolidate/parity.json", run=RUNS),
+        evaluation=expand(
+            "results/runs/{run}/evaluate_run/{subject}.json",
+            run=RUNS,
+            subject=["base", "tuned"],
+        ),
+        tokens=[f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
+    output:
+        page="results/report/report.html",
+        comparison="results/report/comparison.csv",
+        figures=directory("results/report/figures"),
+    log:
+        "logs/render_report/report.log",
+    conda:
+        "../../envs/report.yaml"
+    params:
+        config=json.dumps({"report": REPORT.model_dump(mode="json")}, sort_keys=True),
+        runs=[part for name in RUNS for part in ("--run", name)],
+        tokens=[
+            part
+            for name, run in RUNS.items()
+            for part in ("--tokens", f"{name}={layout.tokens_dir(run)}")
+        ],
+    shell:
+        "python -m workflow.scripts.render_report --config {params.config:q} --runs-dir results/runs"
+        " {params.runs:q} {params.tokens:q} --output {output.page:q}"
+        " --comparison {output.comparison:q} --figures {output.figures:q} --log {log:q}"

@@ -1,0 +1,40 @@
+rule tokenize_dataset:
+    input:
+        data=lambda w: data_inputs(BY_TOKENS[w.tokens]),
+        tokenizer=lambda w: tokenizer_files(BY_TOKENS[w.tokens]),
+        chat_template=lambda w: BY_TOKENS[w.tokens].data.chat_template or [],
+    output:
+        manifest="results/tokens/{tokens}/manifest.json",
+        arrays=expand(
+            "results/tokens/{{tokens}}/{split}.{array}.npy",
+            split=["train", "heldout"],
+            array=["input_ids", "loss_mask"],
+        )
+        + [
+            "results/tokens/{tokens}/train.position_ids.npy",
+            "results/tokens/{tokens}/heldout.offsets.npy",
+        ],
+        rejects="results/tokens/{tokens}/rejects.jsonl",
+        truncated="results/tokens/{tokens}/truncated.jsonl",
+    log:
+        "logs/tokenize_dataset/{tokens}.log",
+    priority: FIRST
+    conda:
+        "../../envs/torch.yaml"
+    resources:
+        accelerator=1,
+    params:
+        config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
+        folder=subpath(output.manifest, parent=True),
+        model=lambda w: layout.model_dir(BY_TOKENS[w.tokens]),
+        train=lambda w: layout.data_files(BY_TOKENS[w.tokens])["train"],
+        heldout=lambda w: [
+            part
+            for path in [layout.data_files(BY_TOKENS[w.tokens]).get("heldout")]
+            if path
+            for part in ("--heldout", path)
+        ],
+    shell:
+        "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
+        " --train {params.train:q} {params.heldout:q} --tokenizer {params.model:q}"
+        " --output {params.folder:q} --log {log:q}"

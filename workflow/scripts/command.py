@@ -1,0 +1,67 @@
+"""What every stage's command line shares: `--config JSON`, `--log FILE`, log set-up, and errors a person can read.
+
+A stage calls `run(main, parser)` and nothing else of this module. A `UserError` becomes one message on
+the terminal and exit status 1; any other exception is a defect, shown with its traceback. Both are
+in the log too.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from workflow.lib.errors import UserError
+
+logger = logging.getLogger("workflow")
+
+
+def stage_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every stage has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", type=json.loads, required=True, help="the stage's settings, JSON"
+    )
+    parser.add_argument("--log", type=Path, help="log file; default: standard error only")
+    return parser
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect) or 130 (interrupted)."""
+    args = parser.parse_args()
+    start_log(args.log)
+    try:
+        main(args)
+    except UserError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        logger.error("interrupted; the same command takes up the work again")
+        sys.exit(130)
+    except Exception:
+        logger.exception("%s failed unexpectedly", parser.prog)
+        sys.exit(1)
+
+
+def start_log(path: Path | None) -> None:
+    """Send records to the terminal (info and above, short) and, if given, to a file (all, with time and level).
+
+    Deprecations inside packages are not the user's concern.
+    """
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.INFO)
+    console.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(console)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, mode="a", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(file)

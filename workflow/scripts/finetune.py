@@ -1,0 +1,183 @@
+"""Train the adapter: FSDP2 + NF4 + LoRA over the processes that preflight planned.
+
+Called once, it starts that many torchrun workers of itself. Each worker reads its slices of the NF4 base, checks
+the gathered bytes against the checkpoint, continues from the newest checkpoint of the same trajectory, and
+trains. The sharded adapter, metrics and summary are written at the end, all at once.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+
+from workflow.lib.artifacts import provenance, read_json, write_json
+from workflow.lib.attention import resolve_training_attention
+from workflow.lib.checkpoint import (
+    CheckpointWriter,
+    exclusive,
+    resume_,
+    save_adapter,
+)
+from workflow.lib.config import RunConfig
+from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
+from workflow.lib.launch import is_worker, launch_workers
+from workflow.lib.parallel import World, process_group
+from workflow.lib.parity import save_logits, trained_logits
+from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
+from workflow.lib.stopping import StopRequest
+from workflow.lib.summary import Journal, summarize
+from workflow.lib.tokens import TokenStore
+from workflow.lib.training import make_optimizer, steps
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    plan = read_json(args.preflight)["plan"]
+    if is_worker():
+        work(args, RunConfig.model_validate(args.config), plan)
+    else:
+        launch_workers("workflow.scripts.finetune", sys.argv[1:], processes=plan["processes"])
+
+
+@record  # torchrun learns which worker failed first, and why
+def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        if int(os.environ["RANK"]) == 0:
+            stack.enter_context(exclusive(args.checkpoints))
+        else:
+            logger.setLevel(logging.ERROR)
+        world = stack.enter_context(process_group(plan["device"], timeout_s=args.timeout_s))
+        store = TokenStore.open(args.tokens)
+        dtype = resolve_dtype(config.model.compute_dtype, world.device)
+        attention = resolve_training_attention(
+            config.model.attention,
+            world.device,
+            compute_dtype=dtype,
+            softcapped=softcaps_attention(args.base),
+            dropout=attention_dropout(args.base),
+        )
+        model = build_training_model(
+            args.base, config, plan, world, compute_dtype=dtype, attention=attention
+        )
+        checks = startup_checks(model, store, args.base, world)
+        journal = train(args, config, plan, world, store, model)
+        write_results(args, config, plan, world, store, model, journal, checks)
+
+
+def train(
+    args: argparse.Namespace,
+    config: RunConfig,
+    plan: dict[str, Any],
+    world: World,
+    store: TokenStore,
+    model: TrainingModel,
+) -> Journal:
+    """Train from the newest checkpoint to the end; a signal saves one more checkpoint and stops."""
+    settings = config.train
+    optimizer = make_optimizer(model.training, settings, device=world.device)
+    first = resume_(args.checkpoints, model.training, optimizer, world=world)
+    journal = Journal(
+        args.checkpoints, first_step=first, log_every=settings.log_every_steps, world=world
+    )
+    writer = CheckpointWriter(args.checkpoints, keep=settings.keep_checkpoints, world=world)
+    num_steps = plan["num_steps"]
+    if first:
+        logger.info("continuing after step %d of %d", first, num_steps)
+    bar = tqdm(
+        total=num_steps, initial=first, desc=args.run, unit="step", file=sys.stderr,
+        disable=None if world.is_main else True,
+    )  # fmt: skip
+    stepping = steps(
+        model.training, optimizer, store, settings,
+        first_step=first, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
+        elapsed_s=journal.elapsed_s, world=world,
+    )  # fmt: skip
+    with StopRequest(world.io_group) as stop, writer.finishing(), bar:
+        for metrics in stepping:
+            journal.add(metrics)
+            bar.update()
+            bar.set_postfix_str(journal.line(metrics), refresh=False)
+            stopping = stop.agreed()
+            if (
+                metrics.step % settings.checkpoint_every_steps == 0
+                or metrics.step == num_steps
+                or stopping
+            ):
+                writer.save(model.training, optimizer, step=metrics.step)
+            if stopping and metrics.step < num_steps:
+                writer.wait()
+                logger.info(
+                    "stopped after step %d of %d as asked; checkpoint saved",
+                    metrics.step,
+                    num_steps,
+                )
+                sys.exit(os.EX_TEMPFAIL)
+    return journal
+
+
+def write_results(
+    args: argparse.Namespace,
+    config: RunConfig,
+    plan: dict[str, Any],
+    world: World,
+    store: TokenStore,
+    model: TrainingModel,
+    journal: Journal,
+    checks: list[dict[str, Any]],
+) -> None:
+    """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as a whole."""
+    partial = args.output.with_name(f".{args.output.name}.partial")
+    if world.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    torch.distributed.barrier(world.io_group)
+    save_adapter(model.training, partial / "adapter", world=world)
+    logits = trained_logits(model.training, store, device=world.device)
+    peak = journal.peak_over_processes()
+    if not world.is_main:
+        return
+    save_logits(logits, partial / "parity.safetensors")
+    write_json(partial / "adapter_config.json", model.adapter_config())
+    journal.copy_to(partial / "metrics.jsonl")
+    summary = summarize(
+        journal, run=args.run, fingerprint=args.checkpoints.name.removeprefix(f"{args.run}-"), config=config, plan=plan, store=store, model=model, world=world,
+        predicted_bytes=read_json(args.preflight)["peak_bytes"], peak_bytes=peak, checks=checks,
+    )  # fmt: skip
+    write_json(partial / "summary.json", summary | {"provenance": provenance()})
+    shutil.rmtree(args.output, ignore_errors=True)
+    partial.rename(args.output)
+    logger.info(
+        "trained %d steps in %.0f s: loss %.3f -> %.3f",
+        plan["num_steps"], journal.elapsed_s, summary["first_loss"], summary["final_loss"],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
+    parser.add_argument("--tokens", type=Path, required=True, help="tokens folder")
+    parser.add_argument(
+        "--preflight", type=Path, required=True, help="preflight.json with the plan"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        required=True,
+        help="folder of checkpoints, kept between invocations",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument(
+        "--timeout-s", type=float, default=1800.0, help="seconds until a collective counts as hung"
+    )
+    run(main, parser)
