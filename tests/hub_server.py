@@ -1,0 +1,189 @@
+"""A stand-in for the Hugging Face hub on the loopback interface, for tests without network.
+
+    model = HubRepo({"config.json": b"{}"})
+    with start_hub({"owner/name": model}) as endpoint:   # set HF_ENDPOINT to it
+        ...
+
+It answers what huggingface_hub asks: repository and revision to commit, the tree, HEAD and GET of
+files (ranges, `X-Repo-Commit`, and the `X-Linked-*` headers of LFS files), and the error codes of the
+real hub. Faults are attributes of the repository that may be changed while the server runs.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+Files = Mapping[str, bytes]
+
+
+class HubRepo:
+    """A repository: commits, branches, and the faults that its server shows.
+
+    Files whose names end in one of `lfs` are LFS files, which the hub lists with their SHA-256.
+    """
+
+    def __init__(
+        self, files: Files, *, kind: str = "model", lfs: tuple[str, ...] = (".safetensors",)
+    ) -> None:
+        self.kind = kind
+        self.lfs = lfs
+        self.commits: dict[str, Files] = {}
+        self.branches: dict[str, str] = {}
+        self.gated = False  # files are refused, as to an account that did not accept the licence
+        self.bad_token = False  # every request is refused, as with an expired token
+        self.served: dict[str, bytes] = {}  # bytes sent in place of the announced ones
+        self.listed_size: dict[str, int] = {}  # size announced in place of the true one
+        self.cut: set[str] = set()  # the first answer stops in the middle
+        self.down: set[str] = set()  # the connection is closed without an answer
+        self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
+        self.commit(files)
+
+    def commit(self, files: Files, *, branch: str = "main") -> str:
+        """Put `files` on `branch` as a new commit, and return its id."""
+        tree = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+        parent = self.branches.get(branch)
+        commit = hashlib.sha1(json.dumps([parent, tree], sort_keys=True).encode()).hexdigest()
+        self.commits[commit] = dict(files)
+        self.branches[branch] = commit
+        return commit
+
+    def find(self, revision: str) -> str | None:
+        """Return the commit that a branch or commit id names."""
+        commit = self.branches.get(revision, revision)
+        return commit if commit in self.commits else None
+
+    def downloads(self) -> list[str]:
+        """Return the paths of the files that were sent, in order."""
+        return [
+            path.split("/", 6)[-1]
+            for method, path, _ in self.requests
+            if method == "GET" and "/resolve/" in path
+        ]
+
+    def tree(self, commit: str) -> list[dict[str, Any]]:
+        """Return the listing of a commit as the hub's API spells it."""
+        return [self._entry(path, content) for path, content in self.commits[commit].items()]
+
+    def _entry(self, path: str, content: bytes) -> dict[str, Any]:
+        size = self.listed_size.get(path, len(content))
+        entry = {"type": "file", "path": path, "size": size, "oid": git_blob_id(content)}
+        if path.endswith(self.lfs):
+            entry["lfs"] = {
+                "oid": hashlib.sha256(content).hexdigest(),
+                "size": size,
+                "pointerSize": 134,
+            }
+        return entry
+
+
+def git_blob_id(content: bytes) -> str:
+    """Return git's name of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    repos: Mapping[str, HubRepo]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output quiet."""
+
+    def do_HEAD(self) -> None:
+        self._route()
+
+    def do_GET(self) -> None:
+        self._route()
+
+    def _route(self) -> None:
+        """Split the path into kind, repository, action and the rest."""
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        is_api = parts[0] == "api"
+        if is_api:
+            kind, parts = parts[1].removesuffix("s"), parts[2:]
+        else:
+            kind = "dataset" if parts[0] == "datasets" else "model"
+            parts = parts[kind == "dataset" :]
+        repo = self.repos.get("/".join(parts[:2]))
+        if repo is None or repo.kind != kind:
+            return self._error(404, "RepoNotFound")
+        repo.requests.append((self.command, "/".join(["", kind, *parts]), dict(self.headers)))
+        if repo.bad_token:
+            return self._error(401, "", "Invalid credentials in Authorization header")
+        action, revision, *rest = [*parts[2:], "revision", "main"] if len(parts) == 2 else parts[2:]
+        commit = repo.find(revision)
+        if commit is None:
+            return self._error(404, "RevisionNotFound")
+        if action == "revision":
+            return self._json({"id": "/".join(parts[:2]), "sha": commit, "siblings": []})
+        if action == "tree":
+            return self._json(repo.tree(commit))
+        return self._file(repo, commit, "/".join(rest))
+
+    def _file(self, repo: HubRepo, commit: str, path: str) -> None:
+        if repo.gated:
+            return self._error(403, "GatedRepo")
+        if path not in repo.commits[commit]:
+            return self._error(404, "EntryNotFound")
+        if self.command == "GET" and path in repo.down:
+            self.close_connection = True
+            return None
+        content = repo.commits[commit][path]
+        headers = {
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{git_blob_id(content)}"',
+        }
+        if path.endswith(repo.lfs):
+            headers["X-Linked-Etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+            headers["X-Linked-Size"] = str(len(content))
+        body = repo.served.get(path, content)
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        return self._send(
+            206 if start else 200,
+            headers,
+            body[start:],
+            cut=path in repo.cut and not start,
+        )
+
+    def _json(self, value: object) -> None:
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    def _error(self, status: int, code: str, message: str = "") -> None:
+        self._send(status, {"X-Error-Code": code, "X-Error-Message": message or code}, b"")
+
+    def _send(
+        self, status: int, headers: Mapping[str, str], body: bytes, *, cut: bool = False
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[: (len(body) + 1) // 2] if cut else body)
+        self.close_connection = self.close_connection or cut
+
+
+@contextmanager
+def start_hub(repos: Mapping[str, HubRepo]) -> Iterator[str]:
+    """Serve `repos` (by id `owner/name`) on a free port of 127.0.0.1; yield the endpoint's URL."""
+    handler = type("Handler", (_Handler,), {"repos": repos})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,114 @@
+"""Tiny random models and tokens for tests: odd sizes on purpose, weights not near zero."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from workflow.lib.artifacts import write_json
+from workflow.lib.config import LoraSettings, QuantizeConfig
+from workflow.lib.lora import init_adapters_, inject_adapters
+from workflow.lib.loss import CausalLMForTraining
+from workflow.lib.model import build_nf4_on_meta, build_on_meta, load_weights_, materialize_
+from workflow.lib.nf4 import NF4Linear, read_specs
+from workflow.lib.quantize import (
+    ShardWriter,
+    nf4_config,
+    quantizable_linears,
+    quantize_tensor,
+    quantized_tensors,
+    read_model_config,
+)
+from workflow.lib.tokens import TokenStore
+from workflow.lib.weights import CheckpointReader
+
+VOCAB = 211
+
+
+def tiny_llama(
+    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Save a random Llama (3 layers, 5 query heads, odd vocabulary) to `folder`; return `folder`."""
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 80,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+    }
+    config = LlamaConfig(**(settings | changes))
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def quantized(source: Path, target: Path, **settings: Any) -> Path:
+    """Quantize a model folder to NF4 by the stage's own functions; return `target`."""
+    config = QuantizeConfig(**settings)
+    target.mkdir(parents=True)
+    writer = ShardWriter(target, shard_bytes=2**16)
+    linears = quantizable_linears(build_on_meta(source, dtype=torch.float32))
+    with CheckpointReader(source) as reader:
+        for _, parts in quantized_tensors(reader, linears, config, device=torch.device("cpu")):
+            writer.add(parts)
+    writer.close()
+    write_json(target / "config.json", nf4_config(read_model_config(source), config))
+    return target
+
+
+def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForTraining:
+    """Build the training module of an NF4 folder on one process, without sharding, as `setup` does."""
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
+    training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
+    materialize_(training, transformers_model=model, device=torch.device("cpu"))
+    load_weights_(model, base)
+    init_adapters_(training, seed=0)
+    return training
+
+
+def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
+    """Return packed random rows: 1 to 4 documents a row, a padding tail in some, half of the tokens trained; 3 held-out documents."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(0, VOCAB, size=(rows, seq_len), dtype=np.uint32)
+    positions = np.empty((rows, seq_len), dtype=np.int32)
+    for row in positions:
+        cuts = np.sort(draw.choice(np.arange(1, seq_len), size=draw.integers(0, 4), replace=False))
+        for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True):
+            row[start:stop] = np.arange(stop - start)
+    mask = (draw.random((rows, seq_len)) < 0.5) & (positions > 0)
+    mask[:, -3:] &= draw.random((rows, 1)) < 0.5
+    offsets = np.array([0, 7, 29, 60])
+    arrays = {
+        "train.input_ids.npy": ids,
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": positions,
+        "heldout.input_ids.npy": draw.integers(0, VOCAB, size=60, dtype=np.uint32),
+        "heldout.loss_mask.npy": np.ones(60, dtype=bool),
+        "heldout.offsets.npy": offsets,
+    }
+    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)
+
+
+def nf4_linear(
+    folder: Path, weight: torch.Tensor, *, bias: torch.Tensor | None = None, **settings: Any
+) -> NF4Linear:
+    """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as the engine does."""
+    parts = quantize_tensor(weight, QuantizeConfig(**settings), device=torch.device("cpu"))
+    stored = {f"linear.{suffix}": part for suffix, part in parts.items()}
+    if bias is not None:
+        stored["linear.bias"] = bias
+    folder.mkdir(parents=True)
+    save_file(stored, folder / "model.safetensors")
+    with CheckpointReader(folder) as reader:
+        (spec,) = read_specs(reader).values()
+    linear = NF4Linear(spec, bias=bias is not None, compute_dtype=torch.float32)
+    model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
+    load_weights_(model, folder)
+    return linear

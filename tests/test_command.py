@@ -1,0 +1,142 @@
+"""The command line that all stages share: exit status, one message for a mistake, a traceback for a defect, the log."""
+
+import argparse
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.errors import UserError
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+def outcome(main: object, monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str | None:
+    """Run `main` as a stage would; return the exit status, 0 if it returns."""
+    monkeypatch.setattr(sys, "argv", ["stage", "--config", '{"a": [1]}', *options])
+    assert callable(main)
+    try:
+        run(main, stage_parser("What it does."))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def succeed(args: argparse.Namespace) -> None:
+    assert args.config == {"a": [1]}
+    logger.info("derived fact")
+    logger.debug("detail")
+
+
+def mistake(args: argparse.Namespace) -> None:
+    raise UserError("train.epochs = 0: must be above 0. Raise it.")
+
+
+def defect(args: argparse.Namespace) -> None:
+    raise KeyError("missing")
+
+
+def interrupted(args: argparse.Namespace) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("main", "status"), [(succeed, 0), (mistake, 1), (defect, 1), (interrupted, 130)]
+)
+def test_exit_status(monkeypatch: pytest.MonkeyPatch, main: object, status: int) -> None:
+    assert outcome(main, monkeypatch) == status
+
+
+def test_mistake_is_one_message_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outcome(mistake, monkeypatch, "--log", str(tmp_path / "log"))
+    assert capsys.readouterr().err == "train.epochs = 0: must be above 0. Raise it.\n"
+    written = (tmp_path / "log").read_text()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be above 0\. Raise it\.\n", written
+    )
+
+
+def test_defect_has_its_traceback_on_terminal_and_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outcome(defect, monkeypatch, "--log", str(tmp_path / "log"))
+    for text in (capsys.readouterr().err, (tmp_path / "log").read_text()):
+        assert "stage failed unexpectedly" in text
+        assert "Traceback (most recent call last)" in text
+        assert text.endswith("KeyError: 'missing'\n")
+
+
+def test_log_has_details_that_the_terminal_has_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "stage" / "demo.log"
+    outcome(succeed, monkeypatch, "--log", str(log))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "derived fact\n")
+    assert [line.split(" ", 2)[2] for line in log.read_text().splitlines()] == [
+        "INFO derived fact",
+        "DEBUG detail",
+    ]
+
+
+def test_log_is_appended_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All workers of a run write to one file."""
+    (tmp_path / "log").write_text("earlier\n")
+    outcome(succeed, monkeypatch, "--log", str(tmp_path / "log"))
+    assert (tmp_path / "log").read_text().startswith("earlier\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        (["--config", "{"], "argument --config: invalid loads value: '{'"),
+    ],
+)
+def test_wrong_command_line_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stage", *options])
+    with pytest.raises(SystemExit) as caught:
+        run(succeed, stage_parser("What it does."))
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+STAGES = sorted(
+    p.stem
+    for p in (Path(__file__).parents[1] / "workflow" / "rules").glob("*.smk")
+    if p.stem != "common"
+)
+
+
+def test_stages_are_found() -> None:
+    assert {"finetune", "consolidate", "quantize_base"} <= set(STAGES)
+
+
+@pytest.mark.parametrize("stage", ["download_source", "render_report", "finetune"])
+def test_every_stage_explains_itself(stage: str) -> None:
+    command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0
+    assert "--config" in done.stdout
+    assert "--log" in done.stdout

@@ -1,0 +1,368 @@
+"""Settings: defaults, bounds, overrides by runs, and messages that a person can act on."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from workflow.lib.config import (
+    Config,
+    RunConfig,
+    Section,
+    check_local_paths,
+    is_hub_id,
+    json_schema,
+    load_config,
+    merge,
+)
+from workflow.lib.config_errors import is_section
+from workflow.lib.errors import UserError
+
+
+def message(document: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the refusal of a document, without the headline."""
+    with pytest.raises(UserError) as refusal:
+        load_config(document)
+    headline, *lines = str(refusal.value).splitlines()
+    assert headline == "config.yaml is not valid:"
+    return [line.strip() for line in lines]
+
+
+def only(document: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of the one run of a document."""
+    (run,) = load_config(document)[1].values()
+    return run
+
+
+def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield the path and description of every setting and section."""
+    for name, field in model.model_fields.items():
+        yield f"{path}{name}", field.description
+        if is_section(model, name):
+            assert isinstance(field.annotation, type)
+            yield from fields(field.annotation, f"{path}{name}.")
+
+
+def test_empty_document_gives_the_demo_run_with_all_defaults() -> None:
+    report, runs = load_config({})
+    assert report == Config().report
+    assert runs == {"demo": RunConfig()}
+
+
+def test_written_out_defaults_load_to_the_defaults() -> None:
+    assert only(RunConfig().model_dump(mode="json")) == RunConfig()
+
+
+@pytest.mark.parametrize("section", [name for name in Config.model_fields if name != "runs"])
+def test_section_with_nothing_below_it_means_its_defaults(section: str) -> None:
+    assert load_config({section: None}) == load_config({})
+
+
+def test_nested_section_with_nothing_below_it_means_its_defaults() -> None:
+    assert only({"data": {"columns": None}}) == RunConfig()
+
+
+@pytest.mark.parametrize(("path", "description"), list(fields(Config)))
+def test_every_setting_is_described(path: str, description: str | None) -> None:
+    assert description is not None
+    assert len(description) > 10
+
+
+def test_schema_for_editors_describes_every_section() -> None:
+    sections = json_schema()["$defs"]
+    described = [
+        property_.get("description")
+        for section in sections.values()
+        for property_ in section["properties"].values()
+    ]
+    assert len(sections) == 10
+    assert all(described)
+
+
+def test_schema_refuses_unknown_keys_too() -> None:
+    assert json_schema()["additionalProperties"] is False
+
+
+def test_unknown_key_is_answered_with_the_nearest_one() -> None:
+    assert message({"train": {"learing_rate": 1e-4}}) == [
+        "train.learing_rate: there is no such key. Did you mean 'learning_rate'?"
+    ]
+
+
+def test_unknown_key_of_a_nested_section_is_answered_with_the_nearest_one() -> None:
+    assert message({"data": {"columns": {"promt": "question"}}}) == [
+        "data.columns.promt: there is no such key. Did you mean 'prompt'?"
+    ]
+
+
+def test_key_in_the_wrong_place_is_answered_with_its_section() -> None:
+    assert message({"learning_rate": 1e-4}) == [
+        "learning_rate: there is no such key. Did you mean 'train.learning_rate'?"
+    ]
+
+
+def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
+    assert message({"quantize": {"zzz": 1}}) == [
+        "quantize.zzz: there is no such key. Valid keys: block_size, double_quant."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "bound"),
+    [
+        ("train", "learning_rate", 0, "must be above 0.0"),
+        ("train", "learning_rate", 1.5, "must be at most 1.0"),
+        ("train", "learning_rate", float("nan"), "must be finite"),
+        ("train", "warmup_share", -0.1, "must be at least 0.0"),
+        ("train", "adam_beta1", 1.0, "must be below 1.0"),
+        ("train", "seed", 0.5, "must be a whole number"),
+        ("train", "lr_schedule", "step", "must be 'cosine', 'linear' or 'constant'"),
+        ("train", "micro_batch_size", "x", "must be a whole number or 'auto'"),
+        ("train", "activation_checkpointing", "maybe", "must be true or false"),
+        ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
+        ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
+        ("lora", "target_modules", 3, "must be a list or 'all-linear'"),
+        ("lora", "target_modules", ["q", 3], "entry 2 must be text or 'all-linear'"),
+        ("evaluate", "tasks", [7], "entry 1 must be text"),
+        ("model", "source", "", "must not be empty"),
+        ("model", "source", "a" * 1025, "must have at most 1024 characters"),
+        ("model", "name", 7, "must be text"),
+        ("quantize", "block_size", 65, "must be 64, 128, 256 or 512"),
+        ("data", "columns", 7, "must be a section (keys below it)"),
+    ],
+)
+def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
+    section: str, key: str, value: object, bound: str
+) -> None:
+    assert message({section: {key: value}}) == [
+        f"{section}.{key} = {value!r}: {bound}. Change it in config.yaml."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "bound"),
+    [
+        ("train", "micro_batch_size", 17, "must be between 1 and global_batch_size = 16"),
+        ("train", "micro_batch_size", 0, "must be between 1 and global_batch_size = 16"),
+        ("hardware", "gpus", -1, "must be 0 to 4096"),
+        ("hardware", "gpu_memory_gib", 0, "must be above 0"),
+        ("lora", "target_modules", [], "target_modules has an empty name or none at all"),
+        ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),
+        ("data", "revision", "v1", "revision is set but source is null"),
+    ],
+)
+def test_value_that_does_not_fit_its_section_names_section_and_bound(
+    section: str, key: str, value: object, bound: str
+) -> None:
+    (line,) = message({section: {key: value}})
+    assert line.startswith(f"{section}: ")
+    assert bound in line
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    assert len(message({"train": {"seed": -1, "typo": 1}, "lora": {"r": 0}})) == 3
+
+
+@pytest.mark.parametrize("length", [{"epochs": None}, {"epochs": 1.0, "max_steps": 7}])
+def test_exactly_one_of_epochs_and_max_steps_is_demanded(length: dict[str, Any]) -> None:
+    (line,) = message({"train": length})
+    assert "exactly one sets the length. Set the other to null." in line
+
+
+def test_max_steps_alone_is_accepted() -> None:
+    assert only({"train": {"epochs": None, "max_steps": 7}}).train.max_steps == 7
+
+
+def test_number_that_yaml_reads_as_text_is_accepted() -> None:
+    assert only({"train": {"learning_rate": "2e-4"}}).train.learning_rate == 2e-4
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", ".hidden", "a/b", "x" * 65, "é"])
+def test_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
+    assert message({"runs": {name: {}}}) == [
+        f"runs: the name {name!r} may have letters, digits, '.', '_' and '-', up to 64, "
+        "a letter or digit first. Change it in config.yaml."
+    ]
+
+
+def test_run_name_that_yaml_reads_as_a_number_is_refused() -> None:
+    assert message({"runs": {7: {}}}) == [
+        "runs: the name 7 must be text. Change it in config.yaml."
+    ]
+
+
+def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
+    assert message({"train": {7: 1}}) == ["train.7: a key must be text. Change it in config.yaml."]
+
+
+@pytest.mark.parametrize(
+    ("runs", "line"),
+    [
+        ({}, "runs = {}: must have at least 1 entry. Change it in config.yaml."),
+        (None, "runs = None: must be a section (keys below it). Change it in config.yaml."),
+        ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it in config.yaml."),
+        (
+            {"a": {"lora": {"r": 0}}},
+            "runs.a.lora.r = 0: must be at least 1. Change it in config.yaml.",
+        ),
+        (
+            {"a": {"runs": {}}},
+            "runs.a.runs: there is no such key. Valid keys: "
+            "model, data, quantize, lora, train, hardware, export, evaluate.",
+        ),
+        (
+            {"a": {"train": {"max_steps": 5}}},
+            "runs.a.train: epochs = 3.0 and max_steps = 5: exactly one sets the length. "
+            "Set the other to null.",
+        ),
+    ],
+)
+def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs: object, line: str) -> None:
+    assert message({"runs": runs}) == [line]
+
+
+def test_run_overrides_single_keys_and_keeps_the_shared_ones() -> None:
+    document = {
+        "lora": {"r": 8, "alpha": 11.0},
+        "runs": {"small": {"lora": {"r": 3}}, "shared": None},
+    }
+    runs = load_config(document)[1]
+    assert [(run.lora.r, run.lora.alpha) for run in runs.values()] == [(3, 11.0), (8, 11.0)]
+
+
+def test_run_with_an_empty_section_keeps_the_shared_one() -> None:
+    assert only({"lora": {"r": 3}, "runs": {"a": {"lora": None}}}).lora.r == 3
+
+
+def test_run_can_set_a_shared_value_to_null() -> None:
+    run = only({"train": {"epochs": 2}, "runs": {"a": {"train": {"epochs": None, "max_steps": 5}}}})
+    assert (run.train.epochs, run.train.max_steps) == (None, 5)
+
+
+def test_merge_replaces_lists_and_leaves_its_inputs_alone() -> None:
+    base = {"a": {"list": [1, 2], "kept": 1}}
+    override = {"a": {"list": [3]}}
+    assert merge(base, override) == {"a": {"list": [3], "kept": 1}}
+    assert (base, override) == ({"a": {"list": [1, 2], "kept": 1}}, {"a": {"list": [3]}})
+
+
+def test_settings_cannot_be_changed_after_loading() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().train.seed = 1  # type: ignore[misc]
+
+
+KEYS = sorted({path.split(".")[-1] for path, _ in fields(Config)})
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just("auto")
+)
+DOCUMENTS = st.dictionaries(
+    st.sampled_from(KEYS) | st.text(max_size=3) | st.integers(),
+    st.recursive(
+        SCALARS,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3)
+        ),
+        max_leaves=7,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(DOCUMENTS)
+def test_no_document_fails_otherwise_than_by_a_user_error(document: dict[Any, Any]) -> None:
+    with contextlib.suppress(UserError):
+        load_config(document)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(DOCUMENTS, DOCUMENTS)
+def test_no_override_fails_otherwise_than_by_a_user_error(
+    shared: dict[Any, Any], override: dict[Any, Any]
+) -> None:
+    with contextlib.suppress(UserError):
+        load_config(shared | {"runs": {"a": override}})
+
+
+@pytest.mark.parametrize(
+    ("source", "is_id"),
+    [
+        ("owner/name", True),
+        ("owner/name/", False),
+        ("name", False),
+        ("./owner/name", False),
+        ("../name", False),
+        ("~/name", False),
+        ("/abs/name", False),
+        ("a/b/c", False),
+    ],
+)
+def test_hub_id_is_owner_and_name(source: str, is_id: bool) -> None:
+    assert is_hub_id(source) is is_id
+
+
+def test_existing_folder_of_two_parts_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("owner/name")
+
+
+def local_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
+    """Return a run whose local paths lie in `folder`, which gets all of them."""
+    for name in ("base", "tasks"):
+        (folder / name).mkdir(exist_ok=True)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (folder / name).touch()
+    document = {
+        "model": {"source": f"{folder}/base"},
+        "data": {"train": f"{folder}/train.jsonl", "heldout": f"{folder}/heldout.jsonl"},
+        "evaluate": {"tasks_dir": f"{folder}/tasks"},
+    }
+    return only(merge(document, changes))
+
+
+def test_run_whose_paths_exist_passes(tmp_path: Path) -> None:
+    check_local_paths("demo", local_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("model", "source"),
+        ("data", "train"),
+        ("data", "heldout"),
+        ("data", "chat_template"),
+        ("evaluate", "tasks_dir"),
+    ],
+)
+def test_missing_path_names_setting_run_and_change(tmp_path: Path, section: str, key: str) -> None:
+    run = local_run(tmp_path, **{section: {key: f"{tmp_path}/missing"}})
+    with pytest.raises(UserError) as refusal:
+        check_local_paths("demo", run)
+    assert str(refusal.value).startswith(
+        f"{section}.{key} = '{tmp_path}/missing' (run demo): there is no such file or folder. "
+        "Give a path that exists"
+    )
+
+
+def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path: Path) -> None:
+    hub = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
+    check_local_paths("demo", local_run(tmp_path, data=hub))
+
+
+def test_revision_of_a_local_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a local directory, which has no revision"):
+        check_local_paths("demo", local_run(tmp_path, model={"revision": "main"}))
+
+
+def test_every_section_class_is_frozen_and_refuses_unknown_keys() -> None:
+    assert Section.model_config["frozen"]
+    assert Section.model_config["extra"] == "forbid"

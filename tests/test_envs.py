@@ -1,0 +1,90 @@
+"""Environments: one list of versions, from which pip's and conda's are made."""
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ENVS = Path(__file__).resolve().parents[1] / "envs"
+REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name != "pins.txt")
+
+
+def render() -> ModuleType:
+    """Return envs/render.py as a module."""
+    spec = importlib.util.spec_from_file_location("render", ENVS / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(path: Path) -> list[str]:
+    """Return the requirements of a file, without comments and options."""
+    stripped = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in stripped if line and not line.startswith(("#", "-"))]
+
+
+def normalized(name: str) -> str:
+    """Return a package's name as PyPI compares it."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def pins() -> dict[str, str]:
+    """Return the pinned version of every package."""
+    pairs = (line.split("==") for line in lines(ENVS / "pins.txt"))
+    return {normalized(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("kind", render().KINDS)
+def test_conda_environment_is_what_the_script_writes(kind: str) -> None:
+    written = (ENVS / f"{kind}.yaml").read_text(encoding="utf-8")
+    assert written == render().conda_environment(kind), "`python envs/render.py` writes it again"
+
+
+def test_every_conda_environment_is_written_by_the_script() -> None:
+    assert {path.stem for path in ENVS.glob("*.yaml")} == set(render().KINDS)
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.name)
+def test_every_requirement_has_one_version(path: Path) -> None:
+    names = [line.partition("==") for line in lines(path)]
+    loose = [name for name, pinned, _ in names if not pinned and normalized(name) not in pins()]
+    assert loose == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in REQUIREMENTS if path.name != "flash-attn.txt"], ids=lambda p: p.name
+)
+def test_pip_reads_the_pins_with_every_list(path: Path) -> None:
+    assert "-c pins.txt" in path.read_text(encoding="utf-8").splitlines()
+
+
+def test_no_package_is_pinned_twice() -> None:
+    assert len(pins()) == len(lines(ENVS / "pins.txt"))
+
+
+@pytest.mark.skipif(
+    not (Path(sys.prefix) / ".installed").exists(), reason="not the environment of `make install`"
+)
+def test_installed_versions_are_the_pinned_ones() -> None:
+    installed = {
+        normalized(package.metadata["Name"]): package.version.partition("+")[0]
+        for package in importlib.metadata.distributions()
+    }
+    both = pins().keys() & installed.keys()
+    assert {name: installed[name] for name in both} == {name: pins()[name] for name in both}
+    assert len(both) > 50
+
+
+def test_hooks_before_a_commit_are_the_commands_of_make_lint() -> None:
+    root = ENVS.parent
+    hooks = yaml.safe_load((root / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    recipe = (root / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    commands = recipe.replace("$(BIN)", ".venv/bin").replace("ruff check .", "ruff check")
+    assert len(hooks) == 4
+    assert [hook["entry"] for hook in hooks if hook["entry"] not in commands] == []

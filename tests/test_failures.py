@@ -1,0 +1,38 @@
+"""The causes that are repeated when a workflow stops."""
+
+from pathlib import Path
+
+from workflow.lib.failures import failure_causes
+
+STAMP = "2026-11-21 10:11:55,585"
+
+
+def log(folder: Path, *lines: str, name: str = "finetune/demo.log") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def test_last_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} INFO began", f"{STAMP} ERROR data.train: no rows")
+    assert failure_causes(tmp_path, since=0) == [f"{path}: data.train: no rows"]
+
+
+def test_a_log_that_ends_well_has_no_cause(tmp_path: Path) -> None:
+    log(tmp_path, f"{STAMP} ERROR first try", f"{STAMP} INFO second try worked")
+    assert failure_causes(tmp_path, since=0) == []
+
+
+def test_a_traceback_is_shortened_to_its_ends(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'")
+    assert failure_causes(tmp_path, since=0) == [f"{path}: failed unexpectedly ... KeyError: 'a'"]
+
+
+def test_logs_of_earlier_invocations_are_left_out(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} ERROR old")
+    assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []
+
+
+def test_a_workflow_without_logs_has_no_cause(tmp_path: Path) -> None:
+    assert failure_causes(tmp_path / "logs", since=0) == []

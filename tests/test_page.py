@@ -1,0 +1,270 @@
+import base64
+import hashlib
+import html.parser
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report_examples import HOSTILE, edit, write_run
+from workflow.lib.config import ReportConfig
+from workflow.lib.formats import visible
+from workflow.lib.page import TEMPLATES, render_page
+from workflow.lib.reporting import Run, read_runs
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+ADDRESSES = {"src", "href", "srcset", "action", "poster", "data", "formaction", "background"}
+
+
+class Page(html.parser.HTMLParser):
+    """A parsed page: its elements, its text, the values of its numbers, and what was left open."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.numbers: set[float] = set()
+        self.scripts: list[str] = []
+        self.open: list[str] = []
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "data":
+            self.numbers.add(float(str(dict(attrs)["value"])))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [str(attrs[name]) for _, attrs in self.elements if name in attrs]
+
+
+def read(root: Path, *names: str) -> list[Run]:
+    tokens = {name: root / "tokens" / f"{name}-data" for name in names}
+    return read_runs(root / "runs", names=list(names), tokens=tokens)
+
+
+def rendered(root: Path, *names: str, **report: Any) -> str:
+    return render_page(read(root, *names), report=ReportConfig(**report))
+
+
+def change_evaluations(folder: Path, change: Callable[[Any], None]) -> None:
+    for subject in ("base", "tuned"):
+        edit(folder / "evaluate_run" / f"{subject}.json", change)
+
+
+def poison(value: Any, *, keep: frozenset[str]) -> Any:
+    """Return `value` with every text but those in `keep` made hostile; keys stay."""
+    if isinstance(value, dict):
+        return {key: poison(item, keep=keep) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poison(item, keep=keep) for item in value]
+    return HOSTILE if isinstance(value, str) and value not in keep else value
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of one plain run and one whose every text is hostile."""
+    root = tmp_path_factory.mktemp("report")
+    write_run(root, "demo", num_steps=13)
+    folder = write_run(root, "hostile", num_steps=11)
+    keep = frozenset({"hostile", "base", "tuned", "fits", "cuda_allocated"})
+    for path in [*folder.rglob("*.json"), root / "tokens" / "hostile-data" / "manifest.json"]:
+        edit(path, lambda d: d.update(poison(d, keep=keep)))
+    edit(
+        root / "tokens" / "hostile-data" / "manifest.json",
+        lambda d: d.update(dropped_by_reason={HOSTILE: 3}),
+    )
+    return rendered(root, "demo", "hostile", title=f"Report {HOSTILE}")
+
+
+def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=13)
+    (run,) = read(tmp_path, "demo")
+    numbers = Page(rendered(tmp_path, "demo")).numbers
+    base, tuned, comparison = run.base.heldout, run.tuned.heldout, run.tuned.comparison
+    assert base is not None
+    assert tuned is not None
+    assert comparison.loss_difference_ci95 is not None
+    shown = {
+        *(base.loss, *base.loss_ci95, base.perplexity),
+        *(tuned.loss, *tuned.loss_ci95, tuned.perplexity),
+        *(comparison.loss_difference, *comparison.loss_difference_ci95, comparison.p_value),
+        *(score.tuned.value for score in run.scores),
+        *(run.summary.elapsed_s, run.summary.peak_bytes.measured, run.summary.peak_bytes.predicted),
+        *(term.bytes for term in run.preflight.terms),
+        *(run.manifest.splits.train.rows_dropped, run.manifest.splits.train.fill),
+        *(run.steps[0].loss, run.steps[-1].grad_norm),
+    }
+    assert shown <= numbers
+
+
+def test_every_element_is_closed_in_order(two_runs: str) -> None:
+    assert Page(two_runs).open == []
+
+
+def test_hostile_text_adds_no_element(two_runs: str, tmp_path: Path) -> None:
+    names = {tag for tag, _ in Page(two_runs).elements}
+    write_run(tmp_path, "demo", num_steps=13)
+    write_run(tmp_path, "other", num_steps=13)
+    assert names == {tag for tag, _ in Page(rendered(tmp_path, "demo", "other")).elements}
+    assert sum(tag == "script" for tag, _ in Page(two_runs).elements) == 3
+
+
+def test_hostile_text_is_shown_as_text(two_runs: str) -> None:
+    text = "".join(Page(two_runs).text)
+    # title, heading, model, two answers, prompt, reference, check, reason, term, and more
+    assert text.count(visible(HOSTILE)) > 20
+
+
+def test_no_acting_character_reaches_the_page(two_runs: str) -> None:
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", "".join(Page(two_runs).text))
+
+
+def test_page_names_no_network_address(two_runs: str) -> None:
+    addresses = [
+        address for name in sorted(ADDRESSES) for address in Page(two_runs).attributes(name)
+    ]
+    assert addresses
+    assert all(address.startswith(("#", "data:")) for address in addresses)
+    style = (TEMPLATES / "style.css").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_policy_allows_the_two_scripts_and_no_request(two_runs: str) -> None:
+    page = Page(two_runs)
+    (policy,) = [value for value in page.attributes("content") if "default-src" in value]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "http" not in policy
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    digests = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in page.scripts[1:]  # the first one is data
+    ]
+    assert set(digests) == allowed
+
+
+def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> None:
+    island = Page(two_runs).scripts[0]
+    assert set(json.loads(island)) == {
+        *("heldout", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes", "memory")
+    }
+    assert "<" not in island
+
+
+def test_plotly_is_there_once(two_runs: str) -> None:
+    assert len(re.findall(r"\* plotly\.js v\d", two_runs)) == 1
+
+
+def test_every_reference_inside_the_page_has_its_target(two_runs: str) -> None:
+    page = Page(two_runs)
+    ids = page.attributes("id")
+    assert len(ids) == len(set(ids))
+    wanted = {address[1:] for address in page.attributes("href") if address.startswith("#")}
+    assert wanted | set(page.attributes("aria-labelledby")) <= set(ids)
+
+
+def test_tables_have_captions_and_headers_have_scopes(two_runs: str) -> None:
+    elements = Page(two_runs).elements
+    assert sum(tag == "table" for tag, _ in elements) == sum(
+        tag == "caption" for tag, _ in elements
+    )
+    assert all("scope" in attrs for tag, attrs in elements if tag == "th")
+
+
+def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(tasks={}))
+    text = "".join(Page(rendered(tmp_path, "demo")).text)
+    assert "No task was evaluated" in text
+    assert "No sample was generated" in text
+
+
+def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
+    for name in ("demo", "other"):
+        folder = write_run(tmp_path, name, num_steps=3)
+        change_evaluations(folder, lambda d: d.update(heldout=None))
+        edit(
+            folder / "evaluate_run" / "tuned.json",
+            lambda d: d["comparison"].update(
+                loss_difference=None, loss_difference_ci95=None, p_value=None, documents=0
+            ),
+        )
+    assert "Held-out loss was not measured" in rendered(tmp_path, "demo", "other")
+
+
+def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(
+        folder / "preflight_run" / "preflight.json",
+        lambda d: d.update(time={"total_h": None, "basis": "unknown: no speed is recorded"}),
+    )
+    assert "no prediction" in rendered(tmp_path, "demo")
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([0.1, 0.3], "Held-out loss improved"),
+        ([-0.1, 0.3], "No clear change of held-out loss"),
+        ([-0.3, -0.1], "Held-out loss got worse"),
+    ],
+)
+def test_verdict_follows_the_interval_of_the_difference(
+    tmp_path: Path, ends: list[float], words: str
+) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(loss_difference_ci95=ends),
+    )
+    assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
+
+
+def test_trained_text_alone_is_marked(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = rendered(tmp_path, "demo")
+    assert "&lt;assistant&gt;\n<mark>Return the first item of x.</mark></pre>" in page
+
+
+def test_max_samples_limits_the_samples_and_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = rendered(tmp_path, "demo", max_samples=1)
+    assert page.count('<details class="sample"') == 1
+    assert "1 of 3 samples shown" in page
+
+
+def test_failed_check_is_counted_in_the_verdict(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
+    assert "1 of 5 failed" in rendered(tmp_path, "demo")
+
+
+def test_different_heldout_documents_forbid_a_comparison(tmp_path: Path) -> None:
+    for name in ("demo", "other"):
+        write_run(tmp_path, name, num_steps=3)
+    edit(
+        tmp_path / "tokens" / "other-data" / "manifest.json",
+        lambda d: d["files"].update({"heldout.input_ids.npy": "ee" * 32}),
+    )
+    assert "their losses cannot be compared" in rendered(tmp_path, "demo", "other")
+
+
+def test_command_that_makes_the_page_again_is_shown(two_runs: str) -> None:
+    assert "<code>snakemake --cores all all</code>" in two_runs

@@ -1,0 +1,338 @@
+"""The choice of the micro-batch, the verdict, and what a user is told when a run cannot work or does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.preflight_examples import (
+    GPU_24,
+    cpu_machine,
+    llama_70b,
+    llama_shape,
+    machine,
+    manifest,
+    setup,
+)
+from workflow.lib import loss
+from workflow.lib.config import HardwareConfig, RunConfig
+from workflow.lib.errors import UserError
+from workflow.lib.memory import GIB, predict
+from workflow.lib.memory_terms import LOSS_CHUNK_ROWS
+from workflow.lib.planner import (
+    Budget,
+    Machine,
+    attention_kind,
+    budget,
+    candidates,
+    choose,
+    divisors,
+    make_setup,
+    micro_batch_sizes,
+    rows_per_process,
+)
+from workflow.lib.preflight import Decision, check_tokens, decide, document
+from workflow.lib.remedies import remedies
+from workflow.lib.shapes import ModelShape
+
+llama_8b = llama_shape(
+    layers=32, hidden=4096, feed_forward=14336, heads=32, kv_heads=8, vocab=128256
+)
+
+
+def run_config(**sections: Any) -> RunConfig:
+    """Settings for rows of 2,048 tokens and 16 rows a step."""
+    data = {"seq_len": 2048} | sections.pop("data", {})
+    return RunConfig.model_validate({"data": data} | sections)
+
+
+def decided(
+    shape: ModelShape = llama_8b, on: Machine | None = None, free: int = 10**12, **sections: Any
+) -> Decision:
+    return decide(
+        run_config(**sections), shape, on or machine(), manifest(seq_len=2048), disk_free_bytes=free
+    )
+
+
+def message(**arguments: Any) -> str:
+    """Return the message of the `UserError` that deciding raises."""
+    with pytest.raises(UserError) as caught:
+        decided(**arguments)
+    return str(caught.value)
+
+
+def test_auto_takes_the_largest_divisor_that_fits() -> None:
+    decision = decided(train={"global_batch_size": 48})
+    fitting = [c.micro_batch_size for c in decision.found if c.fits]
+    refused = [c.micro_batch_size for c in decision.found if not c.fits]
+    assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert refused, "the largest divisors must not fit here"
+    assert decision.chosen.micro_batch_size == max(fitting) < min(refused)
+
+
+def test_margin_slack_and_context_count() -> None:
+    limits = Budget(1000, outside_allocator_bytes=100, margin_bytes=50, host_capacity_bytes=0)
+    assert limits.holds(825)  # 825 + 24 of slack (3%) + 150 = 999
+    assert not limits.holds(827)
+
+
+def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
+    chosen = [
+        decided(
+            hardware={"memory_margin_gib": gib}, train={"global_batch_size": 128}
+        ).chosen.micro_batch_size
+        for gib in (0.0, 1.0, 4.0, 9.0)
+    ]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]
+
+
+def test_fixed_micro_batch_is_respected() -> None:
+    decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
+    assert [c.micro_batch_size for c in decision.found] == [2]
+
+
+def test_fixed_micro_batch_that_does_not_divide_lists_the_valid() -> None:
+    text = message(train={"global_batch_size": 20, "micro_batch_size": 3})
+    assert text == (
+        "train.micro_batch_size = 3: must divide the 10 rows that each of 2 processes has of a step. "
+        "Set it to 1, 2, 5, 10, or auto."
+    )
+
+
+def test_global_batch_that_processes_cannot_share_names_the_nearest() -> None:
+    text = message(on=machine(processes=3), train={"global_batch_size": 16})
+    assert text == (
+        "train.global_batch_size = 16: must be a multiple of the 3 processes, which share its rows equally. "
+        "Set it to 15 or 18, or change hardware.gpus (hardware.cpu_processes on the CPU)."
+    )
+
+
+def test_global_batch_smaller_than_the_processes_names_only_what_is_possible() -> None:
+    with pytest.raises(UserError, match="Set it to 5, or"):
+        rows_per_process(3, processes=5)
+
+
+def test_cpu_prefers_at_most_eight_rows() -> None:
+    tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
+    decision = decided(tiny, cpu_machine(), train={"global_batch_size": 66}, data={"seq_len": 61})
+    assert decision.chosen.micro_batch_size == 2  # divisors of 22: 1, 2, 11, 22
+    assert all(c.fits for c in decision.found)
+
+
+def test_cpu_share_of_host_memory_bounds_the_micro_batch() -> None:
+    on = cpu_machine(processes=2, host_bytes=40 * GIB)
+    decision = decided(on=on, train={"global_batch_size": 16})
+    assert decision.limits.capacity_bytes == 20 * GIB
+    assert not decision.found[-1].fits
+    assert decision.host_bytes == 2 * decision.chosen.prediction.peak_bytes
+
+
+def test_smaller_gpu_memory_is_the_capacity_and_is_enforced() -> None:
+    run = run_config(hardware={"gpu_memory_gib": 13.0})
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
+    assert decision.limits.capacity_bytes == 13 * GIB
+    assert plan["gpu_memory_bytes"] == 13 * GIB - decision.limits.outside_allocator_bytes
+
+
+def test_automatic_gpu_memory_enforces_nothing() -> None:
+    run = run_config()
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
+    assert plan["gpu_memory_bytes"] is None
+
+
+def test_more_gpu_memory_than_there_is_is_refused() -> None:
+    text = message(hardware={"gpu_memory_gib": 80.0})
+    assert "hardware.gpu_memory_gib = 80.0: the smallest GPU has 24.00 GiB" in text
+
+
+def test_unknown_lora_target_is_refused() -> None:
+    text = message(lora={"target_modules": ["q_proj", "query"]})
+    assert "lora.target_modules = 'query'" in text
+    assert "q_proj, k_proj, v_proj" in text
+
+
+def test_70b_does_not_fit_two_24_gib_gpus_at_2048_and_the_reason_says_what_would() -> None:
+    decision = decided(llama_70b())
+    assert not decision.fits
+    for part in ("of 24.00 GiB of each GPU", "backward_first_layer", "hardware.gpus = 4 (peak"):
+        assert part in decision.reason
+
+
+def test_every_remedy_that_is_said_to_fit_does_fit() -> None:
+    chosen = setup(micro_batch_size=4, activation_checkpointing=False, dropout=True, rank=64)
+    hardware = HardwareConfig()
+    options = remedies(llama_70b(), chosen, machine(), hardware, global_batch_size=16)
+    assert options
+    for remedy in options:
+        assert remedy.fits == budget(hardware, machine()).holds(remedy.peak_bytes)
+
+
+def test_remedies_that_fit_come_first() -> None:
+    options = remedies(
+        llama_70b(), setup(dropout=True), machine(), HardwareConfig(), global_batch_size=16
+    )
+    fits = [option.fits for option in options]
+    assert fits == sorted(fits, reverse=True)
+    assert len(set(fits)) == 2
+
+
+def test_remedies_name_every_setting_that_helps() -> None:
+    chosen = setup(
+        micro_batch_size=4, seq_len=512, activation_checkpointing=False, dropout=True,
+        rank=64, double_quant=False, reshard_after_forward=False,
+    )  # fmt: skip
+    options = remedies(llama_8b, chosen, machine(), HardwareConfig(), global_batch_size=16)
+    named = {str(option).split(" = ")[0] for option in options}
+    assert named == {
+        "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
+        "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
+    }  # fmt: skip
+
+
+def test_hopeless_run_says_that_no_single_change_is_enough() -> None:
+    text = decided(llama_70b(), machine(gpu_bytes=2 * GIB)).reason
+    assert "No single change is enough; the largest savings are: hardware.gpus = 16" in text
+
+
+def test_too_many_cpu_processes_are_told_to_be_fewer() -> None:
+    on = cpu_machine(processes=8, host_bytes=14 * GIB)
+    assert "hardware.cpu_processes = 1 (peak" in decided(on=on).reason
+
+
+def test_short_host_memory_is_the_reason_on_a_gpu() -> None:
+    decision = decided(hardware={"host_memory_gib": 3.0})
+    assert not decision.fits
+    assert "of host memory together, 3.00 GiB may be used" in decision.reason
+
+
+def test_short_disk_is_the_reason() -> None:
+    decision = decided(free=10**6)
+    assert not decision.fits
+    assert "GiB of disk" in decision.reason
+    assert "train.keep_checkpoints" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "installed", "kind"),
+    [
+        ("auto", "cuda", True, "flash"),
+        ("auto", "cuda", False, "flash"),
+        ("varlen", "cuda", False, "flash"),
+        ("auto", "cpu", True, "sdpa"),
+        ("sdpa", "cuda", True, "sdpa"),
+        ("eager", "cuda", True, "eager"),
+        ("flash_attention_3", "cuda", False, "flash"),
+    ],
+)
+def test_attention_is_what_the_engine_will_use(
+    setting: str, device: str, installed: bool, kind: str
+) -> None:
+    model = run_config(model={"attention": setting}).model
+    on = replace(machine(device=device), flash_attention=installed)
+    assert attention_kind(model, on, softcapped=False) == kind
+
+
+@pytest.mark.parametrize(("installed", "kind"), [(True, "flash"), (False, "eager")])
+def test_soft_capped_scores_need_the_package_or_eager(installed: bool, kind: str) -> None:
+    on = replace(machine(), flash_attention=installed)
+    assert attention_kind(run_config().model, on, softcapped=True) == kind
+
+
+def test_flash_needs_a_half_type() -> None:
+    model = run_config(model={"compute_dtype": "float32"}).model
+    assert attention_kind(model, machine(), softcapped=False) == "sdpa"
+
+
+def test_setup_follows_the_settings() -> None:
+    run = run_config(
+        lora={"r": 7, "dropout": 0.1, "target_modules": ["v_proj"]},
+        quantize={"block_size": 128, "double_quant": False},
+        train={"activation_checkpointing": False},
+        hardware={"reshard_after_forward": False},
+    )
+    found = make_setup(run, llama_8b, machine())
+    expected = setup(
+        rank=7, dropout=True, targets=("v_proj",), block_size=128, double_quant=False,
+        activation_checkpointing=False, reshard_after_forward=False, accumulates=True,
+    )  # fmt: skip
+    assert found == expected
+
+
+def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
+    limits = budget(HardwareConfig(), machine())
+    found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)
+    assert [c.setup.accumulates for c in found] == [True, True, False]
+
+
+def test_smallest_candidate_is_shown_when_none_fits() -> None:
+    limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
+    found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)
+    assert choose(found, device="cuda").micro_batch_size == 1
+
+
+@given(st.integers(1, 100_000))
+def test_divisors_are_all_and_in_order(number: int) -> None:
+    found = divisors(number)
+    assert found == sorted(set(found))
+    assert len(found) == sum(1 for d in range(1, number + 1) if number % d == 0)
+
+
+def test_auto_considers_every_divisor() -> None:
+    assert micro_batch_sizes("auto", rows=22, processes=3) == [1, 2, 11, 22]
+
+
+def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
+    run = run_config(train={"global_batch_size": 20, "epochs": 3.0})
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    found = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))
+    size = decision.chosen.micro_batch_size
+    assert found["plan"] == {
+        "device": "cuda",
+        "processes": 2,
+        "micro_batch_size": size,
+        "accumulation_steps": 10 // size,
+        "activation_checkpointing": True,
+        "reshard_after_forward": True,
+        "gpu_memory_bytes": None,
+        "compute_dtype": "bfloat16",
+        "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
+    }
+    assert sum(term["bytes"] for term in found["terms"]) == found["peak_bytes"]
+    assert found["peak_bytes"] == predict(llama_8b, decision.chosen.setup).peak_bytes
+
+
+def test_context_is_what_was_measured_outside_the_allocator() -> None:
+    assert budget(HardwareConfig(), machine()).outside_allocator_bytes == int(1.58 * GIB)
+    assert budget(HardwareConfig(), machine(processes=1)).outside_allocator_bytes == int(0.76 * GIB)
+
+
+def test_sequence_longer_than_the_model_is_refused() -> None:
+    shape = replace(llama_8b, max_position_embeddings=1024)
+    with pytest.raises(
+        UserError, match=r"data\.seq_len = 2048: the model's max_position_embeddings is 1024"
+    ):
+        check_tokens(manifest(seq_len=2048), run_config(), shape)
+
+
+def test_tokens_of_another_length_are_refused() -> None:
+    with pytest.raises(UserError, match="packed into rows of 61"):
+        check_tokens(manifest(), run_config(), llama_8b)
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused() -> None:
+    tokens = manifest(seq_len=2048, vocab_size=128257)
+    with pytest.raises(UserError, match="128257 tokens, the model's embedding 128256"):
+        check_tokens(tokens, run_config(), llama_8b)
+
+
+def test_loss_chunk_is_that_of_the_loss() -> None:
+    assert LOSS_CHUNK_ROWS == loss.CHUNK_ROWS
+
+
+def test_24_gib_is_24_gib() -> None:
+    assert machine().gpu_bytes == GPU_24 == 24 * GIB

@@ -1,0 +1,236 @@
+"""Shape facts from config.json and safetensors headers, and the mistakes that they show."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.preflight_examples import SEVEN, TINY, tensor_shapes, write_checkpoint
+from workflow.lib.errors import UserError
+from workflow.lib.headers import read_headers
+from workflow.lib.shapes import FAMILIES, check_targets, read_shape
+
+
+def reject(folder: Path, *parts: str) -> None:
+    """Assert that reading the folder raises a `UserError` whose message has all parts."""
+    with pytest.raises(UserError) as caught:
+        read_shape(folder)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the key."""
+    config = {k: v for k, v in (TINY | changes).items() if v is not ...}
+    return write_checkpoint(folder, config=config)
+
+
+def with_shapes(folder: Path, changes: dict[str, tuple[int, ...] | None]) -> Path:
+    """Write the tiny checkpoint with other tensors; None removes one."""
+    shapes = {k: v for k, v in (tensor_shapes(TINY) | changes).items() if v is not None}
+    return write_checkpoint(folder, shapes=shapes)
+
+
+def test_parameters_are_counted_as_in_the_file(tmp_path: Path) -> None:
+    shape = read_shape(write_checkpoint(tmp_path))
+    stored = sum(int(np.prod(s)) for s in tensor_shapes(TINY).values())
+    assert shape.quantized_weights + shape.plain_weights == stored
+
+
+def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
+    shape = read_shape(write_checkpoint(tmp_path))
+    found = {x.name: (x.out_features, x.in_features) for x in shape.linears}
+    assert found == {
+        "q_proj": (30, 30), "k_proj": (10, 30), "v_proj": (10, 30), "o_proj": (30, 30),
+        "gate_proj": (46, 30), "up_proj": (46, 30), "down_proj": (30, 46),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_supported_family_is_what_transformers_builds(tmp_path: Path, family: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    small = {k: v for k, v in TINY.items() if k not in ("model_type", "tie_word_embeddings")}
+    config = transformers.CONFIG_MAPPING[family](**small, head_dim=14, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape.quantized_weights + shape.plain_weights == model.num_parameters()
+
+
+def test_tied_embeddings_count_once(tmp_path: Path) -> None:
+    config = TINY | {"tie_word_embeddings": True}
+    folder = write_checkpoint(tmp_path, config=config, shapes=tensor_shapes(config))
+    shape = read_shape(folder)
+    assert shape.plain_weights == 101 * 30 + 3 * 2 * 30 + 30
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    whole = read_headers(tmp_path)
+    names = sorted(whole)
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        tensors = {n: np.zeros(whole[n].shape, np.float16) for n in names if files[n] == file}
+        save_file(tensors, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {n: t.shape for n, t in read_headers(tmp_path).items()} == {
+        n: t.shape for n, t in whole.items()
+    }
+
+
+def test_stored_rotary_tables_do_not_count(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (5,)}
+    assert read_shape(with_shapes(tmp_path, extra)).layer_vectors == (30, 30)
+
+
+def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, model_type="mixtral", num_local_experts=8)
+    reject(folder, "mixture of experts", "num_local_experts = 8", "Supported: llama, mistral")
+
+
+def test_unknown_family_lists_the_supported(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, model_type="bloom"), "'bloom'", "llama, mistral, qwen2", "olmo2")
+
+
+def test_missing_size_is_named(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, intermediate_size=...), "intermediate_size = None", "config.json")
+
+
+def test_size_that_is_no_number_is_named(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, vocab_size="many"), "vocab_size = 'many'")
+
+
+def test_head_dim_is_required_where_it_does_not_follow(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, model_type="qwen3"), "head_dim = None")
+
+
+def test_config_that_is_not_json(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("<html>not found</html>")
+    reject(tmp_path, "config.json cannot be read as JSON", "model.source")
+
+
+def test_config_that_is_absent(tmp_path: Path) -> None:
+    reject(tmp_path, "config.json cannot be read as JSON", "No such file")
+
+
+def test_quantized_model_asks_for_the_original(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
+    reject(folder, "quantized already", "original bf16, fp16 or fp32 checkpoint")
+
+
+def test_packed_tensors_ask_for_the_original(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, dtype=np.uint8)
+    reject(folder, "stored as U8", "original bf16, fp16 or fp32 checkpoint")
+
+
+def test_pickles_alone_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    reject(tmp_path, "only pytorch_model.bin", "save_pretrained")
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    reject(tmp_path, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_shape_that_disagrees_with_config(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.2.mlp.up_proj.weight": (47, 30)})
+    reject(folder, "model.layers.2.mlp.up_proj.weight has shape [47, 30]", "[46, 30]")
+
+
+def test_tensor_that_is_missing(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.1.self_attn.o_proj.weight": None})
+    reject(folder, "no tensor model.layers.1.self_attn.o_proj.weight")
+
+
+def test_more_layers_than_config_says(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, num_hidden_layers=2)
+    reject(folder, "decoder layer 2", "num_hidden_layers = 2")
+
+
+def test_norm_missing_in_one_layer(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.1.input_layernorm.weight": None})
+    reject(folder, "decoder layer 1 differ from layer 0")
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    reject(tmp_path, "not a whole safetensors file", "promises", "Download it again")
+
+
+def test_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
+    reject(tmp_path, "is not a safetensors file, whatever its name says")
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    reject(tmp_path, "is not a safetensors file, whatever its name says")
+
+
+def test_git_lfs_pointer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    reject(tmp_path, "Git LFS pointer", "git lfs pull")
+
+
+def test_header_whose_offsets_do_not_match_the_shape(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    header = json.dumps({"x": {"dtype": "F16", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    reject(tmp_path, "a tensor of shape (3,) F16 in 8 bytes")
+
+
+def test_index_that_names_an_absent_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path, "names 2 of 2 files that are not beside it", "Complete the download")
+
+
+def test_index_that_names_a_file_elsewhere(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    index = {"weight_map": {"a": "../model.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path / "model", "not beside it: ../model.safetensors")
+
+
+def test_index_that_claims_a_tensor_for_the_wrong_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    index = {"weight_map": {"ghost": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path, "holds 'ghost', but it does not")
+
+
+def test_all_linear_targets_every_linear() -> None:
+    assert check_targets("all-linear", linears=SEVEN) == SEVEN
+
+
+def test_targets_are_returned_in_the_models_order() -> None:
+    assert check_targets(("v_proj", "q_proj"), linears=SEVEN) == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize("target", ["qkv_proj", "lm_head", "embed_tokens", "self_attn.q_proj"])
+def test_target_that_is_no_linear_lists_the_valid_names(target: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_targets(("q_proj", target), linears=SEVEN)
+    for part in (f"lora.target_modules = {target!r}", "q_proj, k_proj, v_proj", "all-linear"):
+        assert part in str(caught.value)

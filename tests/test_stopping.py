@@ -1,0 +1,106 @@
+"""A signal to any process stops all between two steps; a run that ends early keeps its last checkpoint."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.finished import CONFIG, STEPS, arguments, finetune, finished, prepare
+from workflow.lib.artifacts import read_json, read_jsonl
+from workflow.lib.checkpoint import saved_steps
+from workflow.lib.config import LoraSettings
+from workflow.lib.errors import UserError
+from workflow.lib.export import read_sharded_adapter
+from workflow.lib.parallel import process_group
+from workflow.lib.stopping import SIGNALS, StopRequest
+
+
+def asked(number: int) -> dict[str, Any]:
+    """Process 1 alone gets a signal, between the second and the third question."""
+    before = signal.getsignal(number)
+    with process_group("cpu", timeout_s=30) as world:
+        with StopRequest(world.io_group) as stop:
+            answers = [stop.agreed(), stop.agreed()]
+            if world.rank == 1:
+                os.kill(os.getpid(), number)
+            answers += [stop.agreed(), stop.agreed()]
+        return {"answers": answers, "restored": signal.getsignal(number) is before}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_to_one_process_is_one_decision_of_all(number: int) -> None:
+    for result in run_distributed(asked, number, world_size=2):
+        assert result == {"answers": [False, False, True, True], "restored": True}
+
+
+def stopped_after(folder: Path, first: int) -> int | str | None:
+    """Be a worker that asks itself to stop in its step `first`; return the exit status."""
+    from workflow.lib import training
+
+    original = training.check_step
+
+    def check(loss: float, norm: float, *, step: int) -> None:
+        original(loss, norm, step=step)
+        if step + 1 == first and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    training.check_step = check  # this process ends with the call
+    try:
+        finetune(arguments(folder))
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    prepare(folder)
+    assert run_distributed(stopped_after, folder, 3, world_size=2) == [os.EX_TEMPFAIL] * 2
+    assert saved_steps(arguments(folder).checkpoints) == [3]
+    assert not (folder / "finetune").exists()
+    run_distributed(finetune, arguments(folder), world_size=2)
+    return folder
+
+
+def test_stopped_and_repeated_run_gives_the_weights_of_an_undisturbed_one(
+    stopped: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    undisturbed = finished(tmp_path_factory.getbasetemp())
+    one, other = (read_sharded_adapter(f / "finetune" / "adapter") for f in (stopped, undisturbed))
+    assert one.keys() == other.keys()
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path) -> None:
+    assert read_json(stopped / "finetune" / "summary.json")["resumed_from_steps"] == [3]
+    assert [row["step"] for row in read_jsonl(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
+
+
+def diverging(folder: Path) -> str:
+    """Be a worker of a run that checkpoints every step and meets a loss that is not finite in its last."""
+    from workflow.lib import training
+
+    original = training.check_step
+
+    def check(loss: float, norm: float, *, step: int) -> None:
+        original(float("nan") if step + 1 == STEPS else loss, norm, step=step)
+
+    training.check_step = check  # this process ends with the call
+    train = CONFIG.train.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 9})
+    config = CONFIG.model_copy(update={"train": train, "lora": LoraSettings(r=2)})
+    try:
+        finetune(arguments(folder), config)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    messages = run_distributed(diverging, tmp_path, world_size=2)
+    assert all(message.startswith(f"step {STEPS}: loss = nan") for message in messages)
+    assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, STEPS))

@@ -1,0 +1,427 @@
+"""The stage from end to end: files in, tokens folder out, every row accounted for, mistakes explained."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from workflow.lib.artifacts import file_sha256, read_jsonl
+from workflow.lib.config import DataConfig
+from workflow.lib.errors import UserError
+from workflow.lib.tokens import ARRAYS, TokenStore
+from workflow.scripts.command import stage_parser
+from workflow.scripts.tokenize_dataset import main
+
+SEQ_LEN = 61  # prime
+NUM_TRAIN, NUM_HELDOUT = 53, 7
+
+
+def rows(count: int, *, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Question {n}?", "completion": f"The answer is {'very ' * (n % 5)}{n}."}
+        for n in range(start, start + count)
+    ]
+
+
+def save_rows(path: Path, content: list[Any]) -> Path:
+    lines = [item if isinstance(item, str) else json.dumps(item) for item in content]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(folder)
+    return folder
+
+
+class Stage:
+    """One place to run the stage in, with good data to begin with."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.train = save_rows(folder / "train.jsonl", rows(NUM_TRAIN))
+        self.heldout: Path | None = save_rows(
+            folder / "heldout.jsonl", rows(NUM_HELDOUT, start=1000)
+        )
+        self.output = folder / "tokens"
+        self.rejects = folder / "tokens.rejects.jsonl"
+
+    def config(self, **settings: Any) -> dict[str, Any]:
+        heldout = None if self.heldout is None else str(self.heldout)
+        names = {"train": str(self.train), "heldout": heldout, "seq_len": SEQ_LEN}
+        return {"data": DataConfig.model_validate(names | settings).model_dump(mode="json")}
+
+    def run(self, **settings: Any) -> TokenStore:
+        parser = stage_parser("")
+        for option in ("train", "heldout", "tokenizer", "output"):
+            parser.add_argument(f"--{option}", type=Path)
+        main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
+        return TokenStore.open(self.output)
+
+    def options(self) -> list[str]:
+        heldout = [] if self.heldout is None else ["--heldout", str(self.heldout)]
+        data = ["--train", str(self.train), *heldout]
+        return [*data, "--tokenizer", str(self.tokenizer), "--output", str(self.output)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, tokenizer_folder: Path) -> Stage:
+    return Stage(tmp_path, tokenizer_folder)
+
+
+def documents_of(store: TokenStore) -> dict[tuple[int, ...], list[bool]]:
+    """Every document of the training rows, padding left out, with its mask."""
+    found = {}
+    for ids, mask, positions in zip(
+        store.input_ids, store.loss_mask, store.position_ids, strict=True
+    ):
+        edges = [*np.flatnonzero(positions == 0).tolist(), store.seq_len]
+        for start, stop in pairwise(edges):
+            if mask[start:stop].any():
+                found[tuple(ids[start:stop].tolist())] = mask[start:stop].tolist()
+    return found
+
+
+def expected_ids(stage: Stage, row: dict[str, Any]) -> list[int]:
+    tokenizer = tiny_tokenizer(stage.folder / "again")
+    messages = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": row["completion"]},
+    ]
+    ids: list[int] = tokenizer.apply_chat_template(messages)["input_ids"]
+    return ids
+
+
+def test_packed_documents_are_the_tokenizers_own_ids(stage: Stage) -> None:
+    packed = documents_of(stage.run())
+    assert sorted(packed) == sorted(tuple(expected_ids(stage, row)) for row in rows(NUM_TRAIN))
+
+
+def test_heldout_documents_are_the_tokenizers_own_ids_in_file_order(stage: Stage) -> None:
+    read = [ids.tolist() for ids, _ in stage.run().heldout_documents()]
+    assert read == [expected_ids(stage, row) for row in rows(NUM_HELDOUT, start=1000)]
+
+
+def test_every_document_has_a_trained_token_and_its_first_is_none(stage: Stage) -> None:
+    store = stage.run()
+    masks = [*documents_of(store).values(), *(m.tolist() for _, m in store.heldout_documents())]
+    assert len(masks) == NUM_TRAIN + NUM_HELDOUT
+    assert all(any(mask) and not mask[0] for mask in masks)
+
+
+def test_changing_one_document_leaves_the_others_as_they_were(stage: Stage) -> None:
+    before = documents_of(stage.run())
+    changed = rows(NUM_TRAIN)
+    changed[20]["completion"] = "Something else, and longer than it was."
+    save_rows(stage.train, changed)
+    after = documents_of(stage.run())
+    assert len(before.keys() & after.keys()) == NUM_TRAIN - 1
+    assert all(before[ids] == after[ids] for ids in before.keys() & after.keys())
+
+
+def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage: Stage) -> None:
+    first = stage.run()
+    ids, positions = np.array(first.input_ids), np.array(first.position_ids)
+    changed = rows(NUM_TRAIN)
+    changed[20]["prompt"] = changed[20]["prompt"].replace("2", "7")
+    save_rows(stage.train, changed)
+    second = stage.run()
+    assert np.count_nonzero(second.input_ids != ids) == 1
+    assert np.array_equal(second.position_ids, positions)
+
+
+def test_two_runs_write_the_same_bytes(stage: Stage) -> None:
+    digests = [
+        [file_sha256(stage.run().manifest and stage.output / name) for name in ARRAYS]
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_seed_changes_the_order_of_rows_and_nothing_else(stage: Stage) -> None:
+    first = np.array(stage.run(seed=0).input_ids)
+    second = np.array(stage.run(seed=1).input_ids)
+    assert not np.array_equal(first, second)
+    assert sorted(first.tolist()) == sorted(second.tolist())
+
+
+def test_manifest_counts_what_the_arrays_hold(stage: Stage) -> None:
+    store = stage.run()
+    train = store.manifest["splits"]["train"]
+    documents = documents_of(store)
+    assert train["tokens"] == sum(len(ids) for ids in documents)
+    assert train["trained_tokens"] == int(store.loss_mask.sum())
+    assert train["packed_rows"] == store.num_rows
+    assert train["fill"] == train["tokens"] / store.input_ids.size
+    assert train["length_percentiles"]["max"] == max(len(ids) for ids in documents)
+    assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (
+        NUM_TRAIN,
+        NUM_TRAIN,
+        0,
+    )
+    assert store.manifest["splits"]["heldout"]["documents"] == NUM_HELDOUT
+
+
+def test_manifest_names_every_file_with_its_digest(stage: Stage) -> None:
+    files = stage.run().manifest["files"]
+    present = {path.name for path in stage.output.iterdir()} - {"manifest.json"}
+    assert files == {name: file_sha256(stage.output / name) for name in present}
+
+
+def test_samples_show_what_is_trained(stage: Stage) -> None:
+    samples = stage.run().manifest["samples"]
+    assert len(samples) == 3
+    assert samples[0] == [
+        ["<|begin|><|user|>Question 0?<|end|><|assistant|>", False],
+        ["The answer is 0.<|end|>", True],
+    ]
+
+
+def test_without_packing_each_document_has_a_padded_row(stage: Stage) -> None:
+    store = stage.run(packing=False)
+    assert store.num_rows == NUM_TRAIN
+    assert all(np.count_nonzero(row == 0) <= 2 for row in store.position_ids)
+    assert len(documents_of(store)) == NUM_TRAIN
+
+
+def test_bad_rows_are_listed_by_line_and_counted(stage: Stage) -> None:
+    bad = ["{broken", "[1]", {"prompt": "q"}, {"prompt": "q", "completion": ""}]
+    save_rows(stage.train, [*rows(2), *bad, *rows(100, start=2)])
+    store = stage.run(max_rejected_share=0.04)
+    listed = read_jsonl(stage.output / "rejects.jsonl")
+    assert [line["row"] for line in listed] == [3, 4, 5, 6]
+    assert {line["file"] for line in listed} == {str(stage.train)}
+    assert listed[0]["preview"] == "{broken"
+    assert store.manifest["dropped_by_reason"] == {
+        "broken JSON": 1,
+        "not an object": 1,
+        "missing column": 1,
+        "empty": 1,
+    }
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (106, 102, 4)
+
+
+def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(20), "{broken"])
+    with pytest.raises(UserError) as caught:
+        stage.run()
+    text = str(caught.value)
+    assert "data.max_rejected_share = 0.01: 1 of 21 rows" in text
+    assert "row 21: broken JSON: " in text
+    assert str(stage.rejects) in text
+    assert [line["row"] for line in read_jsonl(stage.rejects)] == [21]
+    assert not stage.output.exists()
+
+
+def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken"])
+    with pytest.raises(UserError):
+        stage.run()
+    save_rows(stage.train, rows(NUM_TRAIN))
+    stage.run()
+    assert not stage.rejects.exists()
+
+
+def test_failure_leaves_a_finished_folder_alone_and_nothing_half_done(stage: Stage) -> None:
+    stage.run()
+    save_rows(stage.train, ["{broken"])
+    with pytest.raises(UserError):
+        stage.run()
+    assert TokenStore.open(stage.output).num_rows
+    assert not list(stage.folder.glob(".*"))
+
+
+LONG = {"prompt": "q", "completion": "long " * SEQ_LEN}
+LONG_PROMPT = {"prompt": "long " * SEQ_LEN, "completion": "a"}
+
+
+def test_overlong_row_is_cut_at_the_end_and_listed(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    store = stage.run()
+    full = expected_ids(stage, LONG)
+    assert tuple(full[:SEQ_LEN]) in documents_of(store)
+    assert store.manifest["splits"]["train"]["truncated"] == 1
+    assert store.manifest["splits"]["train"]["length_percentiles"]["max"] == len(full)
+    (line,) = read_jsonl(stage.output / "truncated.jsonl")
+    assert (line["row"], line["tokens"]) == (NUM_TRAIN + 1, len(full))
+
+
+def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    store = stage.run(overlong="drop", max_rejected_share=0.0)
+    assert store.manifest["dropped_by_reason"] == {"overlong": 1}
+    assert store.manifest["splits"]["train"]["rows_dropped"] == 1
+
+
+def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG_PROMPT])
+    store = stage.run(max_rejected_share=0.0)
+    assert store.manifest["dropped_by_reason"] == {"no trained token within seq_len": 1}
+    assert store.manifest["splits"]["train"]["truncated"] == 0
+
+
+def test_share_of_the_training_file_is_held_out_if_no_file_is_given(stage: Stage) -> None:
+    stage.heldout = None
+    save_rows(stage.train, ["", *rows(NUM_TRAIN - 1), "{broken"])  # line 1 is no row
+    store = stage.run(heldout_share=0.2, max_rejected_share=0.1)
+    splits = store.manifest["splits"]
+    assert splits["heldout"]["rows_read"] == round(0.2 * NUM_TRAIN)
+    assert splits["train"]["rows_read"] + splits["heldout"]["rows_read"] == NUM_TRAIN
+    assert splits["train"]["rows_dropped"] + splits["heldout"]["rows_dropped"] == 1
+    heldout = {tuple(ids.tolist()) for ids, _ in store.heldout_documents()}
+    assert len(heldout | documents_of(store).keys()) == NUM_TRAIN - 1
+
+
+def test_seed_decides_which_rows_are_held_out(stage: Stage) -> None:
+    stage.heldout = None
+    first, again, other = (
+        {tuple(ids.tolist()) for ids, _ in stage.run(seed=seed).heldout_documents()}
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+    assert stage.heldout is not None
+    save_rows(stage.heldout, [*rows(NUM_HELDOUT, start=1000), *rows(2)])
+    store = stage.run()
+    heldout = store.manifest["splits"]["heldout"]
+    assert store.num_heldout_documents == NUM_HELDOUT
+    assert store.manifest["train_heldout_overlap"] == 2
+    assert (heldout["rows_read"], heldout["rows_kept"], heldout["rows_dropped"]) == (9, 7, 2)
+    first, _ = read_jsonl(stage.output / "rejects.jsonl")
+    assert first["row"] == NUM_HELDOUT + 1
+    assert first["reason"] == "duplicate of a training row"
+    assert "Question 0?" in first["preview"]
+
+
+def test_duplicates_are_counted_and_kept(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), *rows(3)])
+    train = stage.run().manifest["splits"]["train"]
+    assert (train["duplicates"], train["rows_kept"]) == (3, NUM_TRAIN + 3)
+
+
+def test_split_without_any_document_stops(stage: Stage) -> None:
+    assert stage.heldout is not None
+    save_rows(stage.heldout, rows(3))  # all of them training rows
+    with pytest.raises(UserError, match=r"data\.heldout: no document is left .* 3 of them dropped"):
+        stage.run()
+
+
+def test_one_row_cannot_be_two_splits(stage: Stage) -> None:
+    stage.heldout = None
+    save_rows(stage.train, rows(1))
+    with pytest.raises(UserError, match=r"data\.train: no document is left for the split train"):
+        stage.run()
+
+
+def test_heldout_file_needs_the_columns_of_the_training_file(stage: Stage) -> None:
+    assert stage.heldout is not None
+    save_rows(stage.heldout, [{"text": "x"}])
+    with pytest.raises(UserError, match=r"data\.heldout has the columns text, but expected"):
+        stage.run()
+
+
+def test_file_of_broken_rows_alone_is_listed_row_by_row(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken", "[]"])
+    with pytest.raises(UserError, match="2 of 2 rows"):
+        stage.run()
+    assert len(read_jsonl(stage.rejects)) == 2
+
+
+def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) -> None:
+    save_rows(
+        stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]
+    )
+    store = stage.run()
+    tokenizer = tiny_tokenizer(stage.folder / "again")
+    assert store.manifest["sources"][0]["special_token_texts"] == 1
+    hostile = [ids for ids in documents_of(store) if "<|end|>?" in tokenizer.decode(list(ids))]
+    assert [ids.count(tokenizer.eos_token_id) for ids in hostile] == [2]
+
+
+def test_format_text_needs_no_chat_template(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "bare"
+    tiny_tokenizer(stage.tokenizer, chat_template=False)
+    stage.heldout = None
+    save_rows(stage.train, [{"text": f"Fox {n} jumps."} for n in range(NUM_TRAIN)])
+    store = stage.run()
+    assert store.manifest["format"] == "text"
+    assert store.manifest["chat_template_sha256"] is None
+
+
+def test_conversations_without_chat_template_stop(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "bare"
+    tiny_tokenizer(stage.tokenizer, chat_template=False)
+    with pytest.raises(UserError, match=r"data\.chat_template = None: .* the tokenizer has none"):
+        stage.run()
+
+
+def test_chat_template_file_replaces_the_tokenizers(stage: Stage) -> None:
+    path = stage.folder / "template.jinja"
+    path.write_text(CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}Hello"))
+    (sample, *_) = stage.run(chat_template=str(path)).manifest["samples"]
+    assert sample[0][0].startswith("<|begin|>Hello<|user|>")
+
+
+def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "no-pad"
+    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
+    store = stage.run(packing=False)
+    assert store.manifest["pad_token_id"] == tokenizer.eos_token_id
+    assert store.manifest["pad_token_origin"] == "eos_token"
+    assert len(documents_of(store)) == NUM_TRAIN
+
+
+def test_tokenizer_without_eos_stops(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "no-eos"
+    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(stage.tokenizer)
+    with pytest.raises(UserError, match=r"has no eos token.*tokenizer_config\.json"):
+        stage.run()
+
+
+def test_folder_without_tokenizer_stops(stage: Stage) -> None:
+    stage.tokenizer = stage.folder
+    with pytest.raises(UserError, match=r"model\.source = .* holds no tokenizer that loads"):
+        stage.run()
+
+
+def test_heldout_setting_without_its_file_stops(stage: Stage) -> None:
+    stage.heldout = None
+    with pytest.raises(UserError, match="both or neither must name a file"):
+        stage.run(heldout="heldout.jsonl")
+
+
+def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
+    module = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
+    options = ["--config", json.dumps(stage.config(**settings)), *stage.options()]
+    log = ["--log", str(stage.folder / "log" / "tokenize.log")]
+    return subprocess.run([*module, *options, *log], capture_output=True, text=True, check=False)
+
+
+def test_command_logs_the_derived_facts(stage: Stage) -> None:
+    done = command(stage)
+    assert done.returncode == 0, done.stderr
+    log = (stage.folder / "log" / "tokenize.log").read_text()
+    assert f"train: {NUM_TRAIN} rows read, {NUM_TRAIN} kept, 0 dropped" in log
+    assert f"packed {NUM_TRAIN} documents into" in log
+
+
+def test_command_shows_a_mistake_without_traceback(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken"])
+    done = command(stage)
+    assert done.returncode == 1
+    assert "data.max_rejected_share" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,155 @@
+"""The tokens folder: what is written is read back, and damage is found on opening."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workflow.lib.errors import UserError
+from workflow.lib.packing import Packing
+from workflow.lib.tokens import FORMAT_VERSION, TokenStore, write_heldout, write_train
+
+SEQ_LEN = 7
+PAD = 9
+
+
+def document(*ids: int, trained: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document whose last `trained` tokens are trained."""
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    mask[len(ids) - trained :] = True
+    return np.array(ids, dtype=np.uint32), mask
+
+
+TRAIN = [
+    document(10, 11, 12, trained=1),
+    document(20, 21, trained=1),
+    document(30, 31, 32, 33, 34, trained=4),
+]
+HELDOUT = [document(40, 41, trained=1), document(50, 51, 52, trained=2)]
+# Row 0 holds documents 2 and 1 and is full; row 1 holds document 0 and four places of padding.
+PACKING = Packing(documents=np.array([2, 1, 0]), offsets=np.array([0, 2, 3]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_train(tmp_path, TRAIN, packing=PACKING, seq_len=SEQ_LEN, pad_token_id=PAD)
+    write_heldout(tmp_path, HELDOUT)
+    save_manifest(tmp_path)
+    return tmp_path
+
+
+def save_manifest(folder: Path, **changes: Any) -> None:
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "seq_len": SEQ_LEN,
+        "splits": {"train": {"packed_rows": 2}, "heldout": {"tokens": 5, "documents": 2}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def test_rows_hold_their_documents_then_padding(folder: Path) -> None:
+    expected = [[30, 31, 32, 33, 34, 20, 21], [10, 11, 12, PAD, PAD, PAD, PAD]]
+    assert TokenStore.open(folder).input_ids.tolist() == expected
+
+
+def test_positions_start_again_with_each_document_and_with_the_padding(folder: Path) -> None:
+    expected = [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 2, 3]]
+    assert TokenStore.open(folder).position_ids.tolist() == expected
+
+
+def test_padding_and_first_tokens_are_no_targets(folder: Path) -> None:
+    expected = [[0, 1, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]]
+    assert TokenStore.open(folder).loss_mask.astype(int).tolist() == expected
+
+
+def test_trained_tokens_are_counted_per_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workflow.lib.tokens.CHUNK_TOKENS", SEQ_LEN)  # one row per chunk
+    counts = TokenStore.open(folder).trained_tokens_per_row
+    assert counts.tolist() == [5, 1]
+    assert counts.dtype == np.int32
+
+
+def test_heldout_documents_come_back_as_written(folder: Path) -> None:
+    store = TokenStore.open(folder)
+    read = [(ids.tolist(), mask.tolist()) for ids, mask in store.heldout_documents()]
+    assert read == [(ids.tolist(), mask.tolist()) for ids, mask in HELDOUT]
+    assert store.num_heldout_documents == 2
+
+
+def test_heldout_documents_can_be_sliced_and_counted_from_the_end(folder: Path) -> None:
+    documents = TokenStore.open(folder).heldout_documents()
+    assert documents[-1][0].tolist() == [50, 51, 52]
+    assert [ids.tolist() for ids, _ in documents[1:]] == [[50, 51, 52]]
+    with pytest.raises(IndexError):
+        documents[2]
+
+
+def test_arrays_stay_on_disk(folder: Path) -> None:
+    store = TokenStore.open(folder)
+    assert all(
+        isinstance(array, np.memmap)
+        for array in (store.input_ids, store.loss_mask, store.position_ids)
+    )
+
+
+def test_document_whose_first_token_is_a_target_is_refused(tmp_path: Path) -> None:
+    wrong = [document(1, 2, trained=2)]
+    packing = Packing(documents=np.array([0]), offsets=np.array([0, 1]))
+    with pytest.raises(AssertionError, match="first token"):
+        write_train(tmp_path, wrong, packing=packing, seq_len=SEQ_LEN, pad_token_id=PAD)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def retype(path: Path) -> None:
+    np.save(path, np.load(path).astype(np.int16))
+
+
+def reshape(path: Path) -> None:
+    np.save(path, np.load(path)[:1])
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, empty, retype, reshape, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["train.input_ids.npy", "heldout.loss_mask.npy", "heldout.offsets.npy"]
+)
+def test_damaged_array_is_named_with_what_to_do(folder: Path, damage: Any, name: str) -> None:
+    damage(folder / name)
+    with pytest.raises(UserError, match=f"is damaged: {name} .* Delete the folder"):
+        TokenStore.open(folder)
+
+
+def test_other_format_version_asks_to_delete_the_folder(folder: Path) -> None:
+    save_manifest(folder, format_version=2)
+    with pytest.raises(UserError, match=r"format_version = 2, .* Delete the folder"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_broken_manifest_is_damage(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read"):
+        TokenStore.open(folder)
+
+
+def test_manifest_without_sizes_is_damage(folder: Path) -> None:
+    save_manifest(folder, splits={})
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks sizes"):
+        TokenStore.open(folder)
+
+
+def test_missing_folder_names_the_stage_that_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tokenize_dataset writes it"):
+        TokenStore.open(tmp_path / "none")

@@ -1,0 +1,196 @@
+"""Mistakes of a user, through the real Snakefile: stopped before training, by one message, with no traceback."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import tiny_llama
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.workflow_project import Project, executed, make_project, qa_rows
+from workflow.lib.config import merge
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 3
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which nothing has run."""
+    return make_project(tmp_path_factory.mktemp("errors") / "fresh")
+
+
+@pytest.fixture(scope="module")
+def tokenized(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with its tokens made, so that preflight is the next to run."""
+    project = fresh.copy(tmp_path_factory.mktemp("errors") / "tokenized")
+    project.run("tokenize")
+    return project
+
+
+def refusal(project: Project, *, after: list[str], target: str = "all") -> str:
+    """Run, expect to be refused when exactly the jobs `after` have been started; return what the user sees."""
+    done = project.snakemake(target)
+    assert done.status == 1, done.output
+    assert "Traceback" not in done.output
+    assert sorted(executed(done.output)) == sorted(after)
+    return done.output
+
+
+def assert_said(output: str, *parts: str) -> None:
+    """Expect one line with all parts of the message among the last ones, where a user looks."""
+    end = output.splitlines()[-6:]
+    assert [all(part in line for part in parts) for line in end].count(True) == 1, output
+
+
+# Seen when the Snakefile is read: edit, and what the message says (setting, value, bound, change).
+UNREADABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "misspelt key": ({"lora": {"alhpa": 8}}, ["lora.alhpa", "no such key", "Did you mean 'alpha'"]),
+    "misspelt section": ({"trian": {"seed": 1}}, ["trian", "no such key", "Did you mean 'train'"]),
+    "value out of range": (
+        {"train": {"learning_rate": 7}},
+        ["train.learning_rate = 7", "at most 1.0", "Change it in config.yaml"],
+    ),
+    "value of a wrong type": ({"lora": {"r": "many"}}, ["lora.r = 'many'", "a whole number"]),
+    "mistake in one run": (
+        {"runs": {"demo": {"lora": {"r": 0}}}},
+        ["runs.demo.lora.r = 0", "at least 1", "Change it in config.yaml"],
+    ),
+    "no such model": ({"model": {"source": "./nowhere"}}, ["model.source = './nowhere'", "hub id"]),
+    "no such dataset": (
+        {"data": {"train": "data/none.jsonl"}},
+        ["data.train = 'data/none.jsonl'", "no such file", "Give a path that exists"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_wrong_setting_stops_before_any_job(
+    fresh: Project, tmp_path: Path, edit: dict[str, Any], message: list[str]
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    project.edit(edit)
+    assert_said(refusal(project, after=[]), *message)
+
+
+def write_png(project: Project) -> None:
+    (project.root / "data" / "train.jsonl").write_bytes(PNG)
+
+
+def write_nothing(project: Project) -> None:
+    (project.root / "data" / "train.jsonl").write_bytes(b"")
+
+
+def write_other_columns(project: Project) -> None:
+    rows = (
+        {"question": row["prompt"], "answer": row["completion"]} for row in qa_rows(first=0, rows=5)
+    )
+    lines = (json.dumps(row) + "\n" for row in rows)
+    (project.root / "data" / "train.jsonl").write_text("".join(lines))
+
+
+def drop_chat_template(project: Project) -> None:
+    shutil.rmtree(project.root / "model")
+    tiny_llama(project.root / "model", vocab_size=VOCAB_SIZE)
+    tiny_tokenizer(project.root / "model", chat_template=False)
+
+
+def drop_pad_and_eos(project: Project) -> None:
+    tiny_tokenizer(project.root / "model", pad=False)
+    path = project.root / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["eos_token"]
+    path.write_text(json.dumps(settings))
+
+
+UNUSABLE: list[tuple[Callable[[Project], None], list[str]]] = [
+    (write_png, ["data.train = 'data/train.jsonl'", "PNG image", "Name a .jsonl file"]),
+    (write_nothing, ["data.train = 'data/train.jsonl'", "no row", "Name a file with rows"]),
+    (
+        write_other_columns,
+        ["data.format = 'auto'", "question, answer", "prompt, completion", "data.columns"],
+    ),
+    (
+        drop_chat_template,
+        ["data.chat_template = None", "tokenizer has none", "Name a Jinja file"],
+    ),
+    (drop_pad_and_eos, ["model.source = 'model'", "no eos token", "tokenizer_config.json"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), UNUSABLE, ids=[change.__name__ for change, _ in UNUSABLE]
+)
+def test_unusable_data_or_tokenizer_stops_at_tokenization(
+    fresh: Project, tmp_path: Path, change: Callable[[Project], None], message: list[str]
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    change(project)
+    assert_said(refusal(project, after=["tokenize_dataset"]), *message)
+
+
+# Seen by preflight, from shapes and tokens alone.
+UNWORKABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "more GPUs than there are": (
+        {"hardware": {"gpus": 99}},
+        ["hardware.gpus = 99", "this machine shows", "Set it to that number or below"],
+    ),
+    "no such layer": (
+        {"lora": {"target_modules": ["q_prj"]}},
+        ["lora.target_modules = 'q_prj'", "q_proj, k_proj", "all-linear"],
+    ),
+    "batch that processes cannot share": (
+        {"train": {"global_batch_size": 5}},
+        ["train.global_batch_size = 5", "multiple of the 2 processes", "Set it to 4 or 6"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), UNWORKABLE.values(), ids=UNWORKABLE)
+def test_setting_that_cannot_work_with_this_model_stops_at_preflight(
+    tokenized: Project, tmp_path: Path, edit: dict[str, Any], message: list[str]
+) -> None:
+    project = tokenized.copy(tmp_path / "project")
+    project.edit(edit)
+    assert_said(refusal(project, after=["preflight_run"]), *message)
+
+
+def test_rows_longer_than_the_model_can_read_stop_at_preflight(
+    fresh: Project, tmp_path: Path
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    project.edit({"data": {"seq_len": 131}})
+    seen = refusal(project, after=["tokenize_dataset", "preflight_run"])
+    assert_said(seen, "data.seq_len = 131", "max_position_embeddings is 128", "or below")
+
+
+def test_weights_that_are_text_stop_at_preflight(tokenized: Project, tmp_path: Path) -> None:
+    project = tokenized.copy(tmp_path / "project")
+    (project.root / "model" / "model.safetensors").write_text("no weights at all\n" * 50)
+    seen = refusal(project, after=["preflight_run"])
+    assert_said(seen, "model/model.safetensors", "not a safetensors file", "Download it again")
+
+
+def test_run_that_does_not_fit_stops_with_its_table_before_quantization(
+    tokenized: Project, tmp_path: Path
+) -> None:
+    project = tokenized.copy(tmp_path / "project")
+    project.edit({"hardware": {"host_memory_gib": 0.01}})
+    seen = refusal(project, after=["preflight_run"])
+    log = (project.root / "logs" / "preflight_run" / "demo.log").read_text()
+    assert_said(seen, "run demo does not fit")
+    for text in (seen, log):
+        assert "does_not_fit" in text
+        assert "adam_moments" in text
+
+
+def test_no_run_starts_while_another_cannot_work(fresh: Project, tmp_path: Path) -> None:
+    """Tokens and preflight of all runs come before the first quantization."""
+    project = fresh.copy(tmp_path / "project")
+    runs = {"demo": {}, "second": {"lora": {"target_modules": ["q_prj"]}}}
+    project.write_settings(merge(project.settings, {"runs": runs}))
+    done = project.snakemake("all")
+    assert done.status == 1
+    assert set(executed(done.output)) == {"tokenize_dataset", "preflight_run"}
