@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.lib.config import NAME_PATTERN
+from workflow.lib.section import NAME_PATTERN
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.records import (
     Check,
