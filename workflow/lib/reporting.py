@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.lib.section import NAME_PATTERN
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.records import (
     Check,
@@ -26,6 +25,7 @@ from workflow.lib.records import (
     TunedEvaluation,
 )
 from workflow.lib.report_inputs import read_record, read_steps
+from workflow.lib.section import NAME_PATTERN
 
 
 @dataclass(frozen=True)
