@@ -8,7 +8,8 @@ import pytest
 
 from tests.preflight_examples import llama_70b, setup
 from tests.test_memory import measured_case
-from workflow.lib.duration import CPU_FLOPS, GPUS, Work, estimate, gpu_seconds, micro_batch_work
+from workflow.lib.duration import CPU_FLOPS, Work, estimate, gpu_seconds, micro_batch_work
+from workflow.lib.gpus import BY_NAME
 
 H200 = "NVIDIA H200"
 MEASURED = [
@@ -34,7 +35,7 @@ def estimated(work: Work = WORK, **changes: Any) -> dict[str, Any]:
 def test_step_takes_what_it_took_on_h200(row: dict[str, Any]) -> None:
     shape, chosen = measured_case(row)
     work = micro_batch_work(shape, chosen, trained_share=1.0)
-    seconds = row["accum"] * gpu_seconds(work, GPUS[H200])
+    seconds = row["accum"] * gpu_seconds(work, BY_NAME[H200])
     assert seconds == pytest.approx(row["step_s"], rel=TOLERANCE)
 
 
@@ -61,7 +62,7 @@ def test_masked_attention_does_twice_the_work_of_causal() -> None:
 
 def test_short_micro_batches_wait_for_python() -> None:
     work = micro_batch_work(llama_70b(layers=8), setup(seq_len=16), trained_share=1.0)
-    assert gpu_seconds(work, GPUS["NVIDIA B200"]) == pytest.approx(8 * 3 * 3.3e-3)
+    assert gpu_seconds(work, BY_NAME["NVIDIA B200"]) == pytest.approx(8 * 3 * 3.3e-3)
 
 
 def test_unknown_gpu_has_no_estimate_and_is_named() -> None:
@@ -91,7 +92,7 @@ def test_gpu_time_is_called_uncalibrated() -> None:
 
 def test_total_is_steps_of_micro_batches() -> None:
     found = estimated()
-    micro_s = gpu_seconds(WORK, GPUS[H200])
+    micro_s = gpu_seconds(WORK, BY_NAME[H200])
     assert found["step_s"] == pytest.approx(3 * micro_s)
     assert found["total_h"] == pytest.approx(7 * 3 * micro_s / 3600)
     assert found["tokens_per_s_per_process"] == pytest.approx(61 / micro_s)

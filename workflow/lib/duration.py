@@ -10,6 +10,7 @@ it may not be). A GPU that the table does not know has no estimate. Units: FLOP,
 from dataclasses import dataclass
 from typing import Any
 
+from workflow.lib.gpus import BY_NAME, GpuModel
 from workflow.lib.memory_terms import Setup, lora_parameters, saved_activations
 from workflow.lib.shapes import ModelShape
 
@@ -26,34 +27,6 @@ LAUNCH_S = 3.3e-3
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
 CPU_FLOPS = 65e9
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a data sheet promises: dense bf16 FLOP/s with fp32 accumulation, and memory bytes/s."""
-
-    flops: float
-    bandwidth: float
-
-
-# By the name that the NVIDIA driver reports. Sources: NVIDIA's architecture white papers (GA102, AD102,
-# RTX Blackwell, A100, H100) and data sheets (A5000, L40S, RTX 6000 Ada, H200, HGX B200); sparse figures halved.
-GPUS = {
-    "NVIDIA GeForce RTX 3090": Speed(71e12, 936e9),
-    "NVIDIA GeForce RTX 4090": Speed(165.2e12, 1008e9),
-    "NVIDIA GeForce RTX 5090": Speed(209.5e12, 1792e9),
-    "NVIDIA RTX A5000": Speed(111.1e12, 768e9),
-    "NVIDIA RTX 6000 Ada Generation": Speed(364.2e12, 960e9),
-    "NVIDIA L40S": Speed(362e12, 864e9),
-    "NVIDIA A100-PCIE-40GB": Speed(312e12, 1555e9),
-    "NVIDIA A100-SXM4-40GB": Speed(312e12, 1555e9),
-    "NVIDIA A100 80GB PCIe": Speed(312e12, 1935e9),
-    "NVIDIA A100-SXM4-80GB": Speed(312e12, 2039e9),
-    "NVIDIA H100 PCIe": Speed(756e12, 2039e9),
-    "NVIDIA H100 80GB HBM3": Speed(989e12, 3352e9),
-    "NVIDIA H200": Speed(989e12, 4800e9),
-    "NVIDIA B200": Speed(2250e12, 8000e9),
-}
 
 
 @dataclass(frozen=True)
@@ -92,12 +65,12 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     )
 
 
-def gpu_seconds(work: Work, speed: Speed) -> float:
+def gpu_seconds(work: Work, gpu: GpuModel) -> float:
     """Seconds of a micro-batch on a GPU."""
-    busy = work.product_flops / (speed.flops * PRODUCT_SHARE)
-    busy += work.attention_flops / (speed.flops * ATTENTION_SHARE)
-    busy += work.dequantized_bytes / (speed.bandwidth * DEQUANTIZATION_SHARE)
-    busy += work.elementwise_bytes / speed.bandwidth
+    busy = work.product_flops / (gpu.flops * PRODUCT_SHARE)
+    busy += work.attention_flops / (gpu.flops * ATTENTION_SHARE)
+    busy += work.dequantized_bytes / (gpu.bandwidth * DEQUANTIZATION_SHARE)
+    busy += work.elementwise_bytes / gpu.bandwidth
     return max(busy, work.layer_passes * LAUNCH_S)
 
 
@@ -114,12 +87,12 @@ def estimate(
     gpu_names: of the GPUs used, empty on the CPU; tokens: T. The slowest GPU decides; if one is
     unknown, the times are None and `basis` says so.
     """
-    unknown = sorted(set(gpu_names) - GPUS.keys())
+    unknown = sorted(set(gpu_names) - BY_NAME.keys())
     if unknown:
         basis = f"unknown: no speed is recorded for {', '.join(unknown)}"
         return {"step_s": None, "total_h": None, "tokens_per_s_per_process": None, "basis": basis}
     if gpu_names:
-        micro_s = max(gpu_seconds(work, GPUS[name]) for name in gpu_names)
+        micro_s = max(gpu_seconds(work, BY_NAME[name]) for name in gpu_names)
         basis = f"uncalibrated roofline for {', '.join(sorted(set(gpu_names)))}; constants measured on H200"
     else:
         micro_s = (work.product_flops + work.attention_flops) / CPU_FLOPS
