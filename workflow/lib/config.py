@@ -121,7 +121,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
                 "is a local directory, which has no revision. Remove revision, or name a hub id."
             )
     for key, value in paths.items():
-        if value is not None and not Path(value).exists():
+        if value is not None and not _exists(value):
             raise UserError(
                 f"{key} = {value!r} (run {name}): there is no such file or folder. "
                 "Give a path that exists, relative to the folder you run in"
@@ -133,4 +133,12 @@ def is_hub_id(source: str) -> bool:
     """Tell whether `source` names a hub repository: `owner/name`, and no local path of that name exists."""
     parts = source.split("/")
     looks_like_id = len(parts) == 2 and all(parts) and not source.startswith((".", "~"))
-    return looks_like_id and not Path(source).exists()
+    return looks_like_id and not _exists(source)
+
+
+def _exists(path: str) -> bool:
+    """Tell whether there is such a file or folder that this user can see; a name that no file can have is none."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False

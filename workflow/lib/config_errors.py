@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 CHANGE = "Change it in config.yaml."
+SHOWN_CHARS = 2000
 
 # Plain words for pydantic's error types, with its context filled in; its own message for any other type.
 _BOUNDS = {
@@ -27,6 +28,7 @@ _BOUNDS = {
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
+    "string_unicode": "must be text that UTF-8 can hold",
     "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
@@ -51,6 +53,8 @@ def explain(
             lines.append(f"{_spell(detail['loc'])}: {detail['ctx']['error']}.")
         elif detail["type"] == "invalid_key":
             lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
+        elif not detail["loc"]:  # pydantic names no place for a key that is no text
+            lines.append(f"a key {_BOUNDS['string_unicode']}. {CHANGE}")
         elif detail["loc"][-1] == "[key]":
             *section, name, _ = detail["loc"]
             lines.append(
@@ -60,10 +64,19 @@ def explain(
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
     lines += [
-        f"{_spell(path)} = {_value_at(document, path)!r}: {_either(list(broken))}. {CHANGE}"
+        f"{_spell(path)} = {_shown(_value_at(document, path))}: {_either(list(broken))}. {CHANGE}"
         for path, broken in bounds.items()
     ]
     return lines
+
+
+def _shown(value: Any) -> str:
+    """Spell a value, cut where nobody reads on."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
+        return "..."
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _either(bounds: list[str]) -> str:

@@ -1,9 +1,17 @@
 """What every section of the settings shares: its model, and the types that several sections use."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from workflow.lib.config_errors import is_section
 
@@ -26,3 +34,33 @@ class Section(BaseModel):
         if not isinstance(document, Mapping):
             return document
         return {k: v for k, v in document.items() if v is not None or not is_section(cls, k)}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text_that_files_can_hold(cls, value: Any) -> Any:
+        """Refuse text with half a character (a lone surrogate, as `"\\ud800"` in YAML gives): no file could hold it."""
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
+            raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true for a number and a number or text for true: pydantic would convert both without a word."""
+        assert info.field_name is not None, "a validator of fields runs for a field"
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise PydanticCustomError("true_for_number", "must be a number, not true or false")
+        if bool in kinds and not isinstance(value, bool | None):
+            raise PydanticCustomError("bool_type", "must be true or false")
+        return value
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
