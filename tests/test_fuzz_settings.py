@@ -44,7 +44,21 @@ SCALARS = (
     | st.floats()
     | st.text(max_size=20)
     | st.sampled_from(
-        ["auto", "2e-4", "1e999", "nan", "-inf", "\0", "\ud800", "..", "../x", "/", "~", "a/b", "--help"]
+        [
+            "auto",
+            "2e-4",
+            "1e999",
+            "nan",
+            "-inf",
+            "\0",
+            "\ud800",
+            "..",
+            "../x",
+            "/",
+            "~",
+            "a/b",
+            "--help",
+        ]
     )
     | st.dates()
     | st.binary(max_size=5)
@@ -89,12 +103,14 @@ def use(run: RunConfig) -> None:
 
 def read_and_use(document: Any) -> None:
     """Read settings and use them; a refusal has to be one message that can be printed."""
+    refusal = ""
     try:
         for name, run in load_config(document)[1].items():
             check_local_paths(name, run)
             use(run)
-    except UserError as refusal:
-        assert str(refusal).encode()
+    except UserError as error:
+        refusal = str(error)
+    assert refusal == refusal.encode().decode()
 
 
 @EDITED

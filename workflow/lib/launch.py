@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.errors import UserError
+from workflow.lib.rendezvous import LOOPBACK, use_loopback
 
 
 def is_worker() -> bool:
@@ -26,14 +27,13 @@ def launch_workers(module: str, arguments: Sequence[str], *, processes: int) -> 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    use_loopback()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.2,
     )
