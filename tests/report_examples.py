@@ -218,7 +218,17 @@ def manifest() -> dict[str, Any]:
         "trained_tokens": 77_003,
         "length_percentiles": {"p50": 89, "p90": 201, "p99": 255, "max": 257},
         "duplicates": 2,
+        "near_duplicates": 13,
+        "length_histogram": {
+            "edges": [1, 65, 129, 193, 258, 314],
+            "counts": [701, 802, 390, 63, 41],
+        },
+        "longest": [
+            {"file": "train.jsonl", "row": 1201, "tokens": 313},
+            {"file": "train.jsonl", "row": 17, "tokens": 301},
+        ],
     }
+    source = {"file": "train.jsonl", "sha256": "cc" * 32, "rows": 2003, "split": "train"}
     return {
         "format_version": 1,
         "seq_len": 257,
@@ -229,12 +239,17 @@ def manifest() -> dict[str, Any]:
         "format": "prompt_completion",
         "tokenizer_sha256": "aa" * 32,
         "chat_template_sha256": "bb" * 32,
-        "sources": [{"file": "train.jsonl", "sha256": "cc" * 32, "rows": 2003}],
+        "sources": [
+            source
+            | {"documents": 1997, "tokens": 211_019, "trained_tokens": 77_003, "token_share": 1.0}
+        ],
         "splits": {
             "train": split | {"packed_rows": 853, "fill": 0.9631},
             "heldout": split | {"documents": 127},
         },
         "dropped_by_reason": {"empty completion": 5, "not an object": 1},
+        "train_heldout_overlap": 3,
+        "train_heldout_near_duplicates": 2,
         "files": {"heldout.input_ids.npy": "dd" * 32},
         "samples": [
             [

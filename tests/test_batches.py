@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.models import random_store
-from workflow.lib.batches import make_batch, micro_batches, process_rows
+from workflow.lib.batches import attention_costs, make_batch, micro_batches, process_rows
 
 CPU = torch.device("cpu")
 
@@ -35,17 +35,47 @@ def test_first_token_of_a_row_cannot_be_a_target() -> None:
         make_batch(ids, ids, np.array([[True, False, False]]), device=CPU)
 
 
+def test_attention_cost_is_the_sum_of_squared_document_lengths() -> None:
+    places = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]], dtype=np.int32)
+    assert attention_costs(places).tolist() == [9 + 4, 25, 5]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 30])
 def test_processes_share_the_rows_equally_and_each_row_once(size: int) -> None:
     rows = np.random.default_rng(0).permutation(30)
-    shares = [process_rows(rows, rank=rank, size=size) for rank in range(size)]
+    costs = np.random.default_rng(1).integers(1, 9, size=30)
+    shares = [process_rows(rows, costs, rank=rank, size=size) for rank in range(size)]
     assert {len(share) for share in shares} == {30 // size}
-    assert np.concatenate(shares).tolist() == rows.tolist()
+    assert sorted(np.concatenate(shares)) == list(range(30))
+
+
+def test_processes_take_rows_of_neighbouring_cost_at_the_same_time() -> None:
+    rows, costs = np.array([7, 4, 9, 2, 5, 8]), np.array([10, 60, 30, 20, 50, 40])
+    shares = [process_rows(rows, costs, rank=rank, size=2).tolist() for rank in range(2)]
+    assert shares == [[4, 9, 2], [5, 8, 7]]  # costs 60, 30, 20 and 50, 40, 10
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_dealt_rows_wait_less_than_rows_in_drawn_order(micro_batch_size: int) -> None:
+    """Waiting: what the slowest process computes at each micro-batch beyond the mean of all."""
+    costs = np.random.default_rng(0).lognormal(size=(50, 128)).astype(np.int64) + 1
+
+    def waiting(shares: list[np.ndarray]) -> float:
+        slots = np.array(shares).reshape(8, -1, micro_batch_size).sum(axis=2)
+        return float(slots.max(axis=0).sum() / slots.mean(axis=0).sum()) - 1
+
+    rows = np.arange(128)
+    drawn = [waiting([step[16 * rank : 16 * (rank + 1)] for rank in range(8)]) for step in costs]
+    dealt = [
+        waiting([step[process_rows(rows, step, rank=rank, size=8)] for rank in range(8)])
+        for step in costs
+    ]
+    assert np.mean(dealt) < 0.25 * np.mean(drawn)
 
 
 def test_rows_that_cannot_be_shared_equally_are_refused() -> None:
     with pytest.raises(AssertionError, match="7 rows cannot be shared equally by 2 processes"):
-        process_rows(np.arange(7), rank=0, size=2)
+        process_rows(np.arange(7), np.ones(7, dtype=np.int64), rank=0, size=2)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5, 7])

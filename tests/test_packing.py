@@ -53,6 +53,20 @@ def test_many_short_documents_fill_99_percent() -> None:
     assert lengths.sum() / (packing.num_rows * 509) >= 0.99
 
 
+def test_rows_are_closed_exactly_where_two_documents_can() -> None:
+    """Longest-first alone puts 20 and 15 into a row; 20 and 9 and 8 leave nothing free."""
+    packing = pack(lengths_of([20, 15, 9, 8, 22]), seq_len=SEQ_LEN, seed=0)
+    rows = [sorted(packing.row(row).tolist()) for row in range(packing.num_rows)]
+    assert sorted(rows) == [[0, 2, 3], [1, 4]]
+
+
+def test_lengths_that_divide_badly_still_fill_99_percent() -> None:
+    """Around a third of a row each: longest-first alone reaches 95%."""
+    lengths = np.random.default_rng(0).normal(170, 10, size=20_011).astype(np.int64)
+    packing = pack(lengths, seq_len=512, seed=0)
+    assert lengths.sum() / (packing.num_rows * 512) >= 0.99
+
+
 def test_row_order_depends_on_seed_alone() -> None:
     lengths = np.random.default_rng(0).integers(1, SEQ_LEN, size=101)
     first, second = (pack(lengths, seq_len=SEQ_LEN, seed=3) for _ in range(2))

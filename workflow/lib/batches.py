@@ -25,11 +25,27 @@ class MicroBatch:
     bounds: tuple[torch.Tensor, int]
 
 
-def process_rows(rows: npt.NDArray[np.int64], *, rank: int, size: int) -> npt.NDArray[np.int64]:
-    """Return the part of a step's rows that process `rank` of `size` trains on (contiguous, equal for all)."""
+def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the attention cost of each row of (rows, seq_len): the sum of the squared lengths of its documents.
+
+    A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n squared.
+    """
+    sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
+    return 2 * sums + position_ids.shape[1]
+
+
+def process_rows(
+    rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
+) -> npt.NDArray[np.int64]:
+    """Return the part of a step's rows that process `rank` of `size` trains on, in the order in which it does.
+
+    All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the costliest
+    first and every second round backwards: the processes take rows of neighbouring cost at the same time.
+    """
     assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
-    share = len(rows) // size
-    return rows[rank * share : (rank + 1) * share]
+    rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return rounds[:, rank]
 
 
 def micro_batches(

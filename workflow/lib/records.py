@@ -247,11 +247,16 @@ class TunedEvaluation(Evaluation):
 
 
 class Source(Record):
-    """A raw data file."""
+    """A raw data file; its counts are of what was kept, `token_share` is its part of its split's tokens."""
 
     file: str
     sha256: str
     rows: int
+    split: str | None = None
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    token_share: float | None = None
 
 
 class Percentiles(Record):
@@ -263,8 +268,23 @@ class Percentiles(Record):
     max: float
 
 
+class Histogram(Record):
+    """Documents by length, tokens: `counts[i]` have at least `edges[i]` and fewer than `edges[i + 1]`."""
+
+    edges: list[int]
+    counts: list[int]
+
+
+class LongRow(Record):
+    """One of the longest rows, in tokens before any cut."""
+
+    file: str
+    row: int
+    tokens: int
+
+
 class Split(Record):
-    """Counts of one split."""
+    """Counts of one split; of its rows, `near_duplicates` resemble an earlier one and do not equal it."""
 
     rows_read: int
     rows_kept: int
@@ -274,6 +294,9 @@ class Split(Record):
     trained_tokens: int
     length_percentiles: Percentiles
     duplicates: int
+    near_duplicates: int | None = None
+    length_histogram: Histogram | None = None
+    longest: list[LongRow] = []
 
 
 class TrainSplit(Split):
@@ -314,6 +337,10 @@ class Manifest(Record):
     sources: list[Source]
     splits: Splits
     dropped_by_reason: dict[str, int]
+    train_heldout_overlap: int | None = None
+    """Held-out rows that were dropped because their tokens equal those of a training row."""
+    train_heldout_near_duplicates: int | None = None
+    """Held-out rows that resemble a training row; removed, or kept, as `data.near_duplicates` says."""
     files: TokenFiles
     samples: list[list[tuple[str, bool]]]
     provenance: Provenance

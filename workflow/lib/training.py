@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from workflow.lib.artifacts import short_hash
-from workflow.lib.batches import micro_batches, process_rows
+from workflow.lib.batches import attention_costs, micro_batches, process_rows
 from workflow.lib.config import TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
@@ -142,7 +142,8 @@ def optimizer_step(
 
     rows: (global_batch_size,) row numbers, the same on all processes. Collective.
     """
-    mine = process_rows(rows, rank=world.rank, size=world.size)
+    costs = attention_costs(store.position_ids[rows])
+    mine = process_rows(rows, costs, rank=world.rank, size=world.size)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in micro_batches(store, mine, micro_batch_size=micro_batch_size, device=world.device):
         loss = (
