@@ -59,7 +59,8 @@ def read(root: Path, *names: str) -> list[Run]:
 
 
 def rendered(root: Path, *names: str, **report: Any) -> str:
-    return render_page(read(root, *names), report=ReportConfig(**report))
+    settings = {name: {"lora": {"r": 16}} for name in names}
+    return render_page(read(root, *names), report=ReportConfig(**report), settings=settings)
 
 
 def change_evaluations(folder: Path, change: Callable[[Any], None]) -> None:
@@ -82,7 +83,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("report")
     write_run(root, "demo", num_steps=13)
     folder = write_run(root, "hostile", num_steps=11)
-    keep = frozenset({"hostile", "base", "tuned", "fits", "cuda_allocated"})
+    keep = frozenset({"hostile", "base", "tuned", "fits", "cuda_allocated", "dd" * 32})
     for path in [*folder.rglob("*.json"), root / "tokens" / "hostile-data" / "manifest.json"]:
         edit(path, lambda d: d.update(poison(d, keep=keep)))
     edit(
@@ -162,7 +163,8 @@ def test_policy_allows_the_two_scripts_and_no_request(two_runs: str) -> None:
 def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> None:
     island = Page(two_runs).scripts[0]
     assert set(json.loads(island)) == {
-        *("heldout", "loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes", "memory")
+        *("heldout", "parallel", "loss", "grad_norm", "learning_rate", "tokens_per_s"),
+        *("peak_bytes", "memory"),
     }
     assert "<" not in island
 
@@ -266,5 +268,51 @@ def test_different_heldout_documents_forbid_a_comparison(tmp_path: Path) -> None
     assert "their losses cannot be compared" in rendered(tmp_path, "demo", "other")
 
 
-def test_command_that_makes_the_page_again_is_shown(two_runs: str) -> None:
-    assert "<code>snakemake --cores all all</code>" in two_runs
+def test_command_that_makes_the_page_again_is_shown_with_its_settings(two_runs: str) -> None:
+    assert "--replace-workflow-config --configfile settings.json</code>" in two_runs
+    text = "".join(Page(two_runs).text)
+    document = json.loads(text[text.index('{\n  "report"') : text.index("}\n}\n") + 3])
+    assert document["runs"] == {name: {"lora": {"r": 16}} for name in ("demo", "hostile")}
+
+
+def test_page_names_the_one_commit_that_made_everything(two_runs: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    at = "At commit <code>0123456789abcdef0123456789abcdef01234567</code>"
+    assert at in rendered(tmp_path, "demo")
+    edit(folder / "finetune" / "summary.json", lambda d: d["provenance"].update(commit="fedcba98"))
+    assert "At the same state of the workflow" in rendered(tmp_path, "demo")
+
+
+def better(root: Path, name: str, loss: float) -> Path:
+    """Write a run with this held-out loss."""
+    folder = write_run(root, name, num_steps=3, rate=loss / 1000)
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["heldout"].update(loss=loss))
+    return folder
+
+
+def test_best_run_of_a_sweep_comes_first(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.7), ("two", 1.2), ("three", 1.5)):
+        better(tmp_path, name, loss)
+    page = rendered(tmp_path, "one", "two", "three")
+    first, rest = page.split("</article>", 1)
+    assert 'Best of 3 runs: <span class="run">two</span>' in first.replace("\n", " ")
+    assert "The other 2 runs in the same detail" in rest
+
+
+def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.2), ("two", 1.7)):
+        better(tmp_path, name, loss)
+    edit(
+        tmp_path / "runs" / "two" / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(loss_difference_ci95=[-0.3, -0.1]),
+    )
+    warned = rendered(tmp_path, "one", "two").split("<article")[0].rpartition("Look at")[2]
+    assert "two" in warned
+    assert "held-out loss got worse" in warned
+
+
+def test_cost_is_in_gpu_hours(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    # 4021.7 s on two GPUs
+    assert 2 * 4021.7 / 3600 in Page(rendered(tmp_path, "demo")).numbers
+    assert "GPU hours" in rendered(tmp_path, "demo")

@@ -1,24 +1,24 @@
 import json
-import os
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser
 
+from tests.browser import Visit, chromium, needs_chromium, visit
 from tests.report_examples import HOSTILE, edit, write_run
+from workflow.lib.artifacts import read_jsonl
 
-NUM_FIGURES = 7  # held-out loss, five curves, memory
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"
-)
+NUM_FIGURES = 8  # held-out loss, parallel coordinates, five curves, memory
 
 
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "workflow.scripts.render_report", "--config"]
-    command += [json.dumps({"report": {"title": "Report"}}), "--runs-dir", str(root / "runs")]
+    config = {"report": {"title": "Report"}, "runs": {name: {} for name in names}}
+    command += [json.dumps(config), "--runs-dir", str(root / "runs")]
     for name in names:
         command += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
     command += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
@@ -26,34 +26,12 @@ def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Open `page` in headless Chromium and return its document after all scripts ran, with the browser's log."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM,
-        *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        f"--user-data-dir={page.parent / 'profile'}",
-        *("--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom"),
-        *options,
-        page.as_uri(),
-    ]
-    environment = os.environ | {"HOME": str(page.parent)}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-
-
-def console(browsed: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in browsed.stderr.splitlines() if "CONSOLE" in line]
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two rendered runs, one with hostile text."""
     root = tmp_path_factory.mktemp("report")
     write_run(root, "demo", num_steps=13)
-    folder = write_run(root, "other", num_steps=11)
+    folder = write_run(root, "other", num_steps=11, rate=5e-4)
     edit(folder / "preflight_run" / "preflight.json", lambda d: d["terms"][0].update(name=HOSTILE))
     edit(folder / "evaluate_run" / "tuned.json", lambda d: d["samples"][0].update(answer=HOSTILE))
     done = render(root, "demo", "other")
@@ -94,31 +72,105 @@ def test_report_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
-@needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_draws_every_figure_without_a_console_message(root: Path, scheme: str) -> None:
-    chosen = {"light": 1, "dark": 0}[scheme]
-    browsed = browse(root / "report.html", f"--blink-settings=preferredColorScheme={chosen}")
-    assert console(browsed) == []
-    # Plotly makes three of these per figure: the plot, the layer of annotations, and one for hovering
-    drawn = browsed.stdout.count('class="plot-container')
-    assert drawn == NUM_FIGURES
-    assert browsed.stdout.count('class="main-svg"') >= NUM_FIGURES
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def light(root: Path, browser: Browser) -> Visit:
+    return visit(browser, root / "report.html", width=1280, scheme="light")
+
+
+@pytest.fixture(scope="module")
+def dark_phone(root: Path, browser: Browser) -> Visit:
+    return visit(browser, root / "report.html", width=360, scheme="dark")
+
+
+@pytest.fixture(params=["light", "dark_phone"])
+def either(request: pytest.FixtureRequest) -> Visit:
+    found: Visit = request.getfixturevalue(request.param)
+    return found
 
 
 @needs_chromium
-def test_browser_paints_curves_from_the_style_sheet(root: Path) -> None:
-    # --series-1 of style.css, light and dark
-    for chosen, color in ((1, "rgb(31, 95, 191)"), (0, "rgb(130, 177, 255)")):
-        browsed = browse(root / "report.html", f"--blink-settings=preferredColorScheme={chosen}")
-        assert f"stroke: {color}" in browsed.stdout
+def test_browser_draws_every_figure_in_silence_and_asks_for_nothing(
+    root: Path, either: Visit
+) -> None:
+    assert either.page.locator(".plot .plot-container").count() == NUM_FIGURES
+    assert (either.console, either.dialogs) == ([], [])
+    assert either.requests == [(root / "report.html").as_uri()]
 
 
 @needs_chromium
-def test_browser_would_report_a_blocked_script(root: Path, tmp_path: Path) -> None:
+def test_browser_paints_curves_from_the_style_sheet(light: Visit, dark_phone: Visit) -> None:
+    """--series-1 of style.css."""
+    for found, color in ((light, "rgb(31, 95, 191)"), (dark_phone, "rgb(130, 177, 255)")):
+        line = found.page.locator("[data-figure=loss] .js-line").first
+        assert color in str(line.get_attribute("style"))
+
+
+@needs_chromium
+def test_drawn_losses_are_those_of_the_file(root: Path, light: Visit) -> None:
+    drawn = light.page.evaluate("document.querySelector('[data-figure=loss]').data[0].y")
+    steps = read_jsonl(root / "runs" / "demo" / "finetune" / "metrics.jsonl")
+    assert drawn == [step["loss"] for step in steps]
+
+
+@needs_chromium
+def test_phone_never_scrolls_sideways(dark_phone: Visit) -> None:
+    unfolded = "document.querySelectorAll('details').forEach((box) => { box.open = true })"
+    dark_phone.page.evaluate(unfolded)
+    assert dark_phone.page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+@needs_chromium
+def test_accessibility_audit_finds_nothing(either: Visit) -> None:
+    """All rules of axe-core, contrast among them."""
+    audit = Axe().run(either.page)
+    assert audit.response["violations"] == [], audit.generate_report()
+    assert len(audit.response["passes"]) > 20
+
+
+@needs_chromium
+def test_heading_sorts_by_number_and_by_keyboard(light: Visit) -> None:
+    heading = light.page.locator("#comparison-numbers thead th", has_text="learning rate")
+    runs = light.page.locator("#comparison-numbers tbody th .run")
+    heading.locator("button").focus()
+    orders = []
+    for _ in range(2):
+        light.page.keyboard.press("Enter")
+        orders.append((heading.get_attribute("aria-sort"), runs.all_inner_texts()))
+    assert orders == [("ascending", ["demo", "other"]), ("descending", ["other", "demo"])]
+
+
+@needs_chromium
+def test_link_to_a_folded_part_opens_it(light: Visit) -> None:
+    box = light.page.locator("#checks-demo details")
+    assert box.get_attribute("open") is None
+    light.page.evaluate("location.hash = 'checks-demo'")
+    light.page.wait_for_selector("#checks-demo details[open]")
+
+
+@needs_chromium
+def test_first_stop_of_the_keyboard_skips_to_the_results(light: Visit) -> None:
+    light.page.evaluate("location.hash = ''")
+    light.page.reload()
+    light.page.keyboard.press("Tab")
+    light.page.keyboard.press("Enter")
+    assert light.page.evaluate("document.activeElement.id") == "main"
+
+
+@needs_chromium
+def test_browser_would_report_a_blocked_script(
+    root: Path, browser: Browser, tmp_path: Path
+) -> None:
     page = (root / "report.html").read_text(encoding="utf-8")
     injected = tmp_path / "injected.html"
     injected.write_text(
         page.replace("<main", "<script>alert(1)</script><main", 1), encoding="utf-8"
     )
-    assert any("Content Security Policy" in line for line in console(browse(injected)))
+    found = visit(browser, injected)
+    assert any("Content Security Policy" in line for line in found.console)
+    assert found.dialogs == []

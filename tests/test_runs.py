@@ -18,6 +18,7 @@ from workflow.lib.runs import (
     fingerprint,
     model_dir,
     model_key,
+    report_json,
     stage_dir,
     stage_json,
     stage_settings,
@@ -215,3 +216,14 @@ def test_artifact_folders_are_those_of_the_design() -> None:
 def test_keys_are_twelve_hexadecimal_digits(key: Any) -> None:
     assert len(key(run_with())) == 12
     assert int(key(run_with()), 16) >= 0
+
+
+def test_report_receives_the_settings_that_make_the_same_runs_again() -> None:
+    document = {
+        "lora": {"dropout": 0.0},
+        "runs": {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}},
+    }
+    report, runs = load_config(document)
+    received = json.loads(report_json(report, runs))
+    assert received["runs"] == {"a": {"lora": {"r": 4}}, "b": {"train": {"seed": 7}}}
+    assert load_config(received) == (report, runs)

@@ -93,6 +93,7 @@ def _results(run: Run) -> dict[str, Value]:
         "trained_tokens": summary.trained_tokens,
         "tokens_per_s": summary.tokens_per_s,
         "elapsed_s": summary.elapsed_s,
+        "device_hours": summary.device_hours,
         "peak_bytes_predicted": summary.peak_bytes.predicted,
         "peak_bytes_measured": summary.peak_bytes.measured,
         "checks_passed": len(run.checks) - len(run.failed_checks),
@@ -131,6 +132,19 @@ def _task_results(run: Run) -> dict[str, Value]:
 def task_columns(runs: list[Run]) -> list[str]:
     """Return the names of the result columns that hold a task's score of the tuned model."""
     return _names([{f"{s.task}.{s.metric}.tuned": None for s in run.scores} for run in runs])
+
+
+def comparable(runs: list[Run]) -> bool:
+    """Tell whether the held-out losses of the runs are of the same documents."""
+    return len({run.manifest.files.heldout_input_ids for run in runs}) == 1
+
+
+def best_run(runs: list[Run]) -> Run | None:
+    """Return the run with the lowest held-out loss; None for a single one, and where losses cannot be compared."""
+    losses = [(run.tuned.heldout.loss, run) for run in runs if run.tuned.heldout]
+    if len(losses) < 2 or not comparable(runs):
+        return None
+    return min(losses, key=lambda pair: pair[0])[1]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:

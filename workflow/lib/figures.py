@@ -19,6 +19,8 @@ POINTS_PER_CURVE = 2000  # more than a screen has columns; keeps the page of a l
 DASHES = ("solid", "dash", "dot", "dashdot")
 PATTERNS = ("", "/", "\\", "-")  # of `.hatch-<number>` in style.css too
 
+CURVE_NUMBERS = "training-numbers"
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -27,6 +29,8 @@ class Figure:
     key: str
     title: str
     caption: str
+    numbers: str
+    """`id` of the page's table that holds what is drawn."""
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: tuple["Key", ...] = ()
@@ -98,7 +102,7 @@ def _curve(curve: Curve, runs: list[Run]) -> Figure:
         for index, run in enumerate(runs)
     ]
     layout = _over_steps(runs, from_zero=curve.from_zero)
-    return Figure(curve.key, curve.title, curve.caption, traces, layout)
+    return Figure(curve.key, curve.title, curve.caption, CURVE_NUMBERS, traces, layout)
 
 
 def _memory_curve(runs: list[Run]) -> Figure:
@@ -110,7 +114,7 @@ def _memory_curve(runs: list[Run]) -> Figure:
     ]
     caption = f"Peak so far of the process that logs, {name}."
     layout = _over_steps(runs, from_zero=True)
-    return Figure("peak_bytes", "Peak memory", caption, traces, layout)
+    return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
 
 
 def _line(run: Run, index: int, values: list[float], number: str) -> dict[str, Any]:
@@ -155,6 +159,7 @@ def heldout_figure(runs: list[Run]) -> Figure | None:
         "heldout",
         "Held-out loss, base and tuned",
         "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap intervals. Lower is better.",
+        "comparison-numbers" if len(runs) > 1 else "verdict",
         [
             _interval_points(measured, "base", color="muted", symbol="circle-open"),
             _interval_points(measured, "tuned", color="series-1", symbol="circle"),
@@ -215,6 +220,7 @@ def memory_figure(runs: list[Run]) -> Figure:
         "memory",
         "Predicted and measured peak memory per process",
         f"Stacked: the terms of the predicted peak, {name}. Diamond: the measured peak. Upright line: the capacity.",
+        "memory-numbers",
         [
             *stack,
             _mark(runs, "measured peak", measured, unit, symbol="diamond"),

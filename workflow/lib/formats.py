@@ -77,6 +77,11 @@ def duration(seconds: float) -> str:
     raise AssertionError("60 seconds or more have a unit above")
 
 
+def hours(value: float) -> str:
+    """Hours of devices, three significant digits: `12.4`, `0.0667`."""
+    return f"{value:.3g}" if value < 1000 else count(value)
+
+
 def minus(text: str) -> str:
     """Replace the hyphen of a negative number by a minus sign (U+2212)."""
     return text.replace("-", "\N{MINUS SIGN}")

@@ -7,7 +7,8 @@ allows two scripts by their SHA-256 and no request at all: text that slipped thr
 
 import base64
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,23 @@ from plotly.offline import get_plotlyjs
 
 from workflow.lib import formats
 from workflow.lib.artifacts import provenance
-from workflow.lib.comparison import flat, result_columns, setting_columns, task_columns
+from workflow.lib.comparison import (
+    best_run,
+    comparable,
+    flat,
+    result_columns,
+    setting_columns,
+    task_columns,
+)
 from workflow.lib.config import ReportConfig
 from workflow.lib.figures import curve_figures, heldout_figure, memory_figure
+from workflow.lib.parallel_plot import parallel_figure
 from workflow.lib.records import Interval
 from workflow.lib.reporting import Run
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "report"
 CURVE_TABLE_ROWS = 12  # steps listed under the curves: a phone's screen of the same numbers
-COMMAND = "snakemake --cores all all"
+COMMAND = "snakemake --cores all --replace-workflow-config --configfile settings.json"
 
 NUMBERS: dict[str, Callable[[float], str]] = {
     "loss": formats.loss,
@@ -33,18 +42,24 @@ NUMBERS: dict[str, Callable[[float], str]] = {
     "general": formats.general,
     "count": formats.count,
     "share": formats.share,
+    "hours": formats.hours,
     "probability": formats.probability,
     "size": formats.size,
     "duration": formats.duration,
 }
 
 
-def render_page(runs: list[Run], *, report: ReportConfig) -> str:
-    """Return the page of `runs` (at least one) as HTML."""
+def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str, Any]) -> str:
+    """Return the page of `runs` (at least one) as HTML.
+
+    settings: by run, those that differ from the defaults: with them the page says how to make all of it again.
+    """
     assert runs, "a report shows at least one run"
     plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
-    curves, memory, heldout = curve_figures(runs), memory_figure(runs), heldout_figure(runs)
-    drawn = [*curves, memory, *([heldout] if heldout else [])]
+    curves, memory = curve_figures(runs), memory_figure(runs)
+    heldout, parallel = heldout_figure(runs), parallel_figure(runs)
+    drawn = [*curves, memory, *(figure for figure in (heldout, parallel) if figure)]
+    best = best_run(runs)
     return (
         _environment()
         .get_template("page.html.j2")
@@ -54,16 +69,25 @@ def render_page(runs: list[Run], *, report: ReportConfig) -> str:
             settings=setting_columns(runs),
             results=result_columns(runs),
             task_columns=task_columns(runs),
-            same_heldout=len({run.manifest.files.heldout_input_ids for run in runs}) == 1,
+            same_heldout=comparable(runs),
+            best=best,
+            others=[run for run in runs if run is not best],
+            doubtful=[run for run in runs if verdict(run) != "improved" or run.failed_checks],
             datasets=_datasets(runs),
             curves=curves,
             memory=memory,
             heldout=heldout,
+            parallel=parallel,
             figures={
                 figure.key: {"data": figure.data, "layout": figure.layout} for figure in drawn
             },
             rendered=provenance(),
             command=COMMAND,
+            commit=_one_commit(runs),
+            document=json.dumps(
+                {"report": report.model_dump(mode="json", exclude_defaults=True), "runs": settings},
+                indent=2,
+            ),
             style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
             scripts=[Markup(plotly), Markup(script)],
             script_hashes=[_csp_hash(plotly), _csp_hash(script)],
@@ -78,6 +102,12 @@ def _datasets(runs: list[Run]) -> list[tuple[Run, list[str]]]:
         names.setdefault(run.tokens_name, []).append(run.name)
     firsts = {run.tokens_name: run for run in reversed(runs)}
     return [(firsts[tokens], users) for tokens, users in names.items()]
+
+
+def _one_commit(runs: list[Run]) -> str | None:
+    """Return the commit that made every artifact; None if there was more than one, or none."""
+    commits = {made.commit for run in runs for made in run.provenances}
+    return commits.pop() if len(commits) == 1 else None
 
 
 def _csp_hash(script: str) -> str:

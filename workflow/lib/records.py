@@ -91,6 +91,11 @@ class Summary(Record):
     checks: list[Check]
     provenance: Provenance
 
+    @property
+    def device_hours(self) -> float:
+        """Hours of training, summed over the processes: GPU hours where `device` is cuda."""
+        return self.processes * self.elapsed_s / 3600
+
 
 class Step(Record):
     """A line of `finetune/metrics.jsonl`."""

@@ -5,12 +5,12 @@ with equal data settings share one tokenization. A stage receives exactly its se
 string with sorted keys: that string is what Snakemake compares to decide whether to run it again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workflow.lib.artifacts import canonical_json, short_hash
-from workflow.lib.config import RunConfig, is_hub_id
+from workflow.lib.config import ReportConfig, RunConfig, is_hub_id
 
 RESULTS = PurePosixPath("results")
 
@@ -170,3 +170,11 @@ def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
 def stage_json(stage: str, run: RunConfig) -> str:
     """Return `stage_settings` as one canonical JSON string."""
     return canonical_json(stage_settings(stage, run))
+
+
+def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
+    """Return what `render_report` receives: its section, and of every run the settings that differ from the defaults."""
+    changed = {
+        name: run.model_dump(mode="json", exclude_defaults=True) for name, run in runs.items()
+    }
+    return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})

@@ -19,7 +19,8 @@ rule render_report:
     conda:
         "../../envs/report.yaml"
     params:
-        config=json.dumps({"report": REPORT.model_dump(mode="json")}, sort_keys=True),
+        # The report shows how to make all of it again: the settings of every run that differ from the defaults.
+        config=layout.report_json(REPORT, RUNS),
         runs=[part for name in RUNS for part in ("--run", name)],
         tokens=[
             part

@@ -1,7 +1,8 @@
 """Render the report: one HTML page over all runs, a comparison as CSV, and figures for papers.
 
 Example:
-    python -m workflow.scripts.render_report --config '{"report": {}}' --runs-dir results/runs --run demo \\
+    python -m workflow.scripts.render_report --config '{"report": {}, "runs": {"demo": {}}}' \\
+        --runs-dir results/runs --run demo \\
         --tokens demo=results/tokens/pydocs-0123456789ab --output results/report/report.html \\
         --comparison results/report/comparison.csv --figures results/report/figures
 """
@@ -32,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
         logger.info("%s", describe(run))
     write_text(args.comparison, comparison_csv(runs))
     write_paper_figures(args.figures, runs)
-    page = render_page(runs, report=report)
+    page = render_page(runs, report=report, settings=args.config["runs"])
     write_text(args.output, page)
     logger.info("report of %d run(s), %s: %s", len(runs), size(len(page)), args.output)
 
