@@ -45,6 +45,7 @@ def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
         "device": "cuda",
         "device_name": "NVIDIA H100 80GB HBM3",
         "processes": 2,
+        "shard_size": 2,
         "num_steps": num_steps,
         "resumed_from_steps": [37],
         "settings": settings(rate),
@@ -103,6 +104,7 @@ def preflight() -> dict[str, Any]:
         "plan": {
             "device": "cuda",
             "processes": 2,
+            "shard_size": 2,
             "micro_batch_size": 3,
             "accumulation_steps": 5,
             "activation_checkpointing": True,

@@ -123,7 +123,7 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
         ("train", "seed", 0.5, "must be a whole number"),
         ("train", "lr_schedule", "step", "must be 'cosine', 'linear' or 'constant'"),
         ("train", "micro_batch_size", "x", "must be a whole number or 'auto'"),
-        ("train", "activation_checkpointing", "maybe", "must be true or false"),
+        ("train", "activation_checkpointing", "maybe", "must be true or false or a whole number"),
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
         ("lora", "target_modules", 3, "must be a list or 'all-linear'"),

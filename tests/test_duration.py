@@ -54,6 +54,14 @@ def test_without_recomputation_there_is_a_third_less() -> None:
     assert kept.layer_passes / recomputed.layer_passes == pytest.approx(2 / 3)
 
 
+def test_recomputing_every_fourth_layer_costs_a_quarter_of_recomputing_all() -> None:
+    some, every, none = (
+        micro_batch_work(llama_70b(), setup(activation_checkpointing=k), trained_share=0.0)
+        for k in (4, 1, False)
+    )
+    assert some.layer_passes - none.layer_passes == (every.layer_passes - none.layer_passes) / 4
+
+
 def test_masked_attention_does_twice_the_work_of_causal() -> None:
     causal = micro_batch_work(llama_70b(), setup(), trained_share=1.0)
     masked = micro_batch_work(llama_70b(), setup(attention="sdpa"), trained_share=1.0)

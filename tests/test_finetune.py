@@ -40,6 +40,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, 
     return {
         "device": "cpu",
         "processes": processes,
+        "shard_size": processes,
         "micro_batch_size": micro_batch_size,
         "accumulation_steps": BATCH // processes // micro_batch_size,
         "activation_checkpointing": True,
@@ -64,7 +65,7 @@ def ours(
 
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    with process_group(plan["device"], timeout_s=120) as world:
+    with process_group(plan["device"], timeout_s=120, shard_size=plan["shard_size"]) as world:
         model = build_training_model(
             base, config, plan, world, compute_dtype=dtype, attention=attention
         )
@@ -174,12 +175,18 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return quantized(tiny_llama(folder / "original", tied=request.param), folder / "nf4")
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} processes")
+@pytest.mark.parametrize(
+    ("processes", "shard_size"),
+    [(1, 1), (2, 2), (4, 2)],
+    ids=["1 process", "2 processes", "2 replicas on 2 processes each"],
+)
 def test_losses_gradients_and_weights_equal_those_of_a_stock_single_process_loop(
-    base: Path, processes: int
+    base: Path, processes: int, shard_size: int
 ) -> None:
     config = settings()
-    planned = plan(processes=processes, micro_batch_size={1: 2, 2: 1}[processes])
+    planned = plan(
+        processes=processes, micro_batch_size=2 if processes == 1 else 1, shard_size=shard_size
+    )
     results = run_distributed(ours, base, config, planned, world_size=processes)
     reference = stock(base, config, results[0]["initial"])
     torch.testing.assert_close(results[0]["losses"], reference["losses"], **TOLERANCE)

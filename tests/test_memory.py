@@ -53,7 +53,7 @@ setups = st.builds(
     processes=st.integers(1, 9), micro_batch_size=st.integers(1, 5), seq_len=st.integers(8, 4099),
     rank=st.integers(1, 67), targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
     dropout=st.booleans(), block_size=st.sampled_from([64, 256]), double_quant=st.booleans(),
-    activation_checkpointing=st.booleans(), reshard_after_forward=st.booleans(),
+    activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]), reshard_after_forward=st.booleans(),
     accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
     attention=st.sampled_from(["flash", "sdpa", "eager"]),
 )  # fmt: skip
@@ -263,6 +263,28 @@ def test_recomputation_saves_most_of_the_activations() -> None:
     with_it = peak(llama_70b(), setup())
     without = peak(llama_70b(), setup(activation_checkpointing=False))
     assert without > 2 * with_it
+
+
+def test_recomputing_fewer_layers_takes_more_memory() -> None:
+    peaks = [peak(llama_70b(), setup(activation_checkpointing=k)) for k in (True, 2, 4, False)]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 4
+    assert peak(llama_70b(), setup(activation_checkpointing=1)) == peaks[0]
+
+
+def test_every_third_of_seven_layers_keeps_its_input_alone() -> None:
+    """Layers 0, 3 and 6 are recomputed; the last one of them just then, in backward's first phase."""
+    shape = llama_70b(layers=7)
+    chosen = setup(activation_checkpointing=3)
+    terms = predict(shape, chosen).phases["backward_first_layer"]
+    assert terms["layer_inputs"] == 3 * 2 * chosen.tokens * 8192
+    assert terms["saved_activations"] == (4 + 1) * saved_activations(shape, chosen)
+
+
+@given(shape=small_shapes, chosen=setups)
+def test_replicas_take_what_as_many_fewer_processes_take(shape: ModelShape, chosen: Setup) -> None:
+    replicas = replace(chosen, processes=4 * chosen.processes, replicas=4)
+    assert predict(shape, replicas) == predict(shape, chosen)
 
 
 def test_405b_is_predicted_in_under_two_seconds() -> None:

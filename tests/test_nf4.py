@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import nf4_linear
-from workflow.lib.nf4 import NF4Linear, NF4LoraMatMul, NF4Spec
+from workflow.lib.nf4 import NF4Linear, NF4Spec, nf4_lora_matmul
 
 # (out, in), and what is odd about it at block size 64
 SHAPES = {
@@ -122,8 +123,7 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
 
 
 def fused(x: torch.Tensor, layer: Layer) -> torch.Tensor:
-    out: torch.Tensor = NF4LoraMatMul.apply(x, *layer.weights, layer, SCALE)
-    return out
+    return nf4_lora_matmul(x, layer, SCALE)
 
 
 def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -194,6 +194,20 @@ def test_input_gradient_of_the_first_layer_is_not_computed(layer: Layer) -> None
     counted = Counted(layer.base)
     fused(random(4, 13), Layer(counted, *layer.weights)).sum().backward()
     assert counted.calls == 1
+
+
+def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(
+    layer: Layer,
+) -> None:
+    """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it a third time."""
+    counted = Counted(layer.base)
+    x = random(4, 13, seed=8).requires_grad_()
+    adapted = Layer(counted, *layer.weights)
+    out = checkpoint(lambda x: fused(x.relu(), adapted), x, use_reentrant=False)
+    gradients = torch.autograd.grad(out.sum(), (x, *layer.weights))
+    assert counted.calls == 2
+    expected = torch.autograd.grad(fused(x.relu(), layer).sum(), (x, *layer.weights))
+    assert all(map(torch.equal, gradients, expected))
 
 
 class Counted:

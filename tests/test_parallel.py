@@ -14,7 +14,13 @@ from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.model import build_on_meta, local, local_range
-from workflow.lib.parallel import decoder_layers, local_bytes, mismatched_tensors, process_group
+from workflow.lib.parallel import (
+    checkpoint_activations_,
+    decoder_layers,
+    local_bytes,
+    mismatched_tensors,
+    process_group,
+)
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
 from workflow.lib.weights import CheckpointReader
 
@@ -190,6 +196,14 @@ def test_altered_weights_stop_the_run_with_a_message(
 
 def test_process_group_is_left(reports: list[dict[str, Any]]) -> None:
     assert all(report["left"] for report in reports)
+
+
+@pytest.mark.parametrize(("every", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0])])
+def test_every_kth_layer_is_recomputed(folder: Path, every: int, chosen: list[int]) -> None:
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    checkpoint_activations_(model, every=every)
+    layers: Any = decoder_layers(model)
+    assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
 
 def test_model_without_known_layers_is_refused(folder: Path) -> None:

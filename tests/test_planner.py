@@ -32,6 +32,7 @@ from workflow.lib.planner import (
     make_setup,
     micro_batch_sizes,
     rows_per_process,
+    shard_size,
 )
 from workflow.lib.preflight import Decision, check_tokens, decide, document
 from workflow.lib.remedies import remedies
@@ -269,6 +270,32 @@ def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
     assert [c.setup.accumulates for c in found] == [True, True, False]
 
 
+def test_processes_form_groups_that_each_share_a_copy() -> None:
+    run = run_config(hardware={"shard_size": 2}, train={"global_batch_size": 16})
+    on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
+    chosen = make_setup(run, llama_8b, on)
+    assert (chosen.replicas, chosen.shards) == (2, 2)
+    decision = decide(run, llama_8b, on, manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, on, manifest(seq_len=2048))["plan"]
+    assert (plan["processes"], plan["shard_size"]) == (4, 2)
+
+
+def test_groups_that_leave_a_process_over_are_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        shard_size(4, processes=6)
+    assert str(caught.value) == (
+        "hardware.shard_size = 4: must divide the 6 processes of the run into equal groups. Set it to 2, 3, 6, or auto."
+    )
+
+
+def test_replicas_that_do_not_fit_may_become_one() -> None:
+    chosen = setup(processes=4, replicas=2)
+    options = remedies(
+        llama_70b(), chosen, machine(processes=4), HardwareConfig(), global_batch_size=16
+    )
+    assert "hardware.shard_size = auto" in {str(option).split(" (")[0] for option in options}
+
+
 def test_smallest_candidate_is_shown_when_none_fits() -> None:
     limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
     found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)
@@ -294,6 +321,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     assert found["plan"] == {
         "device": "cuda",
         "processes": 2,
+        "shard_size": 2,
         "micro_batch_size": size,
         "accumulation_steps": 10 // size,
         "activation_checkpointing": True,

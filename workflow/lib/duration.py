@@ -44,10 +44,12 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the loss.
 
     A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token each);
-    an adapter's twice in backward. Attention: 4 S q a token and layer in forward, half of it with flash
+    an adapter's twice in backward. The down projection counts as recomputed, though where no norm follows it is not. Attention: 4 S q a token and layer in forward, half of it with flash
     (causal), 2.5 times that in backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     """
-    t, passes = setup.tokens, 3 if setup.activation_checkpointing else 2
+    t = setup.tokens
+    layer_passes = 2 * shape.num_layers + setup.recomputed_layers(shape.num_layers)
+    passes = layer_passes / shape.num_layers
     adapters = lora_parameters(shape, rank=setup.rank, targets=setup.targets)
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
     causal = 0.5 if setup.attention == "flash" else 1.0
@@ -61,7 +63,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         * passes
         * shape.num_layers
         * saved_activations(shape, setup),
-        layer_passes=passes * shape.num_layers,
+        layer_passes=layer_passes,
     )
 
 

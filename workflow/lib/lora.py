@@ -17,7 +17,7 @@ from workflow.lib import shapes
 from workflow.lib.artifacts import short_hash
 from workflow.lib.config import LoraSettings
 from workflow.lib.model import local, local_range
-from workflow.lib.nf4 import NF4Linear, NF4LoraMatMul, nf4_linears
+from workflow.lib.nf4 import NF4Linear, nf4_linears, nf4_lora_matmul
 
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
 
@@ -29,9 +29,7 @@ class FusedLoraLinear(PeftLoraLinear):
         """Return x W^T + b + s (x A^T) B^T; x: (..., in_features)."""
         if args or kwargs or not self._is_plain():
             return super().forward(x, *args, **kwargs)
-        a_weight, b_weight = self.fused_weights()
-        y: torch.Tensor = NF4LoraMatMul.apply(x, a_weight, b_weight, self, self.scaling[ADAPTER])  # type: ignore[no-untyped-call]
-        return y
+        return nf4_lora_matmul(x, self, self.scaling[ADAPTER])
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""

@@ -124,9 +124,10 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     """The first layer that backward visits has all inputs still there, the last one all gradients already."""
     unit, held = _layer_unit(shape, setup), _held(shape, setup)
     gradients = {"lora_gradients": _gradients(shape, setup)}
-    first = _kept(shape, setup, num_layers=shape.num_layers)
-    last = _kept(shape, setup, num_layers=1)
-    work = _recomputed(shape, setup) | _backward_work(shape, setup)
+    kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
+    first = _with_recomputed(kept[0], shape, setup, layer=shape.num_layers - 1)
+    last = _with_recomputed(kept[1], shape, setup, layer=0)
+    work = _backward_work(shape, setup)
     return {
         "backward_first_layer": _throughout(shape, setup)
         | (held or {"gathered_layer": unit, "gather_buffer": unit})
@@ -144,13 +145,13 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 def _layer_unit(shape: ModelShape, setup: Setup) -> int:
     """U: one decoder layer gathered; its all-gather buffer is as large."""
     groups = layer_tensors(shape, setup).values()
-    return sum(gathered_bytes(group, processes=setup.processes) for group in groups)
+    return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
 
 
 def _table_unit(shape: ModelShape, setup: Setup) -> int:
     """E: embedding or head gathered."""
     table = (shape.vocab_size, shape.hidden_size * setup.compute_bytes)
-    return gathered_bytes([table], processes=setup.processes)
+    return gathered_bytes([table], processes=setup.shards)
 
 
 def _hidden(shape: ModelShape, setup: Setup) -> int:
@@ -159,7 +160,7 @@ def _hidden(shape: ModelShape, setup: Setup) -> int:
 
 def _gradients(shape: ModelShape, setup: Setup) -> int:
     tensors = layer_tensors(shape, setup)["lora_weights"]
-    return shape.num_layers * sharded_bytes(tensors, processes=setup.processes)
+    return shape.num_layers * sharded_bytes(tensors, processes=setup.shards)
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
@@ -178,22 +179,27 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
 
 def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     """What forward leaves for the backward of `num_layers` layers."""
-    if setup.activation_checkpointing:
-        return {"layer_inputs": num_layers * _hidden(shape, setup)}
-    return {"saved_activations": num_layers * saved_activations(shape, setup)}
+    inputs = setup.recomputed_layers(num_layers)
+    return {
+        "layer_inputs": inputs * _hidden(shape, setup),
+        "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
+    }
 
 
-def _recomputed(shape: ModelShape, setup: Setup) -> Terms:
-    """Activations of the one layer that backward has recomputed."""
-    if not setup.activation_checkpointing:
-        return {}
-    return {"saved_activations": saved_activations(shape, setup)}
+def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
+    """`kept`, and the activations of `layer` if backward has just recomputed it."""
+    if not setup.recomputes(layer):
+        return kept
+    return kept | {"saved_activations": kept["saved_activations"] + saved_activations(shape, setup)}
 
 
 def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
-    """With recomputation: residual, norm output, its fp32 copy, feed-forward. Without, these are kept and so counted."""
+    """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32 copy, feed-forward.
+
+    Without, these are kept and so counted.
+    """
     mask = {"attention_mask": mask_bytes(setup)}
-    if setup.activation_checkpointing:
+    if setup.recomputes(shape.num_layers - 1):
         wide = 2 * setup.compute_bytes + 4
         return mask | layer_workspace(shape, setup, wide=3, hidden_bytes=wide)
     weight = dequantized_weight(shape, setup)
@@ -206,5 +212,5 @@ def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
     return layer_workspace(shape, setup, wide=2, hidden_bytes=setup.compute_bytes) | {
         "attention_mask": mask_bytes(setup),
         "hidden_states": _hidden(shape, setup),
-        "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.processes),
+        "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.shards),
     }

@@ -1,6 +1,6 @@
 """The terms of the memory model: what each kind of tensor takes on one process, from shapes alone.
 
-Letters: P processes, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
+Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
 width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
 FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
 Which terms meet at one moment, `memory` says.
@@ -36,7 +36,8 @@ class Setup:
     dropout: bool
     block_size: int
     double_quant: bool
-    activation_checkpointing: bool
+    activation_checkpointing: bool | int
+    """Recomputation in backward: of all layers, of none, or of every k-th."""
     reshard_after_forward: bool
     accumulates: bool
     """Several micro-batches a step: gradients of earlier ones lie there throughout."""
@@ -44,11 +45,27 @@ class Setup:
     attention: Attention
     fixed: Mapping[str, int]
     """What the device adds to every phase: `cublas_workspace` (GPU) or `process` (CPU), bytes."""
+    replicas: int = 1
+    """Copies of the model, each sharded over its own part of the processes."""
 
     @property
     def tokens(self) -> int:
         """T: tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def shards(self) -> int:
+        """P: processes that share one copy of the model."""
+        return self.processes // self.replicas
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether backward recomputes decoder layer `layer` (`parallel.checkpoint_activations_`)."""
+        every = int(self.activation_checkpointing)
+        return every > 0 and layer % every == 0
+
+    def recomputed_layers(self, num_layers: int) -> int:
+        """How many of the first `num_layers` layers backward recomputes."""
+        return sum(self.recomputes(layer) for layer in range(num_layers))
 
 
 Tensor = tuple[int, int]  # rows, bytes of a row
@@ -106,7 +123,7 @@ def _scales(linear: Linear, setup: Setup) -> list[Tensor]:
 
 def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
-    p, layers, c = setup.processes, shape.num_layers, setup.compute_bytes
+    p, layers, c = setup.shards, shape.num_layers, setup.compute_bytes
     per_layer = {
         term: sharded_bytes(tensors, processes=p)
         for term, tensors in layer_tensors(shape, setup).items()

@@ -137,9 +137,9 @@ def local_range(param: torch.Tensor) -> tuple[int, int]:
     """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk` does)."""
     if not isinstance(param, DTensor):
         return 0, param.shape[0]
-    mesh = param.device_mesh
-    size = -(-param.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * size, param.shape[0])
+    mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
+    size = -(-param.shape[0] // mesh.size(axis))
+    start = min(mesh.get_local_rank(axis) * size, param.shape[0])
     return start, min(start + size, param.shape[0])
 
 

@@ -169,12 +169,26 @@ class _NF4MatMul(torch.autograd.Function):
         return grad @ ctx.module.dequantize(grad.dtype), None
 
 
+def nf4_lora_matmul(x: torch.Tensor, layer: Any, scale: float) -> torch.Tensor:
+    """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in two nodes.
+
+    layer: has `get_base_layer()`, the `NF4Linear`, and `fused_weights()`, the fp32 masters A (r, in) and B (out, r).
+    The first node has all that backward needs, the second makes the value and keeps nothing. So when activations are
+    recomputed and only this layer's input is still missing (the last linear of a decoder layer), recomputation stops
+    between them: the product, whose result backward does not need, is not made again.
+    """
+    a_weight, b_weight = layer.fused_weights()
+    placeholder, u = NF4LoraMatMul.apply(x, a_weight, b_weight, layer, scale)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _NF4LoraValue.apply(placeholder, x.detach(), u, layer, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
 class NF4LoraMatMul(torch.autograd.Function):
-    """y = x W^T + b + s (x A^T) B^T in one node: dequantization, product and adapter.
+    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without memory, and u.
 
     Saves x (..., in) and u = x A^T (..., r) alone. W, A and B are read from their modules again in
-    backward, because FSDP frees and regathers them. A (r, in) and B (out, r) are fp32 masters, cast to
-    x's dtype for the products; their gradients are returned in fp32.
+    backward, because FSDP frees and regathers them. A and B are fp32 masters, cast to x's dtype for the
+    products; their gradients are returned in fp32.
     """
 
     @staticmethod
@@ -185,15 +199,13 @@ class NF4LoraMatMul(torch.autograd.Function):
         b_weight: torch.Tensor,
         layer: Any,
         scale: float,
-    ) -> torch.Tensor:
-        base: NF4Linear = layer.get_base_layer()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
         u = rows @ a_weight.to(x.dtype).t()
-        y = nn.functional.linear(rows, base.dequantize(x.dtype), base.bias)
-        y.addmm_(u, b_weight.to(x.dtype).t(), alpha=scale)
         ctx.layer, ctx.scale = layer, scale
         ctx.save_for_backward(rows, u)
-        return y.view(*x.shape[:-1], -1)
+        ctx.mark_non_differentiable(u)
+        return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), u
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -210,3 +222,27 @@ class NF4LoraMatMul(torch.autograd.Function):
             grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
             grad_x = grad_x.view(*grads[0].shape[:-1], -1)
         return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype), None, None
+
+
+class _NF4LoraValue(torch.autograd.Function):
+    """The value of `nf4_lora_matmul`. Hands its gradient to the placeholder, so to `NF4LoraMatMul`; saves nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        placeholder: torch.Tensor,
+        x: torch.Tensor,
+        u: torch.Tensor,
+        layer: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        base: NF4Linear = layer.get_base_layer()
+        _, b_weight = layer.fused_weights()
+        rows = x.reshape(-1, x.shape[-1])
+        y = nn.functional.linear(rows, base.dequantize(x.dtype), base.bias)
+        y.addmm_(u, b_weight.to(x.dtype).t(), alpha=scale)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None, None, None, None

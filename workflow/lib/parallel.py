@@ -3,6 +3,9 @@
 `process_group` opens the communication of one torchrun worker. `shard_` is the one place that decides the FSDP2
 units: every decoder layer, the embedding, the head with its loss, and the rest. One process is not sharded at all.
 
+With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and gradients are summed
+over the groups too.
+
 FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision policy is set, and
 gradients are summed, not averaged, because the loss is already divided by the global number of trained tokens.
 """
@@ -45,8 +48,13 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # ("shard",), or with several replicas ("replicate", "shard")
     io_group: dist.ProcessGroup  # gloo, for checkpoint traffic beside the training's collectives
+
+    @property
+    def shard_size(self) -> int:
+        """How many processes share one copy of the model."""
+        return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def is_main(self) -> bool:
@@ -55,10 +63,13 @@ class World:
 
 
 @contextmanager
-def process_group(device_type: str, *, timeout_s: float) -> Iterator[World]:
+def process_group(
+    device_type: str, *, timeout_s: float, shard_size: int | None = None
+) -> Iterator[World]:
     """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...); leave it at the end.
 
-    device_type: `cuda` (NCCL) or `cpu` (gloo). The process dies with its launcher. Collective.
+    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the model, all if None.
+    Neighbouring ranks, so those of one node, share one. The process dies with its launcher. Collective.
     """
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -72,10 +83,18 @@ def process_group(device_type: str, *, timeout_s: float) -> Iterator[World]:
         backend, timeout=timeout, device_id=device if device_type == "cuda" else None
     )
     try:
-        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+        mesh = _mesh(device_type, size=size, shard_size=shard_size or size)
         yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
     finally:
         dist.destroy_process_group()
+
+
+def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
+    assert size % shard_size == 0, f"{size} processes cannot form groups of {shard_size}"
+    if shard_size == size:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    sizes = (size // shard_size, shard_size)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def die_with_parent() -> None:
@@ -97,11 +116,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def checkpoint_activations_(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in backward, by Transformers' own switch (non-reentrant)."""
+def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
+    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own switch (non-reentrant)."""
     # renamed in Transformers 5.2x; the old name warns there and will go in v6
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
+    for number, layer in enumerate(decoder_layers(model)):
+        setattr(layer, "gradient_checkpointing", number % every == 0)  # noqa: B010
 
 
 def shard_(

@@ -106,6 +106,21 @@ def rows_per_process(global_batch_size: int, *, processes: int) -> int:
     )
 
 
+def shard_size(wanted: int | str, *, processes: int) -> int:
+    """Return how many processes share one copy of the model; raises `UserError` if that leaves some over."""
+    if wanted == "auto":
+        return processes
+    size = int(wanted)
+    if processes % size:
+        raise setting_error(
+            "hardware.shard_size",
+            size,
+            f"must divide the {processes} processes of the run into equal groups",
+            f"Set it to {', '.join(map(str, divisors(processes)[1:])) or 'auto'}, or auto",
+        )
+    return size
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number in increasing order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -173,6 +188,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         accumulates=True,
         compute_bytes=2 if dtype == "bfloat16" else 4,
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
+        replicas=machine.processes
+        // shard_size(run.hardware.shard_size, processes=machine.processes),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
 

@@ -211,6 +211,7 @@ def document(
         "plan": {
             "device": machine.device,
             "processes": machine.processes,
+            "shard_size": setup.shards,
             "micro_batch_size": chosen.micro_batch_size,
             "accumulation_steps": accumulation,
             "activation_checkpointing": setup.activation_checkpointing,

@@ -116,9 +116,10 @@ class Plan(Record):
 
     device: str
     processes: int
+    shard_size: int
     micro_batch_size: int
     accumulation_steps: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool | int
     reshard_after_forward: bool
     gpu_memory_bytes: int | None
     compute_dtype: str

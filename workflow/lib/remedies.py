@@ -70,6 +70,7 @@ def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Itera
     yield [
         (f"{_process_setting(machine)} = {p}", replace(setup, processes=p))
         for p in _process_counts(machine, global_batch_size)
+        if p % setup.replicas == 0
     ]
     yield [(f"lora.r = {r}", replace(setup, rank=r)) for r in _halves(setup.rank, SMALLEST_RANK)]
 
@@ -79,13 +80,15 @@ def _switches(setup: Setup) -> Iterator[Option]:
         yield "quantize.double_quant = true", replace(setup, double_quant=True)
     if setup.dropout:
         yield "lora.dropout = 0", replace(setup, dropout=False)
-    if not setup.activation_checkpointing:
+    if setup.activation_checkpointing is not True and setup.activation_checkpointing != 1:
         yield (
             "train.activation_checkpointing = true",
             replace(setup, activation_checkpointing=True),
         )
     if not setup.reshard_after_forward and setup.processes > 1:
         yield "hardware.reshard_after_forward = true", replace(setup, reshard_after_forward=True)
+    if setup.replicas > 1:
+        yield "hardware.shard_size = auto", replace(setup, replicas=1)
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -83,7 +83,7 @@ def build_training_model(
     )
     training = CausalLMForTraining(inject_adapters(model, config.lora))
     if plan["activation_checkpointing"]:
-        checkpoint_activations_(model)
+        checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
     units: list[FSDPModule] = []
     if world.size > 1:
         units = shard_(training, world.mesh, reshard_after_forward=plan["reshard_after_forward"])
@@ -135,8 +135,8 @@ def startup_checks(
         ),
         _check(
             "every process holds its share of the parameters",
-            held <= total / world.size * 1.02 + 65536,
-            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.size} processes",
+            held <= total / world.shard_size * 1.02 + 65536,
+            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy",
         ),
         _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),
     ]

@@ -87,8 +87,8 @@ class TrainConfig(Section):
     """AdamW denominator term."""
     max_grad_norm: float | None = Field(1.0, gt=0.0)
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
-    activation_checkpointing: bool = True
-    """Recompute activations in backward instead of keeping them."""
+    activation_checkpointing: bool | int = True
+    """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer. Does not change the result."""
     checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
     """Optimizer steps between checkpoints. Does not change the result."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
@@ -111,6 +111,11 @@ class TrainConfig(Section):
                 f"micro_batch_size = {self.micro_batch_size}: must be between 1 and "
                 f"global_batch_size = {self.global_batch_size}. Lower it, or set auto"
             )
+        if self.activation_checkpointing < 1 and self.activation_checkpointing is not False:
+            raise ValueError(
+                f"activation_checkpointing = {self.activation_checkpointing}: a number of layers must be at least 1. "
+                "Set it to false to recompute none"
+            )
         return self
 
 
@@ -127,6 +132,8 @@ class HardwareConfig(Section):
     """Host memory that may be used by all processes together, GiB; `auto` = what is available."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
+    shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
 
@@ -135,6 +142,11 @@ class HardwareConfig(Section):
         if self.gpus != "auto" and not 0 <= self.gpus <= 4096:
             raise ValueError(
                 f"gpus = {self.gpus}: must be 0 to 4096. Set auto to use all visible GPUs"
+            )
+        if self.shard_size != "auto" and self.shard_size < 2:
+            raise ValueError(
+                f"shard_size = {self.shard_size}: a model is sharded over at least 2 processes. "
+                "Set auto to shard over all"
             )
         for key in ("gpu_memory_gib", "host_memory_gib"):
             value = getattr(self, key)

@@ -56,7 +56,9 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             stack.enter_context(exclusive(args.checkpoints))
         else:
             logger.setLevel(logging.ERROR)
-        world = stack.enter_context(process_group(plan["device"], timeout_s=args.timeout_s))
+        world = stack.enter_context(
+            process_group(plan["device"], timeout_s=args.timeout_s, shard_size=plan["shard_size"])
+        )
         store = TokenStore.open(args.tokens)
         dtype = resolve_dtype(config.model.compute_dtype, world.device)
         attention = resolve_training_attention(
