@@ -53,7 +53,9 @@ class Section(BaseModel):
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("true_for_number", "must be a number, not true or false")
-        if bool in kinds and not isinstance(value, bool | None):
+        if bool in kinds and isinstance(value, str) and kinds & {int, float}:
+            raise PydanticCustomError("bool_or_number", "must be true, false or a number")
+        if bool in kinds and not isinstance(value, bool | None) and not kinds & {int, float}:
             raise PydanticCustomError("bool_type", "must be true or false")
         return value
 
