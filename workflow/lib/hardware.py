@@ -1,6 +1,8 @@
 """The machine: visible GPUs and host memory, asked from the driver and the kernel, without torch."""
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +14,13 @@ from workflow.lib.errors import setting_error
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the NVIDIA driver reports it."""
+    """One GPU (or one MIG instance of it) as the NVIDIA driver reports it."""
 
     name: str
     total_bytes: int
+    used_bytes: int
+    """Memory that programs hold on it now, whoever started them."""
+    uuid: str
 
 
 def visible_gpus() -> list[Gpu]:
@@ -32,12 +37,25 @@ def visible_gpus() -> list[Gpu]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         by_id = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
         by_id |= {str(index): handle for index, handle in enumerate(handles)}
+        by_id |= {pynvml.nvmlDeviceGetUUID(part): part for part in _mig_instances(handles)}
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         if chosen is not None:
             handles = _until_unknown(chosen.split(","), by_id)
         return [_describe(handle) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
+
+
+def _mig_instances(handles: list[object]) -> Iterator[object]:
+    """Yield the instances of the GPUs that are split by MIG."""
+    for handle in handles:
+        try:
+            slots = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        except pynvml.NVMLError:  # a GPU that cannot be split
+            continue
+        for slot in range(slots):
+            with suppress(pynvml.NVMLError):  # an empty slot
+                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
 
 
 def _until_unknown(names: list[str], by_id: dict[str, object]) -> list[object]:
@@ -59,7 +77,21 @@ def _prefix(name: str, known: str) -> bool:
 def _describe(handle: object) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return Gpu(name=str(name), total_bytes=int(info.total - info.reserved))  # as CUDA reports it
+    return Gpu(
+        name=str(name),
+        total_bytes=int(info.total - info.reserved),  # as CUDA reports it
+        used_bytes=int(info.used),
+        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+    )
+
+
+def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
+    """Return the GPUs that a run of `count` may get any of: those with no less memory than the count-th largest.
+
+    What is planned for the smallest of them holds for all. Cards of one kind differ by up to 1%.
+    """
+    sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
+    return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:

@@ -49,7 +49,9 @@ class Decision:
 def read_machine(settings: HardwareConfig) -> Machine:
     """Ask this machine what a run gets; raises `UserError` if that is less than the settings ask for."""
     device, processes = hardware.num_processes(settings)
-    gpus = hardware.visible_gpus()[:processes] if device == "cuda" else []
+    # Which of them a run gets is decided by a lease when it starts (see `leasing`).
+    visible = hardware.visible_gpus() if device == "cuda" else []
+    gpus = hardware.interchangeable(visible, count=processes)
     return Machine(
         device=device,
         processes=processes,

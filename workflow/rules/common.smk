@@ -11,7 +11,7 @@ from workflow.lib.config import check_local_paths, is_hub_id, load_config
 from workflow.lib.environment import use_this_interpreter
 from workflow.lib.errors import UserError
 from workflow.lib.failures import failure_causes
-from workflow.lib.hardware import requested_processes
+from workflow.lib.hardware import requested_processes, visible_gpus
 
 use_this_interpreter(Path(workflow.basedir))
 
@@ -33,9 +33,14 @@ BY_DOWNLOAD = {
     for kind, folder in layout.download_dirs(run).items()
 }
 
-# Downloads, tokens and preflight of all runs come before anything expensive: they have this priority and
-# take turns with the rest at the one `accelerator`, so a run that cannot work stops within minutes.
+# Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
+# run that cannot work stops within minutes.
 FIRST = 10
+
+# Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.
+if workflow.is_main_process and workflow.local_exec and visible_gpus():
+    if "gpu" not in workflow.global_resources:
+        workflow.register_resource("gpu", len(visible_gpus()))
 
 
 wildcard_constraints:
@@ -85,6 +90,12 @@ def checkpoints(wildcards, input):
 def gpus(run):
     device, count = requested_processes(run.hardware)
     return count if device == "cuda" else 0
+
+
+def cores(run):
+    """A core per process; without GPUs every stage uses all cores of this machine, so jobs take turns."""
+    device, count = requested_processes(run.hardware)
+    return workflow.cores if device == "cpu" and workflow.local_exec else count
 
 
 onerror:

@@ -19,14 +19,15 @@ rule consolidate:
         "logs/consolidate/{run}.log",
     conda:
         "../../envs/torch.yaml"
+    threads: lambda w: cores(RUNS[w.run])
     resources:
-        accelerator=1,
-        gpu=lambda w: min(1, gpus(RUNS[w.run])),
+        gpu=lambda w: gpus(RUNS[w.run]),
     params:
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
         model=lambda w: layout.model_dir(RUNS[w.run]),
     shell:
-        "python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
+        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
         " --base {input.base:q} --model {params.model:q} --output {params.folder:q} --log {log:q}"

@@ -3,12 +3,11 @@ rule download_source:
         directory("results/hub/{kind}/{download}"),
     log:
         "logs/download_source/{kind}/{download}.log",
-    # Datasets first: a file name that is wrong there shows before the large model has come.
+    # One at a time, datasets first: a wrong file name there shows before the large model has come.
     priority: lambda w: FIRST + (w.kind == "dataset")
     conda:
         "../../envs/torch.yaml"
-    resources:
-        accelerator=1,
+    threads: lambda w: workflow.cores if workflow.local_exec else 1
     params:
         config=lambda w: json.dumps(
             BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True

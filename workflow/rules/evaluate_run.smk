@@ -13,8 +13,8 @@ rule evaluate_run:
         "logs/evaluate_run/{run}.log",
     conda:
         "../../envs/torch.yaml"
+    threads: lambda w: cores(RUNS[w.run])
     resources:
-        accelerator=1,
         gpu=lambda w: gpus(RUNS[w.run]),
     params:
         config=lambda w: layout.stage_json("evaluate_run", RUNS[w.run]),
@@ -27,6 +27,7 @@ rule evaluate_run:
             for part in ("--chat-template", path)
         ],
     shell:
-        "python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
+        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
         " --output-base {output.base:q} --output-tuned {output.tuned:q} --log {log:q}"

@@ -13,9 +13,8 @@ rule finetune:
         "logs/finetune/{run}.log",
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: requested_processes(RUNS[w.run].hardware)[1]
+    threads: lambda w: cores(RUNS[w.run])
     resources:
-        accelerator=1,
         gpu=lambda w: gpus(RUNS[w.run]),
     params:
         config=lambda w: layout.stage_json("finetune", RUNS[w.run]),
@@ -28,10 +27,13 @@ rule finetune:
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
         preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
+        # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
+        gpus=lambda w, output: gpus(RUNS[w.run]),
     # The plan is made here for the machine and the hardware settings of this very start.
     shell:
         "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
         " --model {params.model:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
-        " && python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
+        " && python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
+        " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
         " --checkpoints {params.checkpoints:q} --output {params.folder:q} --log {log:q}"

@@ -9,8 +9,7 @@ rule preflight_run:
     priority: FIRST
     conda:
         "../../envs/driver.yaml"
-    resources:
-        accelerator=1,
+    threads: lambda w: cores(RUNS[w.run])
     params:
         config=lambda w: layout.stage_json("preflight_run", RUNS[w.run]),
         model=lambda w: layout.model_dir(RUNS[w.run]),

@@ -7,11 +7,13 @@ rule quantize_base:
         "logs/quantize_base/{base}.log",
     conda:
         "../../envs/torch.yaml"
+    threads: lambda w: cores(BY_BASE[w.base])
     resources:
-        accelerator=1,
+        gpu=lambda w: min(1, gpus(BY_BASE[w.base])),
     params:
         config=lambda w: layout.stage_json("quantize_base", BY_BASE[w.base]),
         model=lambda w: layout.model_dir(BY_BASE[w.base]),
     shell:
-        "python -m workflow.scripts.quantize_base --config {params.config:q}"
+        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        " python -m workflow.scripts.quantize_base --config {params.config:q}"
         " --model {params.model:q} --output {output:q} --log {log:q}"

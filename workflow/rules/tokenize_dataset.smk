@@ -21,8 +21,7 @@ rule tokenize_dataset:
     priority: FIRST
     conda:
         "../../envs/torch.yaml"
-    resources:
-        accelerator=1,
+    threads: lambda w: cores(BY_TOKENS[w.tokens])
     params:
         config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
