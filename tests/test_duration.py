@@ -23,7 +23,7 @@ WORK = Work(4e12, 1e12, 3e9, 5e9, 9)
 
 
 def estimated(work: Work = WORK, **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"gpu_names": (H200,), "tokens": 61, "accumulation_steps": 3, "num_steps": 7}  # fmt: skip
+    settings: dict[str, Any] = {"gpu_names": (H200,), "tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": None}  # fmt: skip
     return estimate(work, **(settings | changes))
 
 
@@ -79,6 +79,7 @@ def test_unknown_gpu_has_no_estimate_and_is_named() -> None:
         "step_s": None,
         "total_h": None,
         "tokens_per_s_per_process": None,
+        "cost": None,
         "basis": "unknown: no speed is recorded for NVIDIA Future 9000",
     }
 
@@ -104,3 +105,13 @@ def test_total_is_steps_of_micro_batches() -> None:
     assert found["step_s"] == pytest.approx(3 * micro_s)
     assert found["total_h"] == pytest.approx(7 * 3 * micro_s / 3600)
     assert found["tokens_per_s_per_process"] == pytest.approx(61 / micro_s)
+
+
+def test_cost_counts_every_gpu() -> None:
+    priced = estimated(gpu_names=(H200,) * 4, price_per_gpu_hour=2.5)
+    assert priced["cost"] == pytest.approx(priced["total_h"] * 4 * 2.5)
+
+
+def test_there_is_no_cost_without_a_price_or_on_the_cpu() -> None:
+    assert estimated()["cost"] is None
+    assert estimated(gpu_names=(), price_per_gpu_hour=2.5)["cost"] is None

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from safetensors.numpy import save_file
 
 from tests.preflight_examples import SEVEN, TINY, tensor_shapes, write_checkpoint
 from workflow.lib.errors import UserError
+from workflow.lib.families import FAMILIES
 from workflow.lib.headers import read_headers
-from workflow.lib.shapes import FAMILIES, check_targets, read_shape
+from workflow.lib.shapes import check_targets, read_config, read_shape, shape_of_config
 
 
 def reject(folder: Path, *parts: str) -> None:
@@ -50,17 +53,35 @@ def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def save_tiny(folder: Path, family: str, **changes: Any) -> int:
+    """Save a tiny model of a family as Transformers builds it; return its parameters."""
+    small = {k: v for k, v in TINY.items() if k not in ("model_type", "tie_word_embeddings")}
+    config = transformers.CONFIG_MAPPING[family](**small, head_dim=14, pad_token_id=0, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_supported_family_is_what_transformers_builds(tmp_path: Path, family: str) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    small = {k: v for k, v in TINY.items() if k not in ("model_type", "tie_word_embeddings")}
-    config = transformers.CONFIG_MAPPING[family](**small, head_dim=14, pad_token_id=0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
+    parameters = save_tiny(tmp_path, family)
     shape = read_shape(tmp_path)
-    assert shape.quantized_weights + shape.plain_weights == model.num_parameters()
+    assert shape.quantized_weights + shape.plain_weights == parameters
+    assert shape_of_config(read_config(tmp_path / "config.json"), origin=tmp_path) == shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+)
+def test_biases_follow_from_the_switches_of_config(
+    tmp_path: Path, family: str, switches: dict[str, bool]
+) -> None:
+    save_tiny(tmp_path, family, **switches)
+    config = read_config(tmp_path / "config.json")
+    assert shape_of_config(config, origin=tmp_path) == read_shape(tmp_path)
 
 
 def test_tied_embeddings_count_once(tmp_path: Path) -> None:

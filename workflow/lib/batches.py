@@ -31,7 +31,8 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
     A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n squared.
     """
     sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
-    return 2 * sums + position_ids.shape[1]
+    costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
+    return costs
 
 
 def process_rows(

@@ -83,16 +83,18 @@ def estimate(
     tokens: int,
     accumulation_steps: int,
     num_steps: int,
+    price_per_gpu_hour: float | None,
 ) -> dict[str, Any]:
     """Return the `time` entry of preflight.json.
 
     gpu_names: of the GPUs used, empty on the CPU; tokens: T. The slowest GPU decides; if one is
-    unknown, the times are None and `basis` says so.
+    unknown, the times are None and `basis` says so. `cost` is None without a price or a time.
     """
     unknown = sorted(set(gpu_names) - BY_NAME.keys())
     if unknown:
         basis = f"unknown: no speed is recorded for {', '.join(unknown)}"
-        return {"step_s": None, "total_h": None, "tokens_per_s_per_process": None, "basis": basis}
+        times = dict.fromkeys(("step_s", "total_h", "tokens_per_s_per_process", "cost"))
+        return {**times, "basis": basis}
     if gpu_names:
         micro_s = max(gpu_seconds(work, BY_NAME[name]) for name in gpu_names)
         basis = f"uncalibrated roofline for {', '.join(sorted(set(gpu_names)))}; constants measured on H200"
@@ -100,9 +102,12 @@ def estimate(
         micro_s = (work.product_flops + work.attention_flops) / CPU_FLOPS
         basis = f"rough: {CPU_FLOPS / 1e9:.0f} GFLOP/s per CPU process, measured on one machine"
     step_s = micro_s * accumulation_steps
+    total_h = step_s * num_steps / 3600
+    gpu_hours = total_h * len(gpu_names)
     return {
         "step_s": step_s,
-        "total_h": step_s * num_steps / 3600,
+        "total_h": total_h,
         "tokens_per_s_per_process": tokens / micro_s,
+        "cost": gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
         "basis": basis,
     }

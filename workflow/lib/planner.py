@@ -23,14 +23,15 @@ GPU_PROCESS_BYTES = int(2.5 * GIB)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free (bytes)."""
+    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free, bytes."""
 
     device: str
     processes: int
     gpu_names: tuple[str, ...]
     gpu_bytes: int | None
     """Memory of the smallest GPU; None on the CPU."""
-    host_bytes: int
+    host_bytes: int | None
+    """None if it is not known: a GPU machine that is only imagined."""
     flash_attention: bool
     """Whether the flash-attn package is installed."""
 
@@ -42,7 +43,7 @@ class Budget:
     capacity_bytes: int
     outside_allocator_bytes: int
     margin_bytes: int
-    host_capacity_bytes: int
+    host_capacity_bytes: int | None
 
     def slack_bytes(self, peak_bytes: int) -> int:
         """What the allocator reserves beyond what is allocated at the peak."""
@@ -75,8 +76,10 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
     """
     host = machine.host_bytes
     if hardware.host_memory_gib != "auto":
-        host = min(host, int(hardware.host_memory_gib * GIB))
+        allowed = int(hardware.host_memory_gib * GIB)
+        host = allowed if host is None else min(host, allowed)
     if machine.gpu_bytes is None:
+        assert host is not None, "a machine without GPUs has memory of its own"
         return Budget(host // machine.processes, 0, 0, host)
     capacity = machine.gpu_bytes
     if hardware.gpu_memory_gib != "auto":

@@ -43,7 +43,7 @@ class Decision:
     limits: Budget
     host_bytes: int
     disk_bytes: dict[str, int]
-    disk_free_bytes: int
+    disk_free_bytes: int | None
 
 
 def read_machine(settings: HardwareConfig) -> Machine:
@@ -112,13 +112,14 @@ def decide(
     run: RunConfig,
     shape: ModelShape,
     machine: Machine,
-    manifest: dict[str, Any],
+    manifest: Mapping[str, Any],
     *,
-    disk_free_bytes: int,
+    disk_free_bytes: int | None,
 ) -> Decision:
     """Choose the micro-batch size and say whether the run fits GPU (or host) memory and disk.
 
-    Raises `UserError` if a setting cannot work with this model or machine, whatever its memory.
+    `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot work with this
+    model or machine, whatever its memory.
     """
     limits = budget(run.hardware, machine)
     rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
@@ -174,7 +175,7 @@ def _memory_lack(
 
 
 def _host_lack(host: int, limits: Budget, machine: Machine) -> str | None:
-    if host <= limits.host_capacity_bytes:
+    if limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes:
         return None
     return (
         f"the {machine.processes} processes need {host / GIB:.2f} GiB of host memory together, "
@@ -183,8 +184,8 @@ def _host_lack(host: int, limits: Budget, machine: Machine) -> str | None:
     )
 
 
-def _disk_lack(needed: int, free: int) -> str | None:
-    if needed <= free:
+def _disk_lack(needed: int, free: int | None) -> str | None:
+    if free is None or needed <= free:
         return None
     return (
         f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free. "
@@ -244,6 +245,7 @@ def document(
             tokens=setup.tokens,
             accumulation_steps=accumulation,
             num_steps=num_steps,
+            price_per_gpu_hour=run.hardware.price_per_gpu_hour,
         ),
         "candidates": [
             {

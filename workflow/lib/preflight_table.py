@@ -56,10 +56,14 @@ def _facts(document: dict[str, Any]) -> Table:
     table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
     sizes = (f"{c['micro_batch_size']}: {_size(c['peak_bytes'])}" for c in document["candidates"])
     table.add_row("micro-batches", ", ".join(sizes))
-    host = f"{_size(document['host_bytes'])} of {_size(document['host_capacity_bytes'])}"
+    host = _size(document["host_bytes"])
+    if document["host_capacity_bytes"] is not None:
+        host += f" of {_size(document['host_capacity_bytes'])}"
     table.add_row("host memory", host)
     disk = ", ".join(f"{name} {_size(size)}" for name, size in document["disk_bytes"].items())
-    table.add_row("disk", f"{disk}; free {_size(document['disk_free_bytes'])}")
+    if document["disk_free_bytes"] is not None:
+        disk += f"; free {_size(document['disk_free_bytes'])}"
+    table.add_row("disk", disk)
     table.add_row("time", _time(time))
     return table
 
@@ -67,8 +71,9 @@ def _facts(document: dict[str, Any]) -> Table:
 def _time(time: dict[str, Any]) -> str:
     if time["step_s"] is None:
         return str(time["basis"])
+    cost = "" if time["cost"] is None else f"cost {time['cost']:,.2f}, "
     return (
-        f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, "
+        f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, {cost}"
         f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process ({time['basis']})"
     )
 

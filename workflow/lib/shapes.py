@@ -1,8 +1,8 @@
 """What preflight knows of a model without its weights: `config.json` and the safetensors headers, held against each other.
 
-A decoder layer is a list of linears, whose shapes follow from config.json by the tables below (dimensions
-by letter: h hidden, q query heads x head_dim, k key-value heads x head_dim, f feed-forward), and some
-1-D tensors (norms, biases), taken from the headers. All layers of a supported family are alike.
+A decoder layer is a list of linears, whose shapes follow from config.json by the tables of `families`, and
+some 1-D tensors (norms, biases), taken from the headers; for a model that is not there yet, from those
+tables too. All layers of a supported family are alike.
 Nothing here builds a model or knows how many bytes anything takes (`memory` does).
 """
 
@@ -14,49 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workflow.lib.errors import UserError, setting_error
+from workflow.lib.families import EXPERT_KEYS, FAMILIES, OPTIONAL_BIASES, Family
 from workflow.lib.headers import TensorInfo, read_headers
 
-SPLIT_LINEARS = {
-    "self_attn.q_proj": ("q", "h"),
-    "self_attn.k_proj": ("k", "h"),
-    "self_attn.v_proj": ("k", "h"),
-    "self_attn.o_proj": ("h", "q"),
-    "mlp.gate_proj": ("f", "h"),
-    "mlp.up_proj": ("f", "h"),
-    "mlp.down_proj": ("h", "f"),
-}
-FUSED_LINEARS = {
-    "self_attn.qkv_proj": ("q+2k", "h"),
-    "self_attn.o_proj": ("h", "q"),
-    "mlp.gate_up_proj": ("2f", "h"),
-    "mlp.down_proj": ("h", "f"),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one `model_type` of config.json is built (read from Transformers 5.23, `models/<family>`)."""
-
-    linears: Mapping[str, tuple[str, str]]
-    hidden_norms: int = 2  # norms over the hidden size in a layer
-    qk_norm: bool = False
-    tied_by_default: bool = False
-    needs_head_dim: bool = False  # its default is not hidden_size / num_attention_heads
-
-
-FAMILIES = {
-    "llama": Family(SPLIT_LINEARS),
-    "mistral": Family(SPLIT_LINEARS),
-    "qwen2": Family(SPLIT_LINEARS),
-    "qwen3": Family(SPLIT_LINEARS, qk_norm=True, needs_head_dim=True),
-    "phi3": Family(FUSED_LINEARS),
-    "gemma2": Family(SPLIT_LINEARS, hidden_norms=4, tied_by_default=True, needs_head_dim=True),
-    "gemma3_text": Family(
-        SPLIT_LINEARS, hidden_norms=4, qk_norm=True, tied_by_default=True, needs_head_dim=True
-    ),
-    "olmo2": Family(SPLIT_LINEARS, qk_norm=True),
-}
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 SIZE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -130,18 +90,53 @@ def read_shape(folder: Path) -> ModelShape:
     Raises `UserError` if the family is not supported, the model is quantized already, or the files
     are missing, broken, or disagree with config.json.
     """
-    config = _read_config(folder / "config.json")
-    family = _family(config, folder / "config.json")
-    sizes = _sizes(config, family, folder / "config.json")
+    path = folder / "config.json"
+    config = read_config(path)
+    family = _family(config, path)
+    sizes = _sizes(config, family, path)
     linears = _linears(family, sizes)
     tensors = read_headers(folder)
-    tied = bool(config.get("tie_word_embeddings", family.tied_by_default))
-    _check_tables(tensors, sizes, tied=tied, folder=folder)
-    num_layers = sizes["num_hidden_layers"]
-    vectors = _check_layers(tensors, linears, num_layers=num_layers, folder=folder)
+    _check_tables(tensors, sizes, tied=_tied(config, family), folder=folder)
+    vectors = _check_layers(tensors, linears, num_layers=sizes["num_hidden_layers"], folder=folder)
+    source_dtype = tensors[f"model.layers.0.{next(iter(linears))}.weight"].dtype
+    return _shape(config, family, sizes, vectors=vectors, source_dtype=source_dtype)
+
+
+def shape_of_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
+    """Return the shape that a config.json alone promises, without a checkpoint; stored in bf16 unless it says otherwise.
+
+    `origin` names the document in messages. Raises `UserError` as `read_shape` does.
+    """
+    _refuse_quantized(config, origin)
+    family = _family(config, origin)
+    sizes = _sizes(config, family, origin)
+    dims = _dims(sizes)
+    named = dict(family.vectors)
+    for switch, biases in OPTIONAL_BIASES.items():
+        if config.get(switch):
+            named |= biases
+    dtype = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
+    return _shape(
+        config,
+        family,
+        sizes,
+        vectors=tuple(dims[named[name]] for name in sorted(named)),
+        source_dtype={"float32": "F32", "float16": "F16"}.get(dtype, "BF16"),
+    )
+
+
+def _shape(
+    config: dict[str, Any],
+    family: Family,
+    sizes: dict[str, int],
+    *,
+    vectors: tuple[int, ...],
+    source_dtype: str,
+) -> ModelShape:
+    linears = _linears(family, sizes)
     return ModelShape(
         family=config["model_type"],
-        num_layers=num_layers,
+        num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         intermediate_size=sizes["intermediate_size"],
         num_heads=sizes["num_attention_heads"],
@@ -149,30 +144,39 @@ def read_shape(folder: Path) -> ModelShape:
         head_dim=sizes["head_dim"],
         vocab_size=sizes["vocab_size"],
         max_position_embeddings=sizes["max_position_embeddings"],
-        tied_embeddings=tied,
+        tied_embeddings=_tied(config, family),
         logit_softcap=config.get("final_logit_softcapping") is not None,
         attention_softcap=config.get("attn_logit_softcapping") is not None,
         hidden_norms=family.hidden_norms,
         qk_norm=family.qk_norm,
-        source_dtype=tensors[f"model.layers.0.{next(iter(linears))}.weight"].dtype,
+        source_dtype=source_dtype,
         linears=tuple(Linear(path.rpartition(".")[2], *shape) for path, shape in linears.items()),
         layer_vectors=vectors,
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _tied(config: dict[str, Any], family: Family) -> bool:
+    return bool(config.get("tie_word_embeddings", family.tied_by_default))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json; raises `UserError` if it is no JSON object, or of a model that is quantized already."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
+    _refuse_quantized(config, path)
+    return config
+
+
+def _refuse_quantized(config: dict[str, Any], path: Path) -> None:
     if "quantization_config" in config:
         raise UserError(
             f"{path} describes a model that is quantized already. "
             "Set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
-    return config
 
 
 def _family(config: dict[str, Any], path: Path) -> Family:
@@ -210,11 +214,16 @@ def _sizes(config: dict[str, Any], family: Family, path: Path) -> dict[str, int]
 
 def _linears(family: Family, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
     """Return shape (out_features, in_features) of each linear of a layer, by its path in the layer."""
-    q = sizes["num_attention_heads"] * sizes["head_dim"]
-    k = sizes["num_key_value_heads"] * sizes["head_dim"]
-    h, f = sizes["hidden_size"], sizes["intermediate_size"]
-    dims = {"h": h, "f": f, "q": q, "k": k, "q+2k": q + 2 * k, "2f": 2 * f}
+    dims = _dims(sizes)
     return {path: (dims[out], dims[into]) for path, (out, into) in family.linears.items()}
+
+
+def _dims(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the dimensions by the letters of the tables above."""
+    head_dim = sizes["head_dim"]
+    q, k = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    h, f = sizes["hidden_size"], sizes["intermediate_size"]
+    return {"h": h, "f": f, "d": head_dim, "q": q, "k": k, "q+2k": q + 2 * k, "2f": 2 * f}
 
 
 def _check_tables(

@@ -1,5 +1,6 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from workflow.lib.memory_terms import Setup, layer_tensors, lora_parameters
@@ -7,7 +8,7 @@ from workflow.lib.shapes import ModelShape
 
 
 def disk_bytes(
-    shape: ModelShape, setup: Setup, manifest: dict[str, Any], *, keep_checkpoints: int
+    shape: ModelShape, setup: Setup, manifest: Mapping[str, Any], *, keep_checkpoints: int
 ) -> dict[str, int]:
     """Return the bytes of every artifact of a run (headers and JSON are not counted).
 

@@ -134,6 +134,8 @@ class HardwareConfig(Section):
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
+    price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
+    """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
 

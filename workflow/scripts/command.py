@@ -18,13 +18,15 @@ from workflow.lib.errors import UserError
 logger = logging.getLogger("workflow")
 
 
-def stage_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every stage has."""
+def stage_parser(
+    description: str | None, *, config_required: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that every stage has; without a required `--config`, it may be None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", type=json.loads, required=True, help="the stage's settings, JSON"
+        "--config", type=json.loads, required=config_required, help="the stage's settings, JSON"
     )
     parser.add_argument("--log", type=Path, help="log file; default: standard error only")
     return parser

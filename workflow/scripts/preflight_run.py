@@ -1,51 +1,126 @@
 """Predict memory, disk and time of a run from shapes alone, choose its micro-batch, and refuse what cannot fit.
 
-Reads config.json and the safetensors headers of the base model (never weights), the tokens manifest,
-and this machine. Writes preflight.json, which `finetune` follows, and prints it as a table. A run that
-does not fit ends with exit status 1 and the changes that would make it fit.
+In the workflow (with --config) it reads config.json and the safetensors headers of the base model (never
+weights), the tokens manifest, and this machine. It writes preflight.json, which `finetune` follows, and
+prints it as a table. A run that does not fit ends with exit status 1 and the changes that would make it fit.
+
+By hand (with --gpus) it answers the same for any model on any GPUs, with neither at hand:
+
+  python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090 --seq-len 2048
 """
 
 import argparse
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.artifacts import provenance, write_json
 from workflow.lib.config import RunConfig
-from workflow.lib.errors import UserError
+from workflow.lib.errors import UserError, setting_error
+from workflow.lib.gpus import parse_gpus
+from workflow.lib.planner import Machine
 from workflow.lib.preflight import check_tokens, decide, document, read_machine, read_tokens
 from workflow.lib.preflight_table import render
-from workflow.lib.shapes import read_shape
+from workflow.lib.shapes import ModelShape, read_shape
+from workflow.lib.what_if import (
+    NAME,
+    find_shape,
+    imagined_machine,
+    imagined_tokens,
+    settings_of,
+)
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.config is None:
+        what_if(args)
+        return
+    check_arguments(args, needed=("tokens", "output", "run"), foreign=("gpus",))
     settings = RunConfig.model_validate(args.config)
-    shape = read_shape(args.model)
+    shape = read_shape(Path(args.model))
     manifest = read_tokens(args.tokens)
-    check_tokens(manifest, settings, shape)
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
-    decision = decide(settings, shape, machine, manifest, disk_free_bytes=free)
+    predict(args, settings, shape, machine, manifest, disk_free_bytes=free)
+
+
+def what_if(args: argparse.Namespace) -> None:
+    """Predict for a machine and tokens that are only imagined."""
+    check_arguments(args, needed=("gpus",), foreign=("tokens",))
+    args.run = args.run or NAME
+    count, gpu = parse_gpus(args.gpus, setting="--gpus")
+    settings = settings_of(
+        args.set, seq_len=args.seq_len, rank=args.rank, processes=count, batch=args.batch
+    )
+    shape = find_shape(args.model, revision=args.revision)
+    machine = imagined_machine(count, gpu)
+    manifest = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
+    predict(args, settings, shape, machine, manifest, disk_free_bytes=None)
+
+
+def predict(
+    args: argparse.Namespace,
+    settings: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    manifest: Mapping[str, Any],
+    *,
+    disk_free_bytes: int | None,
+) -> None:
+    """Decide, write and print; raises `UserError` if the run does not fit."""
+    check_tokens(manifest, settings, shape)
+    decision = decide(settings, shape, machine, manifest, disk_free_bytes=disk_free_bytes)
     result = document(decision, settings, shape, machine, manifest)
-    write_json(args.output, result | {"provenance": provenance()})
+    if args.output is not None:
+        write_json(args.output, result | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
     show("%s", render(result, run=args.run))
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
 
 
+def check_arguments(
+    args: argparse.Namespace, *, needed: tuple[str, ...], foreign: tuple[str, ...]
+) -> None:
+    """Raise `UserError` if an argument of this use is missing, or one of the other use is there."""
+    use = "without --config" if args.config is None else "with --config"
+    for name in needed:
+        if getattr(args, name) is None:
+            raise setting_error(f"--{name}", None, f"it is needed {use}", "Give it; see --help")
+    for name in foreign:
+        if getattr(args, name) is not None:
+            bound = f"it has no meaning {use}"
+            raise setting_error(f"--{name}", str(getattr(args, name)), bound, "Remove it")
+
+
 def parser() -> argparse.ArgumentParser:
-    arguments = stage_parser(__doc__)
-    arguments.add_argument("--model", type=Path, required=True, help="folder of the base model")
-    arguments.add_argument("--tokens", type=Path, required=True, help="manifest.json of the tokens")
-    arguments.add_argument("--output", type=Path, required=True, help="preflight.json to write")
-    arguments.add_argument("--run", required=True, help="name of the run")
+    arguments = stage_parser(__doc__, config_required=False)
+    arguments.add_argument(
+        "--model", required=True, help="folder, config.json, or (by hand) a hub id"
+    )
+    arguments.add_argument("--output", type=Path, help="preflight.json to write")
+    arguments.add_argument("--run", help="name of the run")
     arguments.add_argument(
         "--brief", action="store_true", help="keep the table of a run that fits to the log"
+    )
+    arguments.add_argument("--tokens", type=Path, help="manifest.json of the tokens")
+    by_hand = arguments.add_argument_group("by hand, without --config")
+    by_hand.add_argument("--gpus", help="number and kind of GPUs, like 2x4090 or 8xH100")
+    by_hand.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (%(default)s)")
+    by_hand.add_argument("--rank", type=int, default=16, help="LoRA rank (%(default)s)")
+    by_hand.add_argument(
+        "--batch", type=int, help="rows of a step over all GPUs (16 or a few more)"
+    )
+    by_hand.add_argument("--rows", type=int, default=10_000, help="training rows (%(default)s)")
+    by_hand.add_argument("--revision", help="revision of a model of the hub")
+    by_hand.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )
     return arguments
 
