@@ -80,7 +80,7 @@ def test_schema_for_editors_describes_every_section() -> None:
         for section in sections.values()
         for property_ in section["properties"].values()
     ]
-    assert len(sections) == 10
+    assert len(sections) == 11
     assert all(described)
 
 
@@ -98,6 +98,23 @@ def test_unknown_key_of_a_nested_section_is_answered_with_the_nearest_one() -> N
     assert message({"data": {"columns": {"promt": "question"}}}) == [
         "data.columns.promt: there is no such key. Did you mean 'prompt'?"
     ]
+
+
+def test_unknown_key_of_a_source_is_answered_with_its_entry_and_the_nearest_one() -> None:
+    sources = ["a", {"path": "b", "wieght": 2}]
+    assert message({"data": {"train": sources}}) == [
+        "data.train.2.wieght: there is no such key. Did you mean 'weight'?"
+    ]
+
+
+def test_source_takes_over_what_it_does_not_set() -> None:
+    sources = ["a", {"path": "b", "format": "text", "columns": {"text": "body"}}]
+    data = only({"data": {"train": sources, "file_type": "json", "format": "alpaca"}}).data
+    first, second = data.train_sources
+    assert (first.path, first.file_type, first.format) == ("a", "json", "alpaca")
+    assert (second.path, second.file_type, second.format) == ("b", "json", "text")
+    assert second.columns is not None
+    assert second.columns.text == "body"
 
 
 def test_key_in_the_wrong_place_is_answered_with_its_section() -> None:
@@ -135,6 +152,17 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
         ("model", "name", 7, "must be text"),
         ("quantize", "block_size", 65, "must be 64, 128, 256 or 512"),
         ("data", "columns", 7, "must be a section (keys below it)"),
+        ("data", "train", 7, "must be text"),
+        ("data", "train", ["a", 7], "entry 2 must be text"),
+        ("data", "train", [["a"]], "entry 1 must be text"),
+        ("data", "train", {"weight": 2}, "path must be given"),
+        ("data", "train", {"path": "a", "columns": {"text": 1}}, "columns.text must be text"),
+        (
+            "data",
+            "heldout",
+            ["a", {"path": "a", "format": "x"}],
+            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca' or 'text'",
+        ),
     ],
 )
 def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
@@ -155,6 +183,8 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
         ("lora", "target_modules", [], "target_modules has an empty name or none at all"),
         ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),
         ("data", "revision", "v1", "revision is set but source is null"),
+        ("data", "train", [], "train = []: the list is empty. Name a file, folder or glob"),
+        ("data", "heldout", {"path": "a", "weight": 2}, "heldout gives 'a' a weight"),
     ],
 )
 def test_value_that_does_not_fit_its_section_names_section_and_bound(
@@ -348,10 +378,10 @@ def test_missing_path_names_setting_run_and_change(tmp_path: Path, section: str,
     run = local_run(tmp_path, **{section: {key: f"{tmp_path}/missing"}})
     with pytest.raises(UserError) as refusal:
         check_local_paths("demo", run)
-    assert str(refusal.value).startswith(
-        f"{section}.{key} = '{tmp_path}/missing' (run demo): there is no such file or folder. "
-        "Give a path that exists"
-    )
+    message = str(refusal.value)
+    assert f"{section}.{key} = '{tmp_path}/missing'" in message
+    assert "run demo" in message
+    assert "there is no such file or folder. Give a path that exists" in message
 
 
 def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path: Path) -> None:

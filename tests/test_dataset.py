@@ -8,8 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from workflow.lib.dataset import BrokenRow, Row, column_names, read_rows
+from workflow.lib.data_config import FileType
+from workflow.lib.dataset import column_names, read_rows
 from workflow.lib.errors import UserError
+from workflow.lib.file_types import file_type_of
+from workflow.lib.rows import BrokenRow, Row
+from workflow.lib.sources import SourceFile
 
 ROWS = [{"text": 'one, "two"'}, {"text": "drei\nvier — 五"}, {"text": ""}]
 
@@ -19,8 +23,13 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def read(path: Path) -> list[Row | BrokenRow]:
-    return list(read_rows(path, setting="data.train"))
+def read(path: Path, file_type: FileType | None = None) -> list[Row | BrokenRow]:
+    return list(read_rows(path, setting="data.train", file_type=file_type))
+
+
+def columns(*paths: Path) -> list[str]:
+    files = [SourceFile(path, path.name, file_type_of(path, setting="")) for path in paths]
+    return column_names(files, setting="data.train")
 
 
 def jsonl(path: Path) -> Path:
@@ -92,11 +101,13 @@ def test_json_items_that_are_no_objects_are_broken_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"a": 1}', "no JSON array"),
-        ('{"a": 1}\n{"a": 2}', "one object a line is a .jsonl file"),
+        ('{"a":\n 1}', "no JSON array of objects; one object a line is a .jsonl file"),
+        ("3", "no JSON array"),
         ('[{"a": 1}, {"a": ', "broken JSON in row 2"),
         ('[{"a": 1} {"a": 2}]', "after row 1: no comma"),
         ('[{"a": 1}', "after row 1: no comma"),
+        ('[{"a": 1}, {"a": "x', "broken JSON in row 2"),
+        ('[{"a": 1}, {"a" 2}, ' + " " * 100, "broken JSON in row 2"),
         ('[{"a": 1}] []', "more text follows the array of 1 rows"),
     ],
 )
@@ -137,7 +148,8 @@ def test_csv_header_that_repeats_a_name_stops(tmp_path: Path) -> None:
         ("a.jsonl", b"\x89PNG\r\n", "the content is a PNG image"),
         ("a.csv", b"PK\x03\x04", "a ZIP archive"),
         ("a.json", b"\xff\xfe[\0", "UTF-16 text"),
-        ("a.jsonl", b'{"a": "\0"}', "binary data"),
+        ("a.jsonl", b"\x7fELF\0", "binary data"),
+        ("a.csv", b"a\0b", "binary data"),
         ("a.jsonl", b'\n [{"a": 1}]', "one JSON array, which belongs into a .json file"),
         ("a.jsonl", b"PAR1", "the content is Parquet"),
         ("a.parquet", b'{"a": 1}', "lacks the mark PAR1"),
@@ -159,8 +171,8 @@ def test_truncated_parquet_stops(tmp_path: Path) -> None:
 
 
 def test_unknown_extension_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'\.txt' is none of \.jsonl, \.json, \.csv, \.parquet"):
-        read(write(tmp_path / "a.txt", "x"))
+    with pytest.raises(UserError, match=r"is none of \.jsonl, .*, \.parquet, .*data\.file_type"):
+        read(write(tmp_path / "a.xml", "x"))
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
@@ -170,7 +182,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_columns_are_those_of_all_first_objects(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", 'broken\n{"b": 1}\n{"a": 1, "b": 2}\n')
-    assert column_names(path, setting="data.train") == ["b", "a"]
+    assert columns(path) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -178,4 +190,4 @@ def test_columns_are_those_of_all_first_objects(tmp_path: Path) -> None:
 )
 def test_file_without_rows_stops(name: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the file holds no row"):
-        column_names(write(tmp_path / name, text), setting="data.train")
+        columns(write(tmp_path / name, text))

@@ -61,6 +61,11 @@ def test_equal_settings_give_equal_keys() -> None:
         ("data", {"revision": "v2"}, {"dataset", "tokens", "fingerprint"}),
         ("data", {"train": "other.jsonl"}, {"dataset", "tokens", "fingerprint"}),
         ("data", {"heldout": "test.jsonl"}, {"dataset", "tokens", "fingerprint"}),
+        (
+            "data",
+            {"train": {"path": "train.jsonl", "weight": 2.0}},
+            {"tokens", "fingerprint"},
+        ),
         ("data", {"seq_len": 131}, {"tokens", "fingerprint"}),
         ("data", {"columns": {"prompt": "question"}}, {"tokens", "fingerprint"}),
         ("quantize", {"block_size": 128}, {"base", "fingerprint"}),
@@ -192,16 +197,19 @@ def test_hub_sources_get_folders_with_label_and_key() -> None:
     run = run_with()
     assert model_dir(run) == f"results/hub/model/pydocs-base-{model_key(run)}"
     assert dataset_dir(run) == f"results/hub/dataset/pydocs-{dataset_key(run)}"
-    assert data_files(run) == {"train": f"{dataset_dir(run)}/train.jsonl"}
+    assert data_files(run) == [dataset_dir(run)]
 
 
 def test_local_sources_stay_where_they_are(tmp_path: Path) -> None:
+    files = [f"{tmp_path}/b.jsonl", f"{tmp_path}/a.csv"]
+    for file in files:
+        Path(file).touch()
     run = RunConfig.model_validate(
-        {"model": {"source": str(tmp_path)}, "data": {"train": "a.jsonl", "heldout": "b.csv"}}
+        {"model": {"source": str(tmp_path)}, "data": {"train": files[0], "heldout": files[1]}}
     )
     assert model_dir(run) == str(tmp_path)
     assert dataset_dir(run) is None
-    assert data_files(run) == {"train": "a.jsonl", "heldout": "b.csv"}
+    assert data_files(run) == files
 
 
 def test_artifact_folders_are_those_of_the_design() -> None:

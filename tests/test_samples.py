@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.config import DataColumns, DataConfig
+from workflow.lib.data_config import DataColumns
 from workflow.lib.errors import UserError
 from workflow.lib.samples import RowError, choose_format, to_sample
 
@@ -25,13 +25,14 @@ def sample(value: dict[str, Any], format: Any, **columns: str) -> Any:
     ],
 )
 def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
-    assert choose_format(columns, DataConfig(), file_setting="data.train") == format
+    found = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+    assert found == format
 
 
 def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
-    settings = DataConfig(format="prompt_completion", columns=DataColumns(prompt="question"))
+    names = DataColumns(prompt="question")
     with pytest.raises(UserError) as caught:
-        choose_format(["q", "a"], settings, file_setting="data.train")
+        choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
     text = str(caught.value)
     assert "data.format = 'prompt_completion': data.train has the columns q, a" in text
     assert "prompt_completion (question, completion)" in text
@@ -40,7 +41,7 @@ def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
 
 def test_sharegpt_column_gets_its_setting_named() -> None:
     with pytest.raises(UserError, match=r"data\.columns\.messages: conversations"):
-        choose_format(["conversations"], DataConfig(), file_setting="data.train")
+        choose_format(["conversations"], format="auto", columns=DataColumns(), setting="data.train")
 
 
 @pytest.mark.parametrize(

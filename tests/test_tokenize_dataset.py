@@ -62,15 +62,13 @@ class Stage:
 
     def run(self, **settings: Any) -> TokenStore:
         parser = stage_parser("")
-        for option in ("train", "heldout", "tokenizer", "output"):
-            parser.add_argument(f"--{option}", type=Path)
+        for option in ("dataset", "tokenizer", "output"):
+            parser.add_argument(f"--{option}", type=Path, default=Path())
         main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
         return TokenStore.open(self.output)
 
     def options(self) -> list[str]:
-        heldout = [] if self.heldout is None else ["--heldout", str(self.heldout)]
-        data = ["--train", str(self.train), *heldout]
-        return [*data, "--tokenizer", str(self.tokenizer), "--output", str(self.output)]
+        return ["--tokenizer", str(self.tokenizer), "--output", str(self.output)]
 
 
 @pytest.fixture
@@ -325,10 +323,10 @@ def test_one_row_cannot_be_two_splits(stage: Stage) -> None:
         stage.run()
 
 
-def test_heldout_file_needs_the_columns_of_the_training_file(stage: Stage) -> None:
+def test_heldout_file_needs_columns_of_some_format(stage: Stage) -> None:
     assert stage.heldout is not None
-    save_rows(stage.heldout, [{"text": "x"}])
-    with pytest.raises(UserError, match=r"data\.heldout has the columns text, but expected"):
+    save_rows(stage.heldout, [{"body": "x"}])
+    with pytest.raises(UserError, match=r"data\.heldout has the columns body, but expected"):
         stage.run()
 
 
@@ -398,10 +396,46 @@ def test_folder_without_tokenizer_stops(stage: Stage) -> None:
         stage.run()
 
 
-def test_heldout_setting_without_its_file_stops(stage: Stage) -> None:
+def test_rows_of_several_files_keep_their_file_and_line(stage: Stage) -> None:
     stage.heldout = None
-    with pytest.raises(UserError, match="both or neither must name a file"):
-        stage.run(heldout="heldout.jsonl")
+    folder = stage.folder / "parts"
+    folder.mkdir()
+    save_rows(folder / "b.jsonl", ["{broken", *rows(20, start=20)])
+    save_rows(folder / "a.jsonl", [*rows(20), "{broken"])
+    store = stage.run(train=str(folder / "*.jsonl"), max_rejected_share=0.1)
+    listed = read_jsonl(stage.output / "rejects.jsonl")
+    assert [(line["file"], line["row"]) for line in listed] == [
+        (str(folder / "a.jsonl"), 21),
+        (str(folder / "b.jsonl"), 1),
+    ]
+    assert [(s["file"], s["rows"]) for s in store.manifest["sources"]] == [
+        (str(folder / "a.jsonl"), 21),
+        (str(folder / "b.jsonl"), 21),
+    ]
+
+
+def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage: Stage) -> None:
+    twice = save_rows(stage.folder / "twice.jsonl", rows(10, start=100))
+    half = save_rows(stage.folder / "half.jsonl", rows(10, start=200))
+    sources = [
+        str(stage.train),
+        {"path": str(twice), "name": "twice", "weight": 2},
+        {"path": str(half), "name": "half", "weight": 0.5},
+    ]
+    store = stage.run(train=sources, packing=False)
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_kept"], train["documents"]) == (NUM_TRAIN + 20, NUM_TRAIN + 25)
+    assert train["duplicates"] == 0
+    assert store.num_rows == NUM_TRAIN + 25
+    shown = [(s["source"], s["weight"]) for s in store.manifest["sources"] if s["weight"] != 1]
+    assert shown == [("twice", 2.0), ("half", 0.5)]
+
+
+def test_sources_of_different_formats_are_trained_together(stage: Stage) -> None:
+    (stage.folder / "book.txt").write_text("A plain text.")
+    store = stage.run(train=[str(stage.train), str(stage.folder / "book.txt")])
+    assert store.manifest["format"] == "prompt_completion, text"
+    assert store.manifest["splits"]["train"]["documents"] == NUM_TRAIN + 1
 
 
 def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -43,7 +43,7 @@ def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(
     def config(name: str) -> str:
         return runs.stage_json(name, run)
 
-    stage("tokenize_dataset", config("tokenize_dataset"), "--train", run.data.train, "--heldout", str(run.data.heldout),
+    stage("tokenize_dataset", config("tokenize_dataset"),
           "--tokenizer", model, "--output", tokens)  # fmt: skip
     stage("preflight_run", config("preflight_run"), "--model", model, "--tokens", tokens / "manifest.json",
           "--output", preflight, "--run", "gpu")  # fmt: skip

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from pydantic import Field, ValidationError
 
 from workflow.lib.config_errors import explain
-from workflow.lib.data_config import DataColumns, DataConfig
+from workflow.lib.data_config import DataColumns, DataConfig, DataSource
 from workflow.lib.errors import UserError
 from workflow.lib.evaluate_config import EvaluateConfig, ExportConfig, ReportConfig
 from workflow.lib.section import Name, Section
+from workflow.lib.sources import resolve_splits
 from workflow.lib.train_config import (
     HardwareConfig,
     LoraSettings,
@@ -26,7 +27,7 @@ from workflow.lib.train_config import (
 )
 
 __all__ = [
-    "Config", "DataColumns", "DataConfig", "EvaluateConfig", "ExportConfig", "HardwareConfig",
+    "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
     "LoraSettings", "ModelConfig", "QuantizeConfig", "ReportConfig", "RunConfig", "Section",
     "TrainConfig", "check_local_paths", "is_hub_id", "json_schema", "load_config", "merge",
 ]  # fmt: skip
@@ -111,8 +112,6 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "data.chat_template": run.data.chat_template,
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
     }
-    if run.data.source is None:
-        paths |= {"data.train": run.data.train, "data.heldout": run.data.heldout}
     if not is_hub_id(run.model.source):
         paths["model.source"] = run.model.source
         if run.model.revision is not None:
@@ -120,6 +119,11 @@ def check_local_paths(name: str, run: RunConfig) -> None:
                 f"model.revision = {run.model.revision!r} (run {name}): model.source = {run.model.source!r} "
                 "is a local directory, which has no revision. Remove revision, or name a hub id."
             )
+    if run.data.source is None:
+        try:
+            resolve_splits(run.data, root=Path())
+        except UserError as error:
+            raise UserError(f"run {name}: {error}") from None
     for key, value in paths.items():
         if value is not None and not _exists(value):
             raise UserError(

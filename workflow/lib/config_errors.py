@@ -1,15 +1,17 @@
 """Pydantic's validation errors as lines that name the setting, its value, the bound and the change.
 
 Pydantic reports one error per branch of a union and adds the branch to the path; here each setting
-gets one line with all that it may be.
+gets one line with all that it may be. Branches that are chosen by a tag have one in angle brackets;
+below `<source>` stand the keys of a section.
 """
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 SHOWN_CHARS = 2000
 
@@ -36,6 +38,7 @@ _BOUNDS = {
     "tuple_type": "must be a list",
     "dict_type": "must be a section (keys below it)",
     "model_type": "must be a section (keys below it)",
+    "missing": "must be given",
     "too_short": "must have at least {min_length} entry",
 }
 
@@ -95,12 +98,14 @@ def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[An
 
 
 def _bound(detail: Any, path: tuple[Any, ...]) -> str:
-    """Say which bound was broken, and in a list by which entry (counted from 1)."""
+    """Say which bound was broken, and by which key of which entry of a list (counted from 1)."""
     words = detail["msg"]
     if detail["type"] in _BOUNDS:
         words = _BOUNDS[detail["type"]].format_map(detail.get("ctx", {}))
-    entry = [part + 1 for part in detail["loc"][len(path) :] if isinstance(part, int)]
-    return f"entry {entry[0]} {words}" if entry else words
+    below = detail["loc"][len(path) :]
+    keys = below[below.index(SECTION_TAG) + 1 :] if SECTION_TAG in below else ()
+    entry = [f"entry {part + 1}" for part in below if isinstance(part, int)][:1]
+    return " ".join([" of ".join([*([_spell(keys)] if keys else []), *entry]), words]).strip()
 
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
@@ -113,7 +118,9 @@ def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
     ]
     meant = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or elsewhere
     hint = f"Did you mean {meant[0]!r}?" if meant else f"Valid keys: {', '.join(valid)}."
-    return f"{_spell(location)}: there is no such key. {hint}"
+    shown = [part + 1 if isinstance(part, int) else part for part in location]
+    named = [part for part in shown if not str(part).startswith("<")]
+    return f"{_spell(named)}: there is no such key. {hint}"
 
 
 def is_section(model: type[BaseModel], key: Any) -> bool:
@@ -124,12 +131,22 @@ def is_section(model: type[BaseModel], key: Any) -> bool:
 
 
 def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
-    """Return the section at `location`."""
+    """Return the section at `location`, also one below the branches of a union or the entries of a list."""
+    kind: Any = model
     for part in location:
-        kind = model.model_fields[part].annotation
-        assert isinstance(kind, type), f"{part} is no section"
-        model = kind
-    return model
+        section = _section_in(kind)
+        if section is not None and part in section.model_fields:
+            kind = section.model_fields[part].annotation
+    section = _section_in(kind)
+    assert section is not None, f"{location} is no section"
+    return section
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that an annotation is or names in a union or list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _value_at(document: Mapping[str, Any], path: tuple[Any, ...]) -> Any:

@@ -1,10 +1,17 @@
 """Settings of the dataset: where its rows are, what they mean, how they become tokens."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from workflow.lib.section import Name, Section, Share
+
+Format = Literal["messages", "prompt_completion", "alpaca", "text"]
+FileType = Literal[
+    "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
+]
+DataPath = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class DataColumns(Section):
@@ -26,6 +33,44 @@ class DataColumns(Section):
     """Column with plain text (format text)."""
 
 
+class DataSource(Section):
+    """One of several sources of a split: its files, and how they differ from what `data` says of all."""
+
+    path: DataPath
+    """File, folder or glob, as in `data.train`."""
+    name: Name | None = None
+    """Label of the source in listings and in the report; null = its path."""
+    weight: float = Field(1.0, gt=0.0, le=100.0)
+    """How often an epoch takes each of its documents: 0.5 = a seeded half of them once, 2 = all of them twice; training only."""
+    file_type: Literal["auto", FileType] | None = None
+    """As `data.file_type`, for this source; null = as there."""
+    format: Literal["auto", Format] | None = None
+    """As `data.format`, for this source; null = as there."""
+    columns: DataColumns | None = None
+    """As `data.columns`, for this source; null = as there."""
+
+
+def _entry(value: Any) -> str:
+    return "<source>" if isinstance(value, Mapping | DataSource) else "<path>"
+
+
+def _entries(value: Any) -> str:
+    return "<list>" if isinstance(value, list | tuple) else _entry(value)
+
+
+# A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it could have been.
+_Entry = Annotated[
+    Annotated[DataPath, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
+    Discriminator(_entry),
+]
+DataSources = Annotated[
+    Annotated[DataPath, Tag("<path>")]
+    | Annotated[DataSource, Tag("<source>")]
+    | Annotated[tuple[_Entry, ...], Tag("<list>")],
+    Discriminator(_entries),
+]
+
+
 class DataConfig(Section):
     """The dataset and how it becomes tokens."""
 
@@ -35,16 +80,16 @@ class DataConfig(Section):
     """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local files."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and recorded."""
-    train: str = Field("workflow/resources/pydocs/train.jsonl", min_length=1, max_length=1024)
-    """Training file: .jsonl, .json, .csv or .parquet; a path, or with `source` a path in that dataset."""
-    heldout: str | None = Field(
-        "workflow/resources/pydocs/heldout.jsonl", min_length=1, max_length=1024
-    )
-    """Held-out file of the same kinds; null = split `heldout_share` off the training file."""
+    train: DataSources = "workflow/resources/pydocs/train.jsonl"
+    """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`, `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
+    heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl"
+    """Held-out data, named like the training data; null = split `heldout_share` off those."""
     heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
     """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of `seed`."""
-    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text"] = "auto"
-    """What a row is; `auto` decides by the columns that are there."""
+    file_type: Literal["auto", FileType] = "auto"
+    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst."""
+    format: Literal["auto", Format] = "auto"
+    """What a row is; `auto` decides for each source by the columns that are there."""
     columns: DataColumns = DataColumns()
     """Column names, where the dataset calls them otherwise."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
@@ -61,6 +106,47 @@ class DataConfig(Section):
     """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run stops."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
+
+    @property
+    def train_sources(self) -> tuple[DataSource, ...]:
+        """The training sources, each with every setting filled in."""
+        return self._filled(self.train)
+
+    @property
+    def heldout_sources(self) -> tuple[DataSource, ...]:
+        """The held-out sources, each with every setting filled in; empty where they are split off."""
+        return () if self.heldout is None else self._filled(self.heldout)
+
+    def _filled(self, given: DataSources) -> tuple[DataSource, ...]:
+        entries = given if isinstance(given, tuple) else (given,)
+        sources = [DataSource(path=e) if isinstance(e, str) else e for e in entries]
+        return tuple(
+            source.model_copy(
+                update={
+                    "file_type": source.file_type or self.file_type,
+                    "format": source.format or self.format,
+                    "columns": source.columns or self.columns,
+                }
+            )
+            for source in sources
+        )
+
+    @model_validator(mode="after")
+    def _lists_name_something(self) -> "DataConfig":
+        for key in ("train", "heldout"):
+            if getattr(self, key) == ():
+                raise ValueError(f"{key} = []: the list is empty. Name a file, folder or glob")
+        return self
+
+    @model_validator(mode="after")
+    def _heldout_has_no_weight(self) -> "DataConfig":
+        weighted = [source.path for source in self.heldout_sources if source.weight != 1.0]
+        if weighted:
+            raise ValueError(
+                f"heldout gives {weighted[0]!r} a weight, but every held-out document is measured "
+                "once. Remove the weight, or name fewer files"
+            )
+        return self
 
     @model_validator(mode="after")
     def _revision_needs_source(self) -> "DataConfig":

@@ -10,23 +10,37 @@ from workflow.lib.tokens import Document
 
 
 class Documents:
-    """Documents of one file in order, each with the number of its row; Python lists would take ten times the memory."""
+    """Documents of one split in order, each with the file and number of its row; Python lists would take ten times the memory."""
 
     def __init__(self) -> None:
         self._ids = array("I")
         self._mask = bytearray()
         self._ends = array("q", [0])
+        self._files = array("q")
         self._rows = array("q")
+        self._ordinals = array("q")
         self._full_lengths = array("q")
 
     def append(
-        self, ids: npt.NDArray[Any], mask: npt.NDArray[Any], *, row: int, full_length: int
+        self,
+        ids: npt.NDArray[Any],
+        mask: npt.NDArray[Any],
+        *,
+        file: int,
+        row: int,
+        ordinal: int,
+        full_length: int,
     ) -> None:
-        """Add a document, from row `row`, that had `full_length` tokens before it was cut."""
+        """Add a document that had `full_length` tokens before it was cut.
+
+        It is from row number `row` of file number `file`, which is number `ordinal` of all rows read.
+        """
         self._ids.frombytes(ids.astype(np.uint32, copy=False).tobytes())
         self._mask.extend(mask.astype(np.bool_, copy=False).tobytes())
         self._ends.append(len(self._ids))
+        self._files.append(file)
         self._rows.append(row)
+        self._ordinals.append(ordinal)
         self._full_lengths.append(full_length)
 
     def __len__(self) -> int:
@@ -48,6 +62,16 @@ class Documents:
     def full_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document before it was cut."""
         return np.array(self._full_lengths, dtype=np.int64)
+
+    @property
+    def files(self) -> npt.NDArray[np.int64]:
+        """Number of the file that each document came from."""
+        return np.array(self._files, dtype=np.int64)
+
+    @property
+    def ordinals(self) -> npt.NDArray[np.int64]:
+        """Number among all rows read of the row that each document came from."""
+        return np.array(self._ordinals, dtype=np.int64)
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:

@@ -26,8 +26,9 @@ from huggingface_hub.hf_api import RepoFile
 
 from workflow.lib.artifacts import file_sha256, read_json
 from workflow.lib.errors import UserError, setting_error
+from workflow.lib.sources import HUB_RECORD, matching
 
-MANIFEST = "source.json"
+MANIFEST = HUB_RECORD
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZERS = (
@@ -161,10 +162,10 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
 
 
 def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """The named files; a name with * or ? that is no file itself matches within one folder level."""
+    """The named files, those of the named folders, and those that a glob matches (`sources.matching`)."""
     chosen: set[str] = set()
     for name in source.files or ():
-        found = {name} if name in paths else {path for path in paths if _matches(path, [name])}
+        found = matching(paths, name)
         if not found:
             near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
             hint = f"near names are {_some(near)}" if near else f"it has {_some(paths)}"

@@ -36,16 +36,20 @@ def tokenizer_facts(
     }
 
 
-def source_facts(corpora: dict[str, Corpus], paths: dict[str, Path]) -> list[dict[str, Any]]:
-    """Return name, digest and rows of each data file."""
+def source_facts(corpora: dict[str, Corpus]) -> list[dict[str, Any]]:
+    """Return split, source, weight, name, digest and rows of each data file."""
     return [
         {
-            "file": corpus.file,
-            "sha256": file_sha256(paths[name]),
-            "rows": corpus.rows_read,
-            "special_token_texts": corpus.special_texts,
+            "split": split,
+            "source": corpus.sources[file.source].name,
+            "weight": corpus.sources[file.source].weight,
+            "file": file.file,
+            "sha256": file_sha256(file.path),
+            "rows": file.rows_read,
+            "special_token_texts": file.special_texts,
         }
-        for name, corpus in corpora.items()
+        for split, corpus in corpora.items()
+        for file in corpus.files
     ]
 
 

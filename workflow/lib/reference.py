@@ -164,6 +164,12 @@ def spell_type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         options = [spell_type(option) for option in schema["anyOf"]]
         return "; or ".join(sorted(options, key="null".__eq__))
+    if "oneOf" in schema:
+        return "; or ".join(spell_type(option) for option in schema["oneOf"])
+    if "$ref" in schema:
+        return "section"
+    if schema.get("type") == "array" and "oneOf" in schema["items"]:
+        return "list of these"
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:

@@ -11,6 +11,7 @@ from typing import Any
 
 from workflow.lib.artifacts import canonical_json, short_hash
 from workflow.lib.config import ReportConfig, RunConfig, is_hub_id
+from workflow.lib.sources import resolve_splits
 
 RESULTS = PurePosixPath("results")
 
@@ -33,7 +34,7 @@ def model_key(run: RunConfig) -> str:
 
 def dataset_key(run: RunConfig) -> str:
     """Short hash of the hub dataset's identity."""
-    return short_hash([run.data.source, run.data.revision, run.data.train, run.data.heldout])
+    return short_hash([run.data.source, run.data.revision, dataset_paths(run)])
 
 
 def tokens_key(run: RunConfig) -> str:
@@ -53,6 +54,11 @@ def model_dir(run: RunConfig) -> str:
     return run.model.source
 
 
+def dataset_paths(run: RunConfig) -> list[str]:
+    """Return the files, folders and globs that the data settings name."""
+    return [source.path for source in (*run.data.train_sources, *run.data.heldout_sources)]
+
+
 def dataset_dir(run: RunConfig) -> str | None:
     """Folder of the downloaded dataset; None for local files."""
     if run.data.source is None:
@@ -60,15 +66,17 @@ def dataset_dir(run: RunConfig) -> str | None:
     return str(RESULTS / "hub" / "dataset" / f"{run.data.name}-{dataset_key(run)}")
 
 
-def data_files(run: RunConfig) -> dict[str, str]:
-    """Paths of the raw data files by split (`train`, and `heldout` if the user gave one)."""
+def data_files(run: RunConfig) -> list[str]:
+    """Paths of the raw data files, in the order in which they are read; of a hub dataset, its folder.
+
+    Raises `UserError` if a local path names no file.
+    """
     folder = dataset_dir(run)
-    named = {"train": run.data.train, "heldout": run.data.heldout}
-    return {
-        split: path if folder is None else f"{folder}/{path}"
-        for split, path in named.items()
-        if path
-    }
+    if folder is not None:
+        return [folder]
+    splits = resolve_splits(run.data, root=Path())
+    sources = (source for sources in splits.values() for source in sources)
+    return [file.file for source in sources for file in source.files]
 
 
 def download_dirs(run: RunConfig) -> dict[str, str]:
@@ -89,8 +97,12 @@ def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
             "kind": kind,
             "files": None,
         }
-    files = [path for path in (run.data.train, run.data.heldout) if path]
-    return {"repo_id": run.data.source, "revision": run.data.revision, "kind": kind, "files": files}
+    return {
+        "repo_id": run.data.source,
+        "revision": run.data.revision,
+        "kind": kind,
+        "files": dataset_paths(run),
+    }
 
 
 # Files of a local folder whose change makes what was made from them stale.

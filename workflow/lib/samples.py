@@ -6,12 +6,11 @@ fit raises `RowError`; its message is the reason in `rejects.jsonl`, and what st
 """
 
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Any
 
-from workflow.lib.config import DataColumns, DataConfig
+from workflow.lib.data_config import DataColumns, Format
 from workflow.lib.errors import UserError
 
-Format = Literal["messages", "prompt_completion", "alpaca", "text"]
 Message = dict[str, str]
 Sample = list[Message] | str
 
@@ -32,23 +31,25 @@ class RowError(ValueError):
     """A row that cannot be used; the message is `kind` or `kind: detail`."""
 
 
-def choose_format(columns: Collection[str], settings: DataConfig, *, file_setting: str) -> Format:
-    """Return the format of a file with these columns: the one that is set, or for `auto` the first that fits.
+def choose_format(
+    found: Collection[str], *, format: str, columns: DataColumns, setting: str
+) -> Format:
+    """Return the format of rows with the columns `found`: the one that is set, or for `auto` the first that fits.
 
-    Raises `UserError` that lists the columns found and expected if none fits. A file without any
-    column has not one object in it: any format will do to reject its rows, each with its own reason.
+    Raises `UserError` that lists the columns found and expected if none fits; `setting` names the source.
+    Without any column there is not one object in it: any format will do to reject its rows, each with its own reason.
     """
-    candidates = tuple(REQUIRED) if settings.format == "auto" else (settings.format,)
-    if not columns:
+    candidates = [name for name in REQUIRED if format in ("auto", name)]
+    if not found:
         return candidates[0]
     for candidate in candidates:
-        if all(getattr(settings.columns, key) in columns for key in REQUIRED[candidate]):
+        if all(getattr(columns, key) in found for key in REQUIRED[candidate]):
             return candidate
-    wanted = [f"{name} ({_wanted(name, settings.columns)})" for name in candidates]
+    wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
     raise UserError(
-        f"data.format = {settings.format!r}: {file_setting} has the columns {', '.join(columns)}, "
+        f"data.format = {format!r}: {setting} has the columns {', '.join(found)}, "
         f"but expected are those of {' or '.join(wanted)}. Give the names that the file uses under "
-        f"data.columns{_hint(columns)}, or set data.format."
+        f"data.columns{_hint(found)}, or set data.format."
     )
 
 

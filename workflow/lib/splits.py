@@ -13,6 +13,7 @@ import numpy.typing as npt
 from workflow.lib.corpus import Corpus
 from workflow.lib.documents import Documents
 from workflow.lib.errors import UserError
+from workflow.lib.mixture import repeated
 from workflow.lib.tokens import Document
 
 DIGEST_BYTES = 16  # of a document's token ids: 128 bits, no accidental collision
@@ -20,10 +21,13 @@ DIGEST_BYTES = 16  # of a document's token ids: 128 bits, no accidental collisio
 
 @dataclass(frozen=True)
 class Split(Sequence[Document]):
-    """The documents of one split, by their numbers in a file, and how many rows it read and dropped."""
+    """The documents of one split, by their numbers in a corpus, and how many rows it read and dropped.
+
+    A document of a weighted source may be chosen more than once, or not at all.
+    """
 
     name: str
-    file: str
+    files: Sequence[str]
     documents: Documents
     chosen: npt.NDArray[np.int64]
     rows_read: int
@@ -51,10 +55,11 @@ class Split(Sequence[Document]):
         """Tokens of each document before it was cut."""
         return self.documents.full_lengths[self.chosen]
 
-    @cached_property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Number of the row that each document came from."""
-        return self.documents.rows[self.chosen]
+    def origin(self, place: int) -> tuple[str, int]:
+        """Return the file and row that the document at `place` came from."""
+        number = self.chosen[place]
+        file = self.files[self.documents.files[number]]
+        return file, int(self.documents.rows[number])
 
     @cached_property
     def digests(self) -> list[bytes]:
@@ -65,15 +70,14 @@ class Split(Sequence[Document]):
 
     @property
     def duplicates(self) -> int:
-        """Documents whose tokens equal those of an earlier one of the split."""
-        return len(self.digests) - len(set(self.digests))
+        """Documents whose tokens equal those of an earlier one of the split, their repetitions by weight not counted."""
+        return len(np.unique(self.chosen)) - len(set(self.digests))
 
     def facts(self) -> dict[str, Any]:
         """Return the manifest's facts on the documents; every row read is kept or dropped."""
-        assert self.rows_read == len(self) + self.rows_dropped, f"{self.name}: rows went missing"
         return {
             "rows_read": self.rows_read,
-            "rows_kept": len(self),
+            "rows_kept": self.rows_read - self.rows_dropped,
             "rows_dropped": self.rows_dropped,
             "documents": len(self),
             "truncated": int((self.full_lengths > self.lengths).sum()),
@@ -84,36 +88,37 @@ class Split(Sequence[Document]):
         }
 
 
-def whole_file(name: str, corpus: Corpus) -> Split:
-    """Return a split of all documents of a file."""
-    return _split(name, corpus, np.sort(_row_numbers(corpus)))
+def whole_corpus(name: str, corpus: Corpus) -> Split:
+    """Return a split of all documents of a corpus."""
+    return _split(name, corpus, np.arange(corpus.rows_read))
 
 
 def divide(corpus: Corpus, *, share: float, seed: int) -> tuple[Split, Split]:
-    """Divide a file's rows into train and held-out: `share` of all rows (rounded, at least one) is held out.
+    """Divide a corpus' rows into train and held-out: `share` of all rows (rounded, at least one) is held out.
 
     Which rows is a pure function of their number and `seed`, whatever their content.
     """
-    numbers = np.sort(_row_numbers(corpus))
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(numbers))
-    count = max(1, round(len(numbers) * share))
-    return (
-        _split("train", corpus, numbers[order[count:]]),
-        _split("heldout", corpus, numbers[order[:count]]),
-    )
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(corpus.rows_read)
+    count = max(1, round(corpus.rows_read * share))
+    return _split("train", corpus, order[count:]), _split("heldout", corpus, order[:count])
 
 
-def _row_numbers(corpus: Corpus) -> npt.NDArray[np.int64]:
-    return np.concatenate((corpus.documents.rows, np.array(corpus.dropped_rows, dtype=np.int64)))
+def weighted(split: Split, corpus: Corpus, *, seed: int) -> Split:
+    """Return the split as an epoch takes it: each source's documents as often as its weight says."""
+    weights = [source.weight for source in corpus.sources]
+    sources = corpus.source_of_documents[split.chosen]
+    return replace(split, chosen=split.chosen[repeated(sources, weights=weights, seed=seed)])
 
 
 def _split(name: str, corpus: Corpus, numbers: npt.NDArray[np.int64]) -> Split:
-    dropped = np.isin(np.array(corpus.dropped_rows, dtype=np.int64), numbers)
+    dropped = np.isin(np.array(corpus.dropped, dtype=np.int64), numbers)
+    chosen = np.flatnonzero(np.isin(corpus.documents.ordinals, numbers))
+    assert len(numbers) == len(chosen) + dropped.sum(), f"{name}: rows went missing"
     return Split(
         name=name,
-        file=corpus.file,
+        files=[file.file for file in corpus.files],
         documents=corpus.documents,
-        chosen=np.flatnonzero(np.isin(corpus.documents.rows, numbers)),
+        chosen=chosen,
         rows_read=len(numbers),
         rows_dropped=int(dropped.sum()),
     )
@@ -135,7 +140,7 @@ def check_not_empty(*splits: Split, rejects: Path) -> None:
             listed = f" (listed with reasons: {rejects})" if split.rows_dropped else ""
             raise UserError(
                 f"data.{split.name}: no document is left for the split {split.name}: {split.rows_read} rows of "
-                f"{split.file} were read for it, {split.rows_dropped} of them dropped{listed}. "
+                f"{', '.join(split.files[:3])} were read for it, {split.rows_dropped} of them dropped{listed}. "
                 "Give it more rows, or mend those."
             )
 

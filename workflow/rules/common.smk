@@ -59,12 +59,6 @@ def tokenizer_files(run):
     return layout.local_files(layout.model_dir(run), layout.TOKENIZER_PATTERNS)
 
 
-def data_inputs(run):
-    """The raw data files as inputs: the user's own ones, or the download."""
-    folder = layout.dataset_dir(run)
-    return [folder] if folder else list(layout.data_files(run).values())
-
-
 def task_files(run):
     folder = run.evaluate.tasks_dir
     return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []

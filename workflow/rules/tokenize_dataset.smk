@@ -1,6 +1,6 @@
 rule tokenize_dataset:
     input:
-        data=lambda w: data_inputs(BY_TOKENS[w.tokens]),
+        data=lambda w: layout.data_files(BY_TOKENS[w.tokens]),
         tokenizer=lambda w: tokenizer_files(BY_TOKENS[w.tokens]),
         chat_template=lambda w: BY_TOKENS[w.tokens].data.chat_template or [],
     output:
@@ -26,14 +26,8 @@ rule tokenize_dataset:
         config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
         model=lambda w: layout.model_dir(BY_TOKENS[w.tokens]),
-        train=lambda w: layout.data_files(BY_TOKENS[w.tokens])["train"],
-        heldout=lambda w: [
-            part
-            for path in [layout.data_files(BY_TOKENS[w.tokens]).get("heldout")]
-            if path
-            for part in ("--heldout", path)
-        ],
+        dataset=lambda w: layout.dataset_dir(BY_TOKENS[w.tokens]) or ".",
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
-        " --train {params.train:q} {params.heldout:q} --tokenizer {params.model:q}"
+        " --dataset {params.dataset:q} --tokenizer {params.model:q}"
         " --output {params.folder:q} --log {log:q}"

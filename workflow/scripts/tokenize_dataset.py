@@ -8,7 +8,7 @@ kept beside the output, as `<output>.rejects.jsonl`.
 import argparse
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,22 @@ from workflow.lib.artifacts import provenance, write_json
 from workflow.lib.chat import Encoded, SampleEncoder
 from workflow.lib.config import DataConfig
 from workflow.lib.corpus import Corpus, check_rejected_share, read_corpus
-from workflow.lib.dataset import PREVIEW_CHARS, Row, column_names, preview
-from workflow.lib.errors import UserError, setting_error
+from workflow.lib.data_config import Format
+from workflow.lib.dataset import column_names
+from workflow.lib.errors import UserError
 from workflow.lib.listing import OVERLAP, Listing
 from workflow.lib.packing import one_per_row, pack
-from workflow.lib.samples import Format, choose_format, to_sample
-from workflow.lib.splits import Split, check_not_empty, divide, whole_file, without_overlap
+from workflow.lib.rows import PREVIEW_CHARS, Row, preview
+from workflow.lib.samples import choose_format, to_sample
+from workflow.lib.sources import Source, resolve_splits
+from workflow.lib.splits import (
+    Split,
+    check_not_empty,
+    divide,
+    weighted,
+    whole_corpus,
+    without_overlap,
+)
 from workflow.lib.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.tokens import (
     MANIFEST,
@@ -41,14 +51,15 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
-    paths = data_paths(args, settings)
-    format = find_format(paths, settings)
+    splits = resolve_splits(settings, root=args.dataset)
+    formats = find_formats(splits)
     tokenizer = load_tokenizer(args.tokenizer)
-    template = None if format == "text" else read_chat_template(tokenizer, settings.chat_template)
+    needs_template = set(formats.values()) != {"text"}
+    template = read_chat_template(tokenizer, settings.chat_template) if needs_template else None
     encoder = SampleEncoder(tokenizer, chat_template=template, train_all=settings.loss_on == "all")
 
     with finished_folder(args.output) as (folder, listing):
-        corpora = read_files(paths, settings, format, encoder, listing)
+        corpora = read_files(splits, settings, formats, encoder, listing)
         check_rejected_share(
             corpora.values(),
             largest=settings.max_rejected_share,
@@ -65,8 +76,8 @@ def main(args: argparse.Namespace) -> None:
         write_train(folder, train, packing=packing, seq_len=settings.seq_len, pad_token_id=pad)
         write_heldout(folder, heldout)
         facts |= {
-            "format": format,
-            "sources": manifest.source_facts(corpora, paths),
+            "format": ", ".join(dict.fromkeys(formats.values())),
+            "sources": manifest.source_facts(corpora),
             **manifest.split_facts(train, heldout, packing.num_rows, seq_len=settings.seq_len),
             **manifest.drop_facts(listing),
             "samples": manifest.samples(train, tokenizer),
@@ -77,46 +88,41 @@ def main(args: argparse.Namespace) -> None:
     log_facts(facts)
 
 
-def data_paths(args: argparse.Namespace, settings: DataConfig) -> dict[str, Path]:
-    """Return the files by split, after checking that the command line and the settings name the same ones."""
-    if (args.heldout is None) != (settings.heldout is None):
-        bound = f"data.heldout = {settings.heldout!r}, and both or neither must name a file"
-        raise setting_error("--heldout", args.heldout and str(args.heldout), bound, "Change one")
-    return {"train": args.train} | ({"heldout": args.heldout} if args.heldout else {})
-
-
-def find_format(paths: dict[str, Path], settings: DataConfig) -> Format:
-    """Return the format that the first file has and the others share; files without any object have no say."""
-    columns = {name: column_names(path, setting=f"data.{name}") for name, path in paths.items()}
-    speaking = {name: found for name, found in columns.items() if found} or columns
-    for name, found in speaking.items():
-        format = choose_format(found, settings, file_setting=f"data.{name}")
-        settings = settings.model_copy(update={"format": format})
-    return format
+def find_formats(splits: dict[str, list[Source]]) -> dict[Source, Format]:
+    """Return what a row of each source is."""
+    formats = {}
+    for split, sources in splits.items():
+        for source in sources:
+            setting = f"data.{split}"
+            found = column_names(source.files, setting=setting)
+            named = setting if len(sources) == 1 else f"{setting} ({source.name})"
+            formats[source] = choose_format(
+                found, format=source.format, columns=source.columns, setting=named
+            )
+    return formats
 
 
 def read_files(
-    paths: dict[str, Path],
+    splits: dict[str, list[Source]],
     settings: DataConfig,
-    format: Format,
+    formats: dict[Source, Format],
     encoder: SampleEncoder,
     listing: Listing,
 ) -> dict[str, Corpus]:
     """Encode every row of every file."""
 
-    def encode(row: Row) -> Encoded:
-        return encoder.encode(to_sample(row.value, format=format, columns=settings.columns))
+    def row_encoder(source: Source) -> Callable[[Row], Encoded]:
+        columns, format = source.columns, formats[source]
+        return lambda row: encoder.encode(to_sample(row.value, format=format, columns=columns))
 
     return {
-        name: read_corpus(
-            path,
-            file=getattr(settings, name),
-            setting=f"data.{name}",
+        split: read_corpus(
+            {source: row_encoder(source) for source in sources},
+            setting=f"data.{split}",
             settings=settings,
-            encode=encode,
             listing=listing,
         )
-        for name, path in paths.items()
+        for split, sources in splits.items()
     }
 
 
@@ -128,19 +134,15 @@ def make_splits(
 ) -> tuple[Split, Split]:
     """Return train, and held-out without what is also trained on."""
     if "heldout" in corpora:
-        train, whole = (whole_file(name, corpus) for name, corpus in corpora.items())
+        train, whole = (whole_corpus(name, corpus) for name, corpus in corpora.items())
     else:
         train, whole = divide(corpora["train"], share=settings.heldout_share, seed=settings.seed)
     heldout, places = without_overlap(whole, train)
     for place in places:
         text = str(tokenizer.decode(whole[place][0][:PREVIEW_CHARS].tolist()))
-        listing.drop(
-            file=whole.file,
-            row=int(whole.rows[place]),
-            reason=OVERLAP,
-            preview=preview(text),
-        )
-    return train, heldout
+        file, row = whole.origin(place)
+        listing.drop(file=file, row=row, reason=OVERLAP, preview=preview(text))
+    return weighted(train, corpora["train"], seed=settings.seed), heldout
 
 
 @contextmanager
@@ -201,8 +203,9 @@ def log_facts(facts: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = stage_parser(__doc__)
-    parser.add_argument("--train", type=Path, required=True, help="training file")
-    parser.add_argument("--heldout", type=Path, help="held-out file; default: split off the other")
+    parser.add_argument(
+        "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
+    )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="tokens folder")
     run(main, parser)

@@ -1,0 +1,64 @@
+"""A row of a data file, whole or broken, with its number; and text of the data as it may be shown.
+
+A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in `samples`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+PREVIEW_CHARS = 160
+# A row beyond this is refused unread, so that memory stays bounded whatever a file holds. It is 16 times
+# the longest training row (2^20 tokens of 4 bytes).
+MAX_ROW_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One object of the file: its number (from 1) and its values by column."""
+
+    number: int
+    value: dict[str, Any]
+
+    @property
+    def preview(self) -> str:
+        """The row's first characters as JSON; what JSON cannot hold (dates, bytes) as its text."""
+        return preview(json.dumps(self.value, ensure_ascii=False, default=str))
+
+
+@dataclass(frozen=True)
+class BrokenRow:
+    """A row that holds no object: its number (from 1), why (`kind` or `kind: detail`), and its first characters."""
+
+    number: int
+    reason: str
+    preview: str
+
+
+def printable(text: str) -> str:
+    """Return `text` with what a terminal would obey or hide (escapes, bidirectional marks) spelled out.
+
+    Lone surrogates, which no UTF-8 file can hold, are spelled out too.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def preview(text: str) -> str:
+    """Cut `text` for a listing, and make it printable."""
+    return printable(text[:PREVIEW_CHARS])
+
+
+def as_row(number: int, value: Any) -> Row | BrokenRow:
+    """Return a row of what a JSON file holds at one place: broken unless it is an object."""
+    if isinstance(value, dict):
+        return Row(number, value)
+    return BrokenRow(
+        number, f"not an object: {type(value).__name__}", preview(json.dumps(value)[:PREVIEW_CHARS])
+    )
+
+
+def too_large(number: int, start: str) -> BrokenRow:
+    """Return the broken row of a text beyond `MAX_ROW_BYTES`, of which `start` is the beginning."""
+    return BrokenRow(number, f"too large: more than {MAX_ROW_BYTES // 2**20} MiB", preview(start))
