@@ -1,0 +1,45 @@
+"""The tables of memory-model.md that quote predictions say what the model predicts now."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.preflight_examples import llama_70b, setup
+from workflow.lib.duration import gpu_seconds, micro_batch_work
+from workflow.lib.gpus import BY_NAME
+from workflow.lib.memory import GIB, predict
+from workflow.lib.memory_terms import Setup
+
+PAGE = Path(__file__).parents[1] / "workflow" / "docs" / "memory-model.md"
+SECTION = PAGE.read_text(encoding="utf-8").split("## A published table against this model")[1]
+ROWS = re.findall(
+    r"^\| (DDP|FULL_SHARD), (no )?recomputation, (\w+) attention, B = (\d) \|.*?\| ([\d.]+) \|[^|]*\| (\d+) \|$",
+    SECTION,
+    re.MULTILINE,
+)
+
+
+def published_setup(sharding: str, kept: str, attention: str, rows: str) -> Setup:
+    return setup(
+        processes=1 if sharding == "DDP" else 2,
+        micro_batch_size=int(rows),
+        targets=("q_proj", "v_proj"),
+        dropout=True,
+        activation_checkpointing=0 if kept else 1,
+        attention=attention,
+    )
+
+
+def test_all_rows_are_read() -> None:
+    assert len(ROWS) == 5
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_row_of_the_published_table_is_what_the_model_predicts(row: tuple[str, ...]) -> None:
+    *settings, gib, speed = row
+    described = published_setup(*settings)
+    work = micro_batch_work(llama_70b(), described, trained_share=1.0)
+    tokens_per_s = described.tokens / gpu_seconds(work, BY_NAME["NVIDIA GeForce RTX 4090"])
+    assert predict(llama_70b(), described).peak_bytes / GIB == pytest.approx(float(gib), abs=0.06)
+    assert tokens_per_s == pytest.approx(float(speed), abs=1)
