@@ -22,6 +22,7 @@ from workflow.lib.quantize import (
     quantized_tensors,
     read_model_config,
 )
+from workflow.lib.shards import piece_of, write_sharded
 from workflow.lib.tokens import TokenStore
 from workflow.lib.weights import CheckpointReader
 
@@ -112,3 +113,19 @@ def nf4_linear(
     model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
     load_weights_(model, folder)
     return linear
+
+
+def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a folder of shards as one process does, without torchrun; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        pieces = {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()}
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        write_sharded(folder, pieces, group=group, facts={})
+    finally:
+        torch.distributed.destroy_process_group()
+    return folder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workflow.lib.environment import use_this_interpreter
+from workflow.lib.environment import is_worker, use_this_interpreter
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,3 +43,16 @@ def test_unset_path_of_modules_gets_no_empty_entry(
     monkeypatch.setenv("PATH", "/usr/bin")
     use_this_interpreter(tmp_path)
     assert os.environ["PYTHONPATH"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [((), False), (("RANK",), False), (("RANK", "WORLD_SIZE"), True)]
+)
+def test_worker_is_known_by_torchruns_environment(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], expected: bool
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    assert is_worker() is expected

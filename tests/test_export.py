@@ -7,14 +7,13 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.finished import finished
-from tests.models import VOCAB, quantized, tiny_llama
+from tests.models import VOCAB, quantized, tiny_llama, write_shards
 from workflow.lib.artifacts import read_json
 from workflow.lib.config import ExportConfig
 from workflow.lib.errors import UserError
@@ -101,29 +100,30 @@ def test_adapter_without_effect_is_refused(adapter: dict[str, torch.Tensor]) -> 
 
 
 def test_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
-    dcp.save({"step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    write_shards(tmp_path, {})
     with pytest.raises(UserError, match=r"the sharded adapter has no tensors\. Train again\."):
         read_sharded_adapter(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a part missing", "no metadata", "nothing there"])
+@pytest.mark.parametrize("damage", ["truncated", "a part missing", "no index", "nothing there"])
 def test_damaged_folder_is_refused(run: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "adapter"
     if damage != "nothing there":
         folder.mkdir()
         for path in (run / "finetune" / "adapter").iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
+    part = folder / "shard-00001-of-00002.safetensors"
     if damage == "truncated":
-        (folder / "__1_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:-100])
+        part.write_bytes(part.read_bytes()[:-100])
     elif damage == "a part missing":
-        (folder / "__1_0.distcp").unlink()
-    elif damage == "no metadata":
-        (folder / ".metadata").unlink()
+        part.unlink()
+    elif damage == "no index":
+        (folder / "index.json").unlink()
     with pytest.raises(UserError) as caught:
         read_sharded_adapter(folder)
     message = str(caught.value)
     assert message.startswith(f"the sharded adapter in {folder} cannot be read (")
-    assert message.endswith("Train again.")
+    assert "Train again: delete that folder" in message
     assert "Traceback" not in message
 
 

@@ -102,7 +102,10 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "max_grad_norm": {"max_grad_norm": None},
     "activation_checkpointing": {"activation_checkpointing": False},
     "checkpoint_every_steps": {"checkpoint_every_steps": 3},
+    "checkpoint_every_minutes": {"checkpoint_every_minutes": None},
     "keep_checkpoints": {"keep_checkpoints": 1},
+    "grace_seconds": {"grace_seconds": 5.0},
+    "deterministic": {"deterministic": True},
     "log_every_steps": {"log_every_steps": 5},
 }
 
@@ -112,7 +115,9 @@ OPERATIONAL = {
     "micro_batch_size",
     "activation_checkpointing",
     "checkpoint_every_steps",
+    "checkpoint_every_minutes",
     "keep_checkpoints",
+    "grace_seconds",
     "log_every_steps",
 }
 

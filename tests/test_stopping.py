@@ -15,25 +15,37 @@ from workflow.lib.config import LoraSettings
 from workflow.lib.errors import UserError
 from workflow.lib.export import read_sharded_adapter
 from workflow.lib.parallel import process_group
-from workflow.lib.stopping import SIGNALS, StopRequest
+from workflow.lib.stopping import SIGNALS, StopRequest, on_any
 
 
 def asked(number: int) -> dict[str, Any]:
     """Process 1 alone gets a signal, between the second and the third question."""
     before = signal.getsignal(number)
     with process_group("cpu", timeout_s=30) as world:
-        with StopRequest(world.io_group) as stop:
-            answers = [stop.agreed(), stop.agreed()]
+        with StopRequest() as stop:
+            answers = [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
             if world.rank == 1:
                 os.kill(os.getpid(), number)
-            answers += [stop.agreed(), stop.agreed()]
+            answers += [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
         return {"answers": answers, "restored": signal.getsignal(number) is before}
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_to_one_process_is_one_decision_of_all(number: int) -> None:
     for result in run_distributed(asked, number, world_size=2):
-        assert result == {"answers": [False, False, True, True], "restored": True}
+        no, yes = [False, False], [True, False]
+        assert result == {"answers": [no, no, yes, yes], "restored": True}
+
+
+def test_signal_that_is_ignored_stays_ignored() -> None:
+    """Under nohup a lost terminal stops nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def stopped_after(folder: Path, first: int) -> int | str | None:
@@ -60,7 +72,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     prepare(folder)
     assert run_distributed(stopped_after, folder, 3, world_size=2) == [os.EX_TEMPFAIL] * 2
-    assert saved_steps(arguments(folder).checkpoints) == [3]
+    assert saved_steps(arguments(folder).checkpoints) == [1, 3]
     assert not (folder / "finetune").exists()
     run_distributed(finetune, arguments(folder), world_size=2)
     return folder

@@ -10,6 +10,7 @@ from tests.distributed import run_distributed
 from tests.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS, finished
 from tests.models import random_store
 from workflow.lib.artifacts import read_json, read_jsonl
+from workflow.lib.checkpoint import Resumed
 from workflow.lib.parallel import process_group
 from workflow.lib.schedule import step_rows
 from workflow.lib.summary import Journal, trained_tokens
@@ -118,12 +119,15 @@ def journals(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=30) as world:
         for number, first in enumerate((0, 3, 3)):
-            journal = Journal(folder, first_step=first, log_every=1, world=world)
+            skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
+            resumed = Resumed(first, skipped, None)
+            journal = Journal(folder, resumed=resumed, log_every=1, world=world)
             found[f"start {number}"] = (
                 [r["step"] for r in journal.rows],
                 journal.resumed_from,
                 journal.elapsed_s,
             )
+            found["skipped"] = journal.skipped
             for step in range(first + 1, 6):
                 journal.add(replace(METRICS, step=step, elapsed_s=step / 2 + 10 * number))
         found["peak"] = journal.peak_over_processes()
@@ -163,6 +167,11 @@ def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) 
 def test_every_start_is_in_the_history(kept: Any) -> None:
     folder, _ = kept
     assert [row["first_step"] for row in read_jsonl(folder / "history.jsonl")] == [0, 3, 3]
+
+
+def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept: Any) -> None:
+    _, results = kept
+    assert all(found["skipped"] == [{"step": 5, "reason": "truncated"}] for found in results)
 
 
 def test_peak_is_the_same_on_all_processes(kept: Any) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,11 +49,28 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o666 & ~_umask())  # mkstemp and safetensors keep other users out
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on the disk before this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, after everything in it is on the disk; what had the name before is removed."""
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    sync(final.parent)
 
 
 def _umask() -> int:

@@ -1,60 +1,50 @@
-"""Checkpoints of a run in progress: adapter, optimizer and step by torch's distributed checkpoint (DCP).
+"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, written in the background.
 
 A checkpoint is a folder `step-<8 digits>` below a folder that carries the fingerprint of the run's trajectory.
-It is written under a temporary name and renamed when all processes have finished, so a folder with the final name
-is whole. Only trainable tensors are in it; it can be read by another number of processes. Random numbers need no
-state: they are functions of (seed, step, rank).
+It is written under a temporary name, synced, and renamed when all processes have finished, so a folder with the
+final name is whole; if a disk damages it later, its checksums say so, and the one before it is taken. Only trainable
+tensors are in it; it can be read by another number of processes. Random numbers need no state: they are functions of
+(seed, step, rank).
 """
 
-import fcntl
 import json
-import os
+import logging
 import re
 import shutil
+import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from workflow.lib.artifacts import write_jsonl
+from workflow.lib.artifacts import sync, write_jsonl
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.parallel import World
+from workflow.lib.shards import (
+    DamagedError,
+    Piece,
+    WriteError,
+    check_files,
+    piece_of,
+    read_index,
+    read_into_,
+    write_sharded,
+)
+
+logger = logging.getLogger("workflow")
 
 STEP_PATTERN = re.compile(r"^step-(\d{8})$")
+LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8}\.(partial|damaged)$")
 OPTIONS = StateDictOptions(ignore_frozen_params=True)
-
-
-@contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; the kernel frees it whatever kills the process. Call on the main process alone.
-
-    Raises `UserError` if another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"{folder} is in use: process {lock.read().strip() or 'unknown'} is training this run. "
-                "Wait for it, or stop it, and repeat the command; it continues from the last checkpoint."
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
+METRICS = "metrics.jsonl"
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -68,6 +58,21 @@ def step_dir(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+@dataclass(frozen=True)
+class Cadence:
+    """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to prove that it can be done."""
+
+    every_steps: int
+    every_minutes: float | None
+    began_s: float = field(default_factory=time.monotonic)
+
+    def due(self, *, step: int, last_saved_s: float | None) -> bool:
+        """Tell whether a checkpoint is due after `step` (1-based); differs between processes by their clocks."""
+        since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
+        late = self.every_minutes is not None and since >= 60 * self.every_minutes
+        return step == 1 or step % self.every_steps == 0 or late
+
+
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, and removes old ones. All processes call all methods.
 
@@ -75,10 +80,16 @@ class CheckpointWriter:
     say), the collectives of both would meet in another order on another process.
     """
 
-    def __init__(self, folder: Path, *, keep: int, world: World) -> None:
-        self._folder, self._keep, self._world = folder, keep, world
-        self._group = torch.distributed.new_group(backend="gloo")
-        self._pending: tuple[int, Path, Future[Any]] | None = None
+    def __init__(
+        self, folder: Path, *, keep: int, identity: str, world: World, newest: int = 0
+    ) -> None:
+        self._folder, self._keep, self._identity, self._world = folder, keep, identity, world
+        self._group = dist.new_group(backend="gloo")
+        self._newest = newest
+        self._thread: threading.Thread | None = None
+        self._failure: WriteError | None = None
+        self.last_saved_s: float | None = None
+        """When the last write began, on the monotonic clock."""
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -96,85 +107,200 @@ class CheckpointWriter:
     def save(self, training: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> None:
         """Start to write the state after `step` steps; waits for the previous write. Collective."""
         self.wait()
-        if step in saved_steps(self._folder):
+        if step == self._newest:
             return
-        partial = self._folder / f".step-{step:08d}.partial"
-        if self._world.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        torch.distributed.barrier(self._world.io_group)
-        future = dcp.async_save(
-            _state(training, optimizer, step), checkpoint_id=partial, process_group=self._group
-        )
-        assert isinstance(future, Future), "async_save without a stager returns a future"
-        self._pending = (step, partial, future)
+        pieces = {name: piece.staged() for name, piece in _pieces(training, optimizer).items()}
+        self._newest, self.last_saved_s = step, time.monotonic()
+        # A daemon: a process that fails must not wait at its end for one that is gone.
+        self._thread = threading.Thread(target=self._write, args=(pieces, step), daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
-        """Finish the write in progress, if any, and remove checkpoints that are too old. Collective."""
-        if self._pending is None:
+        """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any process."""
+        if self._thread is None:
             return
-        step, partial, future = self._pending
-        self._pending = None
-        try:
-            future.result()
-        except (OSError, dcp.CheckpointException) as error:
+        self._thread.join()
+        self._thread = None
+        if self._failure is not None:
+            kept = saved_steps(self._folder)
+            remains = f"that of step {kept[-1]} is kept" if kept else "there is none before it"
             raise UserError(
-                f"the checkpoint after step {step} cannot be written to {self._folder} ({cause(error)}). "
-                "Mend that (free disk space?) and repeat the command; it continues from the one before."
-            ) from None
+                f"the checkpoint after step {self._newest} cannot be written to {self._folder} ({self._failure}); "
+                f"{remains}. Mend that (free disk space?) and repeat the command; it continues from the last checkpoint."
+            )
+
+    def _write(self, pieces: dict[str, Piece], step: int) -> None:
+        """Write, publish and prune; run by the background thread of every process."""
+        partial = self._folder / f".step-{step:08d}.partial"
+        try:
+            self._on_main(lambda: self._prepare(partial))
+            metrics = partial / METRICS
+            write_sharded(
+                partial, pieces, group=self._group,
+                facts={"identity": self._identity, "step": step},
+                companions=[metrics] if self._world.is_main and metrics.exists() else [],
+            )  # fmt: skip
+            self._on_main(lambda: self._publish(partial, step))
+        except WriteError as error:
+            self._failure = error
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        except Exception as error:  # a peer that died: this process is about to be stopped, too
+            self._failure = WriteError(f"{type(error).__name__}: {error}")
+
+    def _on_main(self, action: Any) -> None:
+        """Do something on the main process; what goes wrong there is raised on all. Collective."""
+        failure: list[str | None] = [None]
         if self._world.is_main:
-            partial.rename(step_dir(self._folder, step))
-            for old in saved_steps(self._folder)[: -self._keep]:
-                shutil.rmtree(step_dir(self._folder, old))
-        torch.distributed.barrier(self._world.io_group)
+            try:
+                action()
+            except OSError as error:
+                failure = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(failure, group=self._group, group_src=0)
+        if failure[0] is not None:
+            raise WriteError(failure[0])
+
+    def _prepare(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        metrics = self._folder / METRICS
+        if metrics.exists():  # so that the lines up to this step are as safe as the state
+            shutil.copyfile(metrics, partial / METRICS)
+
+    def _publish(self, partial: Path, step: int) -> None:
+        final = step_dir(self._folder, step)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        sync(self._folder)
+        for old in saved_steps(self._folder)[: -self._keep]:
+            shutil.rmtree(step_dir(self._folder, old))
+        for path in self._folder.iterdir():
+            if LEFTOVER_PATTERN.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _state(training: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    return {
-        "adapter": {name: param.detach() for name, param in trainable_parameters(training).items()},
-        "optimizer": get_optimizer_state_dict(training, optimizer, options=OPTIONS),
-        "step": torch.tensor(step),
+def _pieces(training: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+    """Return this process's part of the weights and of the optimizer's tensors; its rates and betas are settings."""
+    weights = trainable_parameters(training)
+    named: dict[str, torch.Tensor] = {
+        f"adapter/{n}": param.detach() for n, param in weights.items()
     }
+    state: Any = get_optimizer_state_dict(training, optimizer, options=OPTIONS)["state"]
+    for param, values in state.items():
+        for key, value in values.items():
+            assert isinstance(value, torch.Tensor), f"the optimizer's {key} is no tensor"
+            named[f"optimizer/{param}/{key}"] = value
+    rank = dist.get_rank()
+    return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that were not whole."""
+
+    step: int
+    skipped: list[dict[str, Any]]  # {"step", "reason"}
+    metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
 
 
 def resume_(
-    folder: Path, training: nn.Module, optimizer: torch.optim.Optimizer, *, world: World
-) -> int:
-    """Load the newest checkpoint into `training` and `optimizer`; return its step, 0 if there is none. Collective."""
-    steps = saved_steps(folder)
-    if not steps:
-        return 0
-    state = _state(training, optimizer, 0)
-    path = step_dir(folder, steps[-1])
+    folder: Path,
+    training: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    identity: str,
+    world: World,
+) -> Resumed:
+    """Load the newest whole checkpoint into `training` and `optimizer`. Collective.
+
+    A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run.
+    """
+    found: list[Any] = [saved_steps(folder) if world.is_main else None]
+    dist.broadcast_object_list(found, src=0, group=world.io_group)
+    skipped: list[dict[str, Any]] = []
+    for step in reversed(found[0]):
+        path = step_dir(folder, step)
+        problem = _problem(path, world=world)
+        if problem is None:
+            _load_(path, training, optimizer, identity=identity, step=step)
+            metrics = path / METRICS
+            return Resumed(step, skipped, metrics if metrics.exists() else None)
+        skipped.append({"step": step, "reason": problem})
+        if world.is_main:
+            _set_aside(path)
+            logger.warning(
+                "checkpoint %s is damaged (%s); the one before it is taken", path, problem
+            )
+    if skipped and world.is_main:
+        logger.warning("no whole checkpoint is left in %s: training begins anew", folder)
+    return Resumed(0, skipped, None)
+
+
+def _problem(path: Path, *, world: World) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if nothing; each process reads its share. Collective."""
+    mine: str | None = None
     try:
-        dcp.load(state, checkpoint_id=path, process_group=world.io_group)
-    except (OSError, KeyError, RuntimeError, ValueError, dcp.CheckpointException) as error:
+        check_files(path, read_index(path), share=slice(world.rank, None, world.size))
+    except DamagedError as error:
+        mine = str(error)
+    everyone: list[str | None] = [None] * world.size
+    dist.all_gather_object(everyone, mine, group=world.io_group)
+    return next((problem for problem in everyone if problem is not None), None)
+
+
+def _set_aside(path: Path) -> None:
+    """Keep a damaged checkpoint under another name until the next one is written."""
+    aside = path.with_name(f".{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def _load_(
+    path: Path,
+    training: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    identity: str,
+    step: int,
+) -> None:
+    index = read_index(path)
+    if (index["identity"], index["step"]) != (identity, step):
         raise UserError(
-            f"checkpoint {path} cannot be read ({cause(error)}). Delete this folder to continue from the one before it."
+            f"checkpoint {path} is that of step {index['step']} of {index['identity']}, this run is {identity}: its "
+            "settings, data or base differ. Move the folder away to continue from the one before it."
+        )
+    try:
+        read_into_(path, index, _pieces(training, optimizer))  # the live tensors, not copies
+    except (OSError, DamagedError) as error:
+        raise UserError(
+            f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue from the one before it."
         ) from None
-    set_optimizer_state_dict(training, optimizer, state["optimizer"], options=OPTIONS)
-    step = int(state["step"])
-    assert step == steps[-1], f"{path} says step {step}"
-    return step
-
-
-def cause(error: BaseException) -> str:
-    """Return what went wrong first inside DCP, which wraps it together with every process's traceback."""
-    if isinstance(error, dcp.CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return f"{type(error).__name__}: {error}"
 
 
 def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
-    """Write the adapter alone as a sharded DCP folder. Collective."""
-    state = {name: param.detach() for name, param in trainable_parameters(training).items()}
-    dcp.save(state, checkpoint_id=folder, process_group=world.io_group)
+    """Write the adapter alone as a folder of shards, which exists already. Collective."""
+    pieces = {
+        name: piece_of(param.detach(), rank=world.rank).staged()
+        for name, param in trainable_parameters(training).items()
+    }
+    try:
+        write_sharded(folder, pieces, group=world.io_group, facts={})
+    except WriteError as error:
+        raise UserError(
+            f"the adapter cannot be written to {folder} ({error}). Mend that (free disk space?) and repeat the "
+            "command; it continues from the last checkpoint."
+        ) from None
 
 
-def rewind_metrics(path: Path, *, step: int) -> list[dict[str, Any]]:
-    """Drop the lines of a metrics file after `step` (and a line cut by a kill); return those that stay."""
+def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
+    """Make a metrics file from the lines of `source` (default: itself) up to `step`; return them.
+
+    A line that a kill has cut, and what follows it, is dropped.
+    """
+    source = source or path
     kept: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+    if source.is_file():
+        for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
             except ValueError:

@@ -1,4 +1,4 @@
-"""The environment of the shell commands that Snakemake starts."""
+"""The environment of the shell commands that Snakemake starts, and of the workers that torchrun starts."""
 
 import os
 import sys
@@ -14,3 +14,8 @@ def use_this_interpreter(root: Path) -> None:
     os.environ["PATH"] = os.pathsep.join(search)
     modules = [str(root), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, modules))
+
+
+def is_worker() -> bool:
+    """Tell whether this process was started by torchrun (or by `launch_workers`)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

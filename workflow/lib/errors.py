@@ -1,8 +1,12 @@
-"""The one exception family that a user may see: mistakes that the user can mend."""
+"""What a user may see: mistakes that the user can mend, and a stop that somebody asked for."""
 
 
 class UserError(ValueError):
     """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change."""
+
+
+class StoppedError(Exception):
+    """Not a mistake: the run was asked to stop by a signal. The same command continues it."""
 
 
 def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:

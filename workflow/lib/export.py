@@ -5,48 +5,36 @@ shard in memory at a time.
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from workflow.lib.artifacts import atomic_path, write_json
-from workflow.lib.checkpoint import cause
 from workflow.lib.config import ExportConfig
 from workflow.lib.errors import UserError
 from workflow.lib.nf4 import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.quantize import ShardWriter, copy_companions, read_model_config
+from workflow.lib.shards import DamagedError, read_whole
 from workflow.lib.weights import CheckpointReader
 
 PREFIX = "base_model.model."
 
 
 def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a DCP folder whole, on the CPU, by PEFT's name. Needs no process group.
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process group.
 
     Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is zero) or is not finite.
     """
     try:
-        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # as intended here
-            dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        tensors = read_whole(folder)
+    except (OSError, DamagedError) as error:
         raise UserError(
-            f"the sharded adapter in {folder} cannot be read ({cause(error)}). Train again."
+            f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that folder and repeat "
+            "the command; it continues from the last checkpoint."
         ) from None
     check_adapter(tensors)
     return tensors

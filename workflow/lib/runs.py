@@ -21,7 +21,9 @@ OPERATIONAL_KEYS = frozenset(
         "micro_batch_size",
         "activation_checkpointing",
         "checkpoint_every_steps",
+        "checkpoint_every_minutes",
         "keep_checkpoints",
+        "grace_seconds",
         "log_every_steps",
     }
 )

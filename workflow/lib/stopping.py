@@ -1,25 +1,32 @@
-"""Stopping a run on request: a signal to any process becomes one decision of all, taken between two steps."""
+"""Stopping a run on request: a signal to any process becomes one decision of all, taken between two steps.
+
+SIGTERM and SIGUSR1 are what a cluster sends before it takes a machine back, SIGINT is Ctrl-C, SIGHUP a lost terminal.
+"""
 
 import signal
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """Context manager: within it SIGINT and SIGTERM only ask; `agreed()` tells, on all processes alike, whether one asked."""
+    """Context manager: within it `SIGNALS` only ask; `asked` tells whether this process was asked.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._asked = False
+    A signal that is ignored (SIGHUP under `nohup`) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        wanted = (number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+        self._previous = {number: signal.signal(number, self._ask) for number in wanted}
         return self
 
     def __exit__(
@@ -32,10 +39,11 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self.asked = True
 
-    def agreed(self) -> bool:
-        """Return whether any process was asked to stop. Collective."""
-        flag = torch.tensor(int(self._asked))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+
+def on_any(flags: Sequence[bool], *, group: dist.ProcessGroup) -> list[bool]:
+    """Return for each flag whether it is set on any process, so that all decide alike. Collective."""
+    shared = torch.tensor([int(flag) for flag in flags])
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in shared]

@@ -7,14 +7,15 @@ gaps or doubles) and `history.jsonl` (one line per start, never rewound).
 import json
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from workflow.lib.artifacts import read_jsonl, write_jsonl
-from workflow.lib.checkpoint import rewind_metrics
+from workflow.lib.artifacts import write_jsonl
+from workflow.lib.checkpoint import METRICS, Resumed, rewind_metrics
 from workflow.lib.config import RunConfig, TrainConfig
 from workflow.lib.parallel import World
 from workflow.lib.schedule import step_rows
@@ -30,18 +31,21 @@ HEARTBEAT_S = 30.0  # a line in the log at least this often
 class Journal:
     """Appends to `metrics.jsonl` on the main process; keeps the same history in memory on all."""
 
-    def __init__(self, folder: Path, *, first_step: int, log_every: int, world: World) -> None:
-        self._path = folder / "metrics.jsonl"
+    def __init__(self, folder: Path, *, resumed: Resumed, log_every: int, world: World) -> None:
+        self._path = folder / METRICS
         self._log_every, self._world = log_every, world
         self._last_line_s = 0.0
         self.rows: list[dict[str, Any]] = []
         self.resumed_from: list[int] = []
+        self.skipped: list[dict[str, Any]] = []
         if world.is_main:
-            self.rows = rewind_metrics(self._path, step=first_step)
-            self.resumed_from = _note_start(folder / "history.jsonl", first_step)
-        shared: list[Any] = [self.rows, self.resumed_from]
+            self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
+            starts = _note_start(folder / "history.jsonl", resumed)
+            self.resumed_from = [row["first_step"] for row in starts if row["first_step"] > 0]
+            self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
+        shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
         dist.broadcast_object_list(shared, src=0, group=world.io_group)
-        self.rows, self.resumed_from = shared
+        self.rows, self.resumed_from, self.skipped = shared
         self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
         """Seconds trained so far, over all invocations."""
 
@@ -91,11 +95,22 @@ def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> 
     return sum(int(store.trained_tokens_per_row[rows].sum()) for rows in chosen)
 
 
-def _note_start(path: Path, first_step: int) -> list[int]:
-    """Append this start to the history; return the steps that the run was resumed from."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"first_step": first_step, "unix_s": round(time.time())}) + "\n")
-    return [row["first_step"] for row in read_jsonl(path) if row["first_step"] > 0]
+def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
+    """Append this start to the history; return all of it, without lines that a kill has cut."""
+    note = {"first_step": resumed.step, "skipped": resumed.skipped, "unix_s": round(time.time())}
+    starts = [*_whole_lines(path), note]
+    write_jsonl(path, starts)
+    return starts
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
 
 
 def summarize(
@@ -127,6 +142,7 @@ def summarize(
         "processes": world.size,
         "num_steps": plan["num_steps"],
         "resumed_from_steps": journal.resumed_from,
+        "skipped_checkpoints": journal.skipped,
         "settings": config.model_dump(mode="json", include={"model", "lora", "train"}),
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": plan["micro_batch_size"],

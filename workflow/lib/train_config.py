@@ -90,9 +90,15 @@ class TrainConfig(Section):
     activation_checkpointing: bool | int = True
     """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer. Does not change the result."""
     checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
-    """Optimizer steps between checkpoints. Does not change the result."""
+    """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can be. Does not change the result."""
+    checkpoint_every_minutes: float | None = Field(20.0, gt=0.0, le=100_000.0)
+    """Minutes after which a checkpoint is written though `checkpoint_every_steps` is not reached; null = never. Does not change the result."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Newest checkpoints kept while training. Does not change the result."""
+    grace_seconds: float = Field(60.0, ge=1.0, le=86_400.0)
+    """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save; also how long a second start waits for the first. Does not change the result."""
+    deterministic: bool = False
+    """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for bit. On CPUs results are so anyway."""
     log_every_steps: int = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl. Does not change the result."""
 

@@ -30,10 +30,11 @@ rule finetune:
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
     # The plan is made here for the machine and the hardware settings of this very start.
+    # exec: a signal to the job reaches the launcher, which saves, and not a shell that would die before it.
     shell:
         "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
         " --model {params.model:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
-        " && python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
+        " && exec python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
         " --checkpoints {params.checkpoints:q} --output {params.folder:q} --log {log:q}"

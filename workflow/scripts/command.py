@@ -8,14 +8,20 @@ in the log too.
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from workflow.lib.errors import UserError
+from workflow.lib.environment import is_worker
+from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.locks import exclusive
 
 logger = logging.getLogger("workflow")
+
+WAIT_S = 60.0  # for a process that writes the same output
 
 
 def stage_parser(
@@ -33,20 +39,37 @@ def stage_parser(
 
 
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect) or 130 (interrupted)."""
+    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another stage, by Ctrl-C)."""
     args = parser.parse_args()
     start_log(args.log)
     try:
-        main(args)
+        with only_writer(args):
+            main(args)
     except UserError as error:
         logger.error("%s", error)
         sys.exit(1)
+    except StoppedError as stopped:
+        logger.warning("%s", stopped)
+        sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         logger.error("interrupted; the same command takes up the work again")
         sys.exit(130)
     except Exception:
         logger.exception("%s failed unexpectedly", parser.prog)
         sys.exit(1)
+
+
+@contextmanager
+def only_writer(args: argparse.Namespace) -> Iterator[None]:
+    """Keep a process that outlived a killed Snakemake and a repeated command from writing the same output at once."""
+    output: Path | None = getattr(args, "output", None)
+    if output is None or is_worker():
+        yield
+        return
+    with exclusive(
+        output.with_name(f".{output.name}.lock"), doing=f"writing {output}", wait_s=WAIT_S
+    ):
+        yield
 
 
 def start_log(path: Path | None) -> None:

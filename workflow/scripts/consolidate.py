@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from workflow.lib.artifacts import provenance, read_json, write_checksums, write_json, write_text
+from workflow.lib.artifacts import (
+    provenance,
+    put_in_place,
+    read_json,
+    write_checksums,
+    write_json,
+    write_text,
+)
 from workflow.lib.card import model_card
 from workflow.lib.config import RunConfig, is_hub_id
 from workflow.lib.errors import UserError
@@ -55,8 +62,7 @@ def main(args: argparse.Namespace) -> None:
     write_checksums(partial / "adapter")
     if config.export.merged:
         merge(args, config, adapter, adapter_config, partial / "merged")
-    shutil.rmtree(args.output, ignore_errors=True)
-    partial.rename(args.output)
+    put_in_place(partial, args.output)
 
 
 def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[str, Any]:

@@ -18,21 +18,23 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from workflow.lib.artifacts import provenance, read_json, write_json
+from workflow.lib.artifacts import provenance, put_in_place, read_json, write_json
 from workflow.lib.attention import resolve_training_attention
 from workflow.lib.checkpoint import (
+    Cadence,
     CheckpointWriter,
-    exclusive,
     resume_,
     save_adapter,
 )
 from workflow.lib.config import RunConfig
+from workflow.lib.environment import is_worker
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
-from workflow.lib.launch import is_worker, launch_workers
+from workflow.lib.launch import launch_workers
+from workflow.lib.locks import exclusive
 from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import save_logits, trained_logits
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
-from workflow.lib.stopping import StopRequest
+from workflow.lib.stopping import StopRequest, on_any
 from workflow.lib.summary import Journal, summarize
 from workflow.lib.tokens import TokenStore
 from workflow.lib.training import make_optimizer, steps
@@ -46,19 +48,28 @@ def main(args: argparse.Namespace) -> None:
     if is_worker():
         work(args, RunConfig.model_validate(args.config), plan)
     else:
-        launch_workers("workflow.scripts.finetune", sys.argv[1:], processes=plan["processes"])
+        train = args.config["train"]
+        launch_workers(
+            "workflow.scripts.finetune",
+            sys.argv[1:],
+            processes=plan["processes"],
+            grace_s=train["grace_seconds"],
+            deterministic=train["deterministic"],
+        )
 
 
 @record  # torchrun learns which worker failed first, and why
 def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> None:
     with ExitStack() as stack:
         if int(os.environ["RANK"]) == 0:
-            stack.enter_context(exclusive(args.checkpoints))
+            lock, wait_s = args.checkpoints / ".lock", config.train.grace_seconds
+            stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
         else:
             logger.setLevel(logging.ERROR)
         world = stack.enter_context(
             process_group(plan["device"], timeout_s=args.timeout_s, shard_size=plan["shard_size"])
         )
+        torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
         dtype = resolve_dtype(config.model.compute_dtype, world.device)
         attention = resolve_training_attention(
@@ -85,46 +96,51 @@ def train(
     model: TrainingModel,
 ) -> Journal:
     """Train from the newest checkpoint to the end; a signal saves one more checkpoint and stops."""
-    settings = config.train
+    settings, identity = config.train, run_identity(args)
     optimizer = make_optimizer(model.training, settings, device=world.device)
-    first = resume_(args.checkpoints, model.training, optimizer, world=world)
+    resumed = resume_(args.checkpoints, model.training, optimizer, identity=identity, world=world)
     journal = Journal(
-        args.checkpoints, first_step=first, log_every=settings.log_every_steps, world=world
+        args.checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world
     )
-    writer = CheckpointWriter(args.checkpoints, keep=settings.keep_checkpoints, world=world)
+    writer = CheckpointWriter(
+        args.checkpoints, keep=settings.keep_checkpoints, identity=identity, world=world, newest=resumed.step
+    )  # fmt: skip
+    cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
     num_steps = plan["num_steps"]
-    if first:
-        logger.info("continuing after step %d of %d", first, num_steps)
+    if resumed.step:
+        logger.info("continuing after step %d of %d", resumed.step, num_steps)
     bar = tqdm(
-        total=num_steps, initial=first, desc=args.run, unit="step", file=sys.stderr,
+        total=num_steps, initial=resumed.step, desc=args.run, unit="step", file=sys.stderr,
         disable=None if world.is_main else True,
     )  # fmt: skip
     stepping = steps(
         model.training, optimizer, store, settings,
-        first_step=first, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
+        first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
         elapsed_s=journal.elapsed_s, world=world,
     )  # fmt: skip
-    with StopRequest(world.io_group) as stop, writer.finishing(), bar:
+    with StopRequest() as stop, writer.finishing(), bar:
         for metrics in stepping:
+            step, last = metrics.step, metrics.step == num_steps
             journal.add(metrics)
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
-            stopping = stop.agreed()
-            if (
-                metrics.step % settings.checkpoint_every_steps == 0
-                or metrics.step == num_steps
-                or stopping
-            ):
-                writer.save(model.training, optimizer, step=metrics.step)
-            if stopping and metrics.step < num_steps:
+            due = last or cadence.due(step=step, last_saved_s=writer.last_saved_s)
+            stopping, saving = on_any((stop.asked, due), group=world.io_group)
+            if saving or stopping:
+                writer.save(model.training, optimizer, step=step)
+            if stopping and not last:
                 writer.wait()
                 logger.info(
-                    "stopped after step %d of %d as asked; checkpoint saved",
-                    metrics.step,
-                    num_steps,
+                    "stopped after step %d of %d as asked; checkpoint saved", step, num_steps
                 )
                 sys.exit(os.EX_TEMPFAIL)
     return journal
+
+
+def run_identity(args: argparse.Namespace) -> str:
+    """Return what names the run's settings, data and base: its checkpoints' folder name without the run's."""
+    name: str = args.checkpoints.name
+    return name.removeprefix(f"{args.run}-")
 
 
 def write_results(
@@ -141,7 +157,7 @@ def write_results(
     partial = args.output.with_name(f".{args.output.name}.partial")
     if world.is_main:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        (partial / "adapter").mkdir(parents=True)
     torch.distributed.barrier(world.io_group)
     save_adapter(model.training, partial / "adapter", world=world)
     logits = trained_logits(model.training, store, device=world.device)
@@ -152,12 +168,11 @@ def write_results(
     write_json(partial / "adapter_config.json", model.adapter_config())
     journal.copy_to(partial / "metrics.jsonl")
     summary = summarize(
-        journal, run=args.run, fingerprint=args.checkpoints.name.removeprefix(f"{args.run}-"), config=config, plan=plan, store=store, model=model, world=world,
+        journal, run=args.run, fingerprint=run_identity(args), config=config, plan=plan, store=store, model=model, world=world,
         predicted_bytes=read_json(args.preflight)["peak_bytes"], peak_bytes=peak, checks=checks,
     )  # fmt: skip
     write_json(partial / "summary.json", summary | {"provenance": provenance()})
-    shutil.rmtree(args.output, ignore_errors=True)
-    partial.rename(args.output)
+    put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",
         plan["num_steps"], journal.elapsed_s, summary["first_loss"], summary["final_loss"],

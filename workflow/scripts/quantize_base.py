@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from workflow.lib.artifacts import provenance, write_checksums, write_json
+from workflow.lib.artifacts import provenance, put_in_place, write_checksums, write_json
 from workflow.lib.config import QuantizeConfig
 from workflow.lib.model import build_on_meta
 from workflow.lib.quantize import (
@@ -58,8 +58,7 @@ def main(args: argparse.Namespace) -> None:
     }
     write_json(partial / "quantization.json", facts)
     write_checksums(partial)
-    shutil.rmtree(args.output, ignore_errors=True)
-    partial.rename(args.output)
+    put_in_place(partial, args.output)
     logger.info(
         "quantized %d linears (%s parameters) to NF4 on %s: %.3f GiB",
         len(linears), f"{num_weights:,}", device.type, total_bytes / 2**30,

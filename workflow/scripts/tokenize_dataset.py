@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib import manifest
-from workflow.lib.artifacts import provenance, write_json
+from workflow.lib.artifacts import provenance, put_in_place, write_json
 from workflow.lib.chat import Encoded, SampleEncoder
 from workflow.lib.config import DataConfig
 from workflow.lib.corpus import Corpus, check_rejected_share, read_corpus
@@ -163,8 +163,7 @@ def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
             shutil.copyfile(partial / REJECTS, rejects_beside(output))
         raise
     else:
-        _remove(output)
-        partial.rename(output)
+        put_in_place(partial, output)
     finally:
         _remove(partial)
 
