@@ -1,7 +1,7 @@
 import pytest
 
 from workflow.lib.errors import UserError
-from workflow.lib.local_tasks import environment, local_task_names
+from workflow.lib.local_tasks import environment, local_task_names, refuse_code
 
 
 @pytest.fixture
@@ -44,3 +44,39 @@ def test_file_that_is_not_yaml_is_named(tmp_path):
     (tmp_path / "broken.yaml").write_text("task: [one\n")
     with pytest.raises(UserError, match=r"broken\.yaml: is no YAML that can be read"):
         local_task_names(str(tmp_path))
+
+
+CODE = {
+    "function": "process_docs: !function utils.run",
+    "function below a list": "metric_list: [{metric: !function utils.run}]",
+    "function in an inline task": "task: [{task: x, doc_to_text: !function utils.run}]",
+    "class": "class: !function utils.Task",
+    "python object": "description: !!python/object/apply:os.system [true]",
+    "trusted data set": "dataset_kwargs: {trust_remote_code: true}",
+}
+
+
+@pytest.mark.parametrize("line", CODE.values(), ids=CODE)
+def test_task_file_that_would_run_code_is_refused(tmp_path, line):
+    (tmp_path / "one.yaml").write_text(f"output_type: multiple_choice\n{line}\n")
+    with pytest.raises(
+        UserError, match=r"one\.yaml would run code \(.*evaluate\.task_code = False"
+    ):
+        refuse_code(str(tmp_path))
+
+
+def test_code_behind_an_included_file_of_any_name_is_found(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "one.yaml").write_text("task: one\ninclude: [../shared]\n")
+    (tmp_path / "shared").write_text("include: tasks/one.yaml\nprocess_docs: !function utils.run\n")
+    with pytest.raises(UserError, match=r"shared would run code \(!function utils\.run\)"):
+        refuse_code(str(tmp_path / "tasks"))
+
+
+def test_task_files_without_code_are_fine(tmp_path):
+    (tmp_path / "one.yaml").write_text(
+        "task: one\ndoc_to_text: '{{question}}'\nmore: &a [1, 2.5]\n"
+    )
+    (tmp_path / "loop.yaml").write_text("task: &a [*a]\n")
+    refuse_code(str(tmp_path))
+    refuse_code("workflow/resources/tasks")

@@ -1,8 +1,16 @@
 """What a user may see: mistakes that the user can mend, and a stop that somebody asked for."""
 
+from workflow.lib.redaction import redacted
+
 
 class UserError(ValueError):
-    """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change."""
+    """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change.
+
+    Logins of URLs and tokens in it are masked.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redacted(message))
 
 
 class StoppedError(Exception):

@@ -31,6 +31,8 @@ class EvaluateConfig(Section):
     """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
     tasks_dir: str | None = "workflow/resources/tasks"
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
+    task_code: bool = False
+    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do whatever you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
     num_fewshot: int = Field(0, ge=0, le=64)

@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.bootstrap import estimate_ratio
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError, setting_error
-from workflow.lib.local_tasks import local_task_names
+from workflow.lib.local_tasks import local_task_names, refuse_code
+from workflow.lib.sandbox import sandbox_task_templates
 
 logger = logging.getLogger("workflow")
 
@@ -59,6 +60,9 @@ def load_tasks(
     `UserError` for an unknown task, one whose file or data cannot be loaded, and one that cannot
     run as the settings say.
     """
+    sandbox_task_templates()
+    if settings.tasks_dir and not settings.task_code:
+        refuse_code(settings.tasks_dir)
     if settings.tasks and settings.apply_chat_template:
         _check_template(tokenizer, trained_template_sha256)
     shipped = sorted(set(settings.tasks) - local_task_names(settings.tasks_dir))

@@ -23,6 +23,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # formats that can run code when they are read
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -64,7 +65,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 def _single_file(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
         return folder / SINGLE
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
     found = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
     raise UserError(
         f"model.source: {folder} has {found}. Weights are read from safetensors files; "
@@ -76,7 +77,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name) for name in weight_map.values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is no index of a checkpoint ({error!r}). Download it again."
         ) from None
@@ -97,7 +98,7 @@ def _read_file(path: Path) -> dict[str, TensorInfo]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AssertionError) as error:
         raise UserError(
             f"{path} is not a whole safetensors file: {error}. Download it again."
         ) from None
@@ -118,7 +119,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         file.seek(8)
         try:
             header = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _not_safetensors(path) from None
     if not isinstance(header, dict):
         raise _not_safetensors(path)

@@ -123,7 +123,12 @@ def load_base(
 def _from_pretrained(base_dir: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(base_dir), local_files_only=True, output_loading_info=True, **options
+            str(base_dir),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
     except ValueError as error:
         if "dispatched on the CPU or the disk" not in str(error):

@@ -1,9 +1,10 @@
-"""Which task names a folder of YAML files defines, read without the harness.
+"""Which task names a folder of YAML files defines, and whether it would run code, read without the harness.
 
 The stage must know before it imports anything of Hugging Face whether the tasks need the hub: the
 libraries read their offline variables at import. Kinds of names as in lm_eval 0.4.13 (`tasks/_index.py`).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ from workflow.lib.errors import UserError, setting_error
 # its bootstraps, from a process that holds a GPU context.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
+YAML_TAG = "tag:yaml.org,2002:"  # of YAML's own types; those below `python` make objects
+CODE_KEYS = ("class", "trust_remote_code")
 
 
 def environment(tasks: tuple[str, ...], tasks_dir: str | None) -> dict[str, str]:
@@ -39,12 +42,19 @@ def local_task_names(tasks_dir: str | None) -> set[str]:
 
 def _read(file: Path) -> dict[str, list[str]]:
     """Return the strings of each top-level key. Nodes are only composed, so `!function` imports nothing."""
-    try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: is no YAML that can be read ({error}). Mend the file.") from None
+    root = _compose(file)
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     return {str(key.value): _strings(value) for key, value in pairs}
+
+
+def _compose(file: Path) -> yaml.Node | None:
+    try:
+        root: yaml.Node | None = yaml.compose(
+            file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader
+        )
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{file}: is no YAML that can be read ({error}). Mend the file.") from None
+    return root
 
 
 def _strings(node: yaml.Node) -> list[str]:
@@ -57,3 +67,45 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
     if "group" in keys:
         return {*keys["group"], *keys.get("tag", [])}  # its `task` lists members defined elsewhere
     return {*keys.get("task", []), *keys.get("tag", [])}
+
+
+def refuse_code(tasks_dir: str) -> None:
+    """Raise `UserError` if a task file of the folder, or one that it includes, would run Python when it is loaded.
+
+    That is a tag such as `!function` (the harness imports what it names), a `class`, or a data set that asks to be
+    trusted. Templates in the files are another matter: `sandbox` keeps them in.
+    """
+    waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
+    while waiting:
+        file = waiting.pop().resolve()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        root = _compose(file)
+        for code in _code(root):
+            raise setting_error(
+                "evaluate.tasks_dir",
+                tasks_dir,
+                f"{file.name} would run code ({code}), which evaluate.task_code = False forbids",
+                "Read that code; if you trust it, set evaluate.task_code to true",
+            )
+        pairs = root.value if isinstance(root, yaml.MappingNode) else []
+        included = [value for key, value in pairs if key.value == "include"]
+        waiting += [file.parent / name for value in included for name in _strings(value)]
+
+
+def _code(root: yaml.Node | None) -> Iterator[str]:
+    """Yield what a file's nodes would run."""
+    waiting, seen = [root] if root else [], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an anchor may hold itself
+            continue
+        seen.add(id(node))
+        if not node.tag.startswith(YAML_TAG) or node.tag.startswith(f"{YAML_TAG}python"):
+            yield f"{node.tag} {node.value}" if isinstance(node.value, str) else node.tag
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            yield from (key.value for key, _ in node.value if key.value in CODE_KEYS)
+            waiting += [one for pair in node.value for one in pair]

@@ -30,6 +30,11 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except (ValueError, KeyError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{folder}/config.json describes a model that is code of its own repository, which is never run. "
+                "Choose a model.source that Transformers knows."
+            ) from None
         raise UserError(
             f"{folder}/config.json does not describe a causal language model that Transformers can build with "
             f"{attention} attention ({error}). Check model.source and model.attention."

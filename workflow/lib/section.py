@@ -14,6 +14,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from workflow.lib.config_errors import is_section
+from workflow.lib.redaction import holds_secret
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -38,10 +39,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _text_that_files_can_hold(cls, value: Any) -> Any:
-        """Refuse text with half a character (a lone surrogate, as `"\\ud800"` in YAML gives): no file could hold it."""
+        """Refuse text that no file can hold (half a character, as `"\\ud800"` in YAML gives) or should (a password)."""
         texts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
             raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
+        if any(isinstance(text, str) and holds_secret(text) for text in texts):
+            raise PydanticCustomError(
+                "secret",
+                "must hold no password or token (results name it): set it in the environment",
+            )
         return value
 
     @field_validator("*", mode="before")

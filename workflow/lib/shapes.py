@@ -163,7 +163,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json; raises `UserError` if it is no JSON object, or of a model that is quantized already."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
@@ -187,6 +187,11 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         raise UserError(
             f"{path}: model_type {name!r} is a mixture of experts ({experts[0]} = {config[experts[0]]}), "
             f"which this workflow cannot train. {supported}."
+        )
+    if "auto_map" in config and name not in FAMILIES:
+        raise UserError(
+            f"{path}: model_type = {name!r} is code of the model's own repository (auto_map), which is never run. "
+            f"Choose another model.source. {supported}."
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"{path}: model_type = {name!r} is not supported. {supported}.")

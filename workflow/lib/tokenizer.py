@@ -28,8 +28,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no eos token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # Transformers raises whatever the files provoke
+        if "trust_remote_code" in str(error):
+            reason = "its tokenizer is code of the model's repository, which is never run"
+            change = "Name a model whose tokenizer Transformers knows"
+            raise _tokenizer_error(folder, reason, change) from error
         reason = f"the folder holds no tokenizer that loads ({error})"
         raise _tokenizer_error(folder, reason, "Name a model folder with tokenizer.json") from error
     if not tokenizer.is_fast:

@@ -25,7 +25,7 @@ def shard_of_tensor(folder: Path) -> dict[str, str]:
     """
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
-        missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
+        missing = sorted({name for name in weight_map.values() if not _is_beside(folder, name)})
         if missing:
             raise UserError(
                 f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
@@ -40,10 +40,16 @@ def shard_of_tensor(folder: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), SINGLE)
 
 
+def _is_beside(folder: Path, name: str) -> bool:
+    """Tell whether the folder has such a file: an index must not lead out of it."""
+    return Path(name).name == name and (folder / name).is_file()
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not the index of a safetensors checkpoint ({error!r}). Download it again."
         ) from None

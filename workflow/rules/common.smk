@@ -12,6 +12,7 @@ from workflow.lib.environment import use_this_interpreter
 from workflow.lib.errors import UserError
 from workflow.lib.failures import failure_causes
 from workflow.lib.hardware import requested_processes, visible_gpus
+from workflow.lib.local_tasks import refuse_code
 
 use_this_interpreter(Path(workflow.basedir))
 
@@ -21,6 +22,9 @@ try:
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
+    for folder in {run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code}:
+        if folder:
+            refuse_code(folder)
 except UserError as error:
     raise WorkflowError(str(error)) from None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from workflow.lib.environment import is_worker
 from workflow.lib.errors import StoppedError, UserError
 from workflow.lib.locks import exclusive
+from workflow.lib.redaction import redacted, secret_values
 
 logger = logging.getLogger("workflow")
 
@@ -72,6 +73,14 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+class RedactingFormatter(logging.Formatter):
+    """Formats records, tracebacks included, without the secrets of the environment and of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text with every secret masked."""
+        return redacted(super().format(record), secrets=secret_values(os.environ))
+
+
 def start_log(path: Path | None) -> None:
     """Send records to the terminal (info and above, short) and, if given, to a file (all, with time and level).
 
@@ -83,10 +92,10 @@ def start_log(path: Path | None) -> None:
     logger.propagate = False
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.INFO)
-    console.setFormatter(logging.Formatter("%(message)s"))
+    console.setFormatter(RedactingFormatter("%(message)s"))
     logger.addHandler(console)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, mode="a", encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(file)

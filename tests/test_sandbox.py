@@ -1,0 +1,85 @@
+"""Templates of task files and of models reach neither the interpreter nor the memory of this machine."""
+
+import json
+
+import pytest
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError, UndefinedError
+from lm_eval import utils
+
+from tests.tiny import tiny_tokenizer
+from workflow.lib.chat import SampleEncoder
+from workflow.lib.config import EvaluateConfig
+from workflow.lib.errors import UserError
+from workflow.lib.harness import load_tasks
+from workflow.lib.samples import RowError
+from workflow.lib.sandbox import sandbox_task_templates
+
+ESCAPES = {
+    "classes": "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
+    "globals": "{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}",
+    "filter": "{{{{ cycler|attr('__init__')|attr('__globals__') }}}}",
+    "computed": "{{{{ ''['__cla' ~ 'ss__'] }}}}",
+    "format": "{{{{ '{{0.__class__.__mro__}}'.format('') }}}}",
+}
+CHAT_ESCAPE = (
+    "{{%- for m in messages -%}}{{{{ cycler.__init__.__globals__.os.system('touch {path}') }}}}"
+    "{{{{ m['role'] }}}} {{{{ m['content'] }}}}{{%- endfor -%}}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _sandboxed():
+    sandbox_task_templates()
+
+
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_task_template_cannot_leave_its_sandbox(tmp_path, escape):
+    target = tmp_path / "here"
+    with pytest.raises((SecurityError, UndefinedError)):
+        utils.apply_template(escape.format(path=target), {"x": 1})
+    assert not target.exists()
+
+
+def test_task_template_cannot_fill_the_memory_with_a_range():
+    with pytest.raises(OverflowError, match="Range too big"):
+        utils.apply_template("{% for i in range(10 ** 12) %}{% endfor %}", {})
+
+
+def test_task_template_cannot_change_what_it_is_given():
+    with pytest.raises(SecurityError):
+        utils.apply_template("{{ choices.append(3) }}", {"choices": [1]})
+
+
+def test_task_templates_still_have_the_filters_and_newlines_of_the_harness():
+    template = "{{ question | regex_replace('[0-9]', '') }} {{ choices[answer] }}\n"
+    found = utils.apply_template(template, {"question": "a1b", "choices": ["x", "y"], "answer": 1})
+    assert found == "ab y\n"
+    with pytest.raises(TemplateError):
+        utils.apply_template("{{ absent }}", {})
+
+
+def test_task_that_tries_to_escape_is_refused_in_one_message(tmp_path):
+    target = tmp_path / "here"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}) + "\n")
+    (tmp_path / "evil.yaml").write_text(
+        "task: evil\ndataset_path: json\noutput_type: multiple_choice\n"
+        f"dataset_kwargs: {{data_files: {{test: {rows}}}}}\ntest_split: test\n"
+        f'doc_to_text: "{ESCAPES["globals"].format(path=target)}"\n'
+        "doc_to_choice: '{{choices}}'\ndoc_to_target: '{{answer}}'\n"
+    )
+    settings = EvaluateConfig(tasks=("evil",), tasks_dir=str(tmp_path), apply_chat_template=False)
+    with pytest.raises(UserError, match=r"evaluate\.tasks = .*SecurityError"):
+        load_tasks(settings, tokenizer=tiny_tokenizer(tmp_path / "t"), trained_template_sha256=None)
+    assert not target.exists()
+
+
+def test_chat_template_cannot_leave_its_sandbox(tmp_path):
+    target = tmp_path / "here"
+    tokenizer = tiny_tokenizer(tmp_path / "t")
+    with pytest.raises((UserError, RowError)):
+        SampleEncoder(
+            tokenizer, chat_template=CHAT_ESCAPE.format(path=target), train_all=True
+        ).encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert not target.exists()

@@ -1,0 +1,114 @@
+"""Names and paths, however they are spelled, are data: they work or are refused, and no shell ever reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workflow_project import Project, make_project
+
+# Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its folder.
+HOSTILE = [
+    "a b",
+    "it's",
+    'say "x"',
+    "a;touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a\ntouch pwned",
+    "a|touch pwned&",
+    "--help",
+    "-n",
+    "*",
+    "{run}",
+    "{{x}}",
+    "größe-数据",
+    "a\\b",
+    "#x",
+    "%s",
+    "!x",
+    "~",
+]
+REFUSED_RUN_NAMES = [*HOSTILE, "..", ".", "a/b", "../x", ".hidden", "-x", "_x", "a" * 65, ""]
+
+
+def rename(project: Project, old: str, new: str) -> None:
+    target = project.root / new
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (project.root / old).rename(target)
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to work in whose own name is hostile."""
+    folder = tmp_path_factory.mktemp("names") / "w $(touch pwned) 'q\" ;touch pwned"
+    folder.mkdir()
+    return folder
+
+
+def pwned(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.name.strip("'\"; ") == "pwned"]
+
+
+def hostile_project(root: Path) -> Project:
+    """A project whose files, model, template and title have every hostile character at once."""
+    project = make_project(root)
+    every = "-- a b'c\"d;touch pwned;$(touch pwned)`touch pwned`|&*#%s!ß数 {run} {{x}}"
+    (project.root / every).mkdir()
+    names = {
+        "model": f"{every}/-model {every}",
+        "data/train.jsonl": f"{every}/-train\n;touch pwned.jsonl",
+        "data/heldout.jsonl": f"{every}/--help {every}.jsonl",
+    }
+    for old, new in names.items():
+        rename(project, old, new)
+    template = (project.root / names["model"] / "chat_template.jinja").read_text()
+    (project.root / every / "--template; $(touch pwned).jinja").write_text(template)
+    tasks = project.root / every / "$(touch pwned)"
+    tasks.mkdir()
+    project.edit(
+        {
+            "model": {"source": names["model"]},
+            "data": {
+                "train": names["data/train.jsonl"],
+                "heldout": names["data/heldout.jsonl"],
+                "chat_template": f"{every}/--template; $(touch pwned).jinja",
+            },
+            "evaluate": {"tasks_dir": f"{every}/$(touch pwned)"},
+            "report": {"title": f"{every}\n<script>alert(1)</script>"},
+        }
+    )
+    return project
+
+
+def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder: Path) -> None:
+    project = hostile_project(hostile_folder / "project")
+    done = project.snakemake("preflight")
+    assert done.status == 0, done.output
+    assert project.json("preflight_run", "preflight.json")["verdict"] == "fits"
+    assert pwned(hostile_folder) == []
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("fresh") / "project")
+
+
+def refusal(document: dict[str, Any]) -> str:
+    from workflow.lib.config import load_config
+    from workflow.lib.errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        load_config(document)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
+def test_run_name_that_is_no_plain_name_is_refused(name: str) -> None:
+    assert "runs: the name" in refusal({"runs": {name: {}}})
+
+
+@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_label_that_is_no_plain_name_is_refused(section: str, name: str) -> None:
+    assert f"{section}.name = " in refusal({section: {"name": name}})
