@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from tests.workflow_project import Project, make_project
+from workflow.lib.config import check_local_paths, load_config
+from workflow.lib.errors import UserError
 
 # Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its folder.
 HOSTILE = [
@@ -53,7 +55,7 @@ def pwned(folder: Path) -> list[Path]:
 def hostile_project(root: Path) -> Project:
     """A project whose files, model, template and title have every hostile character at once."""
     project = make_project(root)
-    every = "-- a b'c\"d;touch pwned;$(touch pwned)`touch pwned`|&*#%s!ß数 {run} {{x}}"
+    every = "-- a b'c\"d;touch pwned;$(touch pwned)`touch pwned`|&*#%s!ß数"
     (project.root / every).mkdir()
     names = {
         "model": f"{every}/-model {every}",
@@ -68,13 +70,13 @@ def hostile_project(root: Path) -> Project:
     tasks.mkdir()
     project.edit(
         {
-            "model": {"source": names["model"]},
+            "model": {"source": f"./{names['model']}"},
             "data": {
                 "train": names["data/train.jsonl"],
                 "heldout": names["data/heldout.jsonl"],
-                "chat_template": f"{every}/--template; $(touch pwned).jinja",
+                "chat_template": f"./{every}/--template; $(touch pwned).jinja",
             },
-            "evaluate": {"tasks_dir": f"{every}/$(touch pwned)"},
+            "evaluate": {"tasks_dir": f"./{every}/$(touch pwned)"},
             "report": {"title": f"{every}\n<script>alert(1)</script>"},
         }
     )
@@ -94,10 +96,39 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return make_project(tmp_path_factory.mktemp("fresh") / "project")
 
 
-def refusal(document: dict[str, Any]) -> str:
-    from workflow.lib.config import load_config
-    from workflow.lib.errors import UserError
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("model", "source", "{run}", "reads braces in a path as wildcards"),
+        ("model", "source", "--help", "begins like an option"),
+        ("data", "chat_template", "$(touch pwned)", "there is no such file"),
+    ],
+)
+def test_path_that_cannot_work_is_refused_by_one_message(
+    fresh: Project, tmp_path: Path, section: str, key: str, value: str, said: str
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    project.edit({section: {key: value}})
+    done = project.snakemake("--dry-run", "preflight")
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    lines = [line for line in done.output.splitlines() if said in line]
+    assert len(lines) == 1, done.output
+    assert pwned(tmp_path) == []
 
+
+@pytest.mark.parametrize("train", ["--help", "../x", "`touch pwned`", "{tokens}.jsonl"])
+def test_data_path_that_cannot_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "{tokens}.jsonl").write_text("{}\n")
+    settings = load_config({"data": {"train": train, "heldout": None}})[1]["demo"]
+    with pytest.raises(UserError, match=r"data\.train = .*(no such file|reads braces)"):
+        check_local_paths("demo", settings)
+
+
+def refusal(document: dict[str, Any]) -> str:
     with pytest.raises(UserError) as caught:
         load_config(document)
     return str(caught.value)

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from workflow.lib.config_errors import explain
 from workflow.lib.data_config import DataColumns, DataConfig, DataSource
-from workflow.lib.errors import UserError
+from workflow.lib.errors import UserError, setting_error
 from workflow.lib.evaluate_config import EvaluateConfig, ExportConfig, ReportConfig
 from workflow.lib.section import Name, Section
 from workflow.lib.sources import resolve_splits
@@ -121,16 +121,29 @@ def check_local_paths(name: str, run: RunConfig) -> None:
             )
     if run.data.source is None:
         try:
-            resolve_splits(run.data, root=Path())
+            splits = resolve_splits(run.data, root=Path())
         except UserError as error:
             raise UserError(f"run {name}: {error}") from None
+        for split, sources in splits.items():
+            for file in (file.file for source in sources for file in source.files):
+                _check_braces(f"data.{split}", file)
     for key, value in paths.items():
+        _check_braces(key, value or "")
+        if value and value.startswith("-"):
+            reason = "it begins like an option of a command"
+            raise setting_error(key, value, reason, f"Write ./{value}")
         if value is not None and not _exists(value):
             raise UserError(
                 f"{key} = {value!r} (run {name}): there is no such file or folder. "
                 "Give a path that exists, relative to the folder you run in"
                 + (", or a hub id of the form owner/name." if key == "model.source" else ".")
             )
+
+
+def _check_braces(key: str, path: str) -> None:
+    if "{" in path or "}" in path:
+        reason = "Snakemake reads braces in a path as wildcards"
+        raise setting_error(key, path, reason, "Rename the file or folder")
 
 
 def is_hub_id(source: str) -> bool:

@@ -22,7 +22,9 @@ try:
     REPORT, RUNS = load_config(config)
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
-    for folder in {run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code}:
+    for folder in {
+        run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code
+    }:
         if folder:
             refuse_code(folder)
 except UserError as error:
