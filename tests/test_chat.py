@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import CHAT_TEMPLATE, ROLES, TEXTS, tiny_tokenizer
 from workflow.lib.chat import Encoded, SampleEncoder
 from workflow.lib.errors import UserError
-from workflow.lib.samples import RowError
+from workflow.lib.messages import Conversation, RowError
+from workflow.lib.samples import TokenRow
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -40,8 +41,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 def encode(
     tokenizer: Any, sample: Any, template: str | None = CHAT_TEMPLATE, **options: Any
 ) -> Encoded:
-    options = {"train_all": False, **options}
+    options = {"loss_on": "completions", **options}
+    sample = conversation(sample) if isinstance(sample, list) else sample
     return SampleEncoder(tokenizer, chat_template=template, **options).encode(sample)
+
+
+def conversation(messages: list[Any], **more: Any) -> Conversation:
+    return Conversation(messages, [m["role"] == "assistant" for m in messages], **more)
 
 
 def trained(tokenizer: Any, encoded: Encoded) -> list[str]:
@@ -81,7 +87,7 @@ def test_every_answer_and_its_end_of_turn_is_trained_and_nothing_else(
 
 
 def test_all_is_trained_but_the_first_token_on_request(tokenizer: Any) -> None:
-    mask = encode(tokenizer, CHAT, train_all=True).mask
+    mask = encode(tokenizer, CHAT, loss_on="all").mask
     assert not mask[0]
     assert mask[1:].all()
 
@@ -206,10 +212,169 @@ def test_template_that_cannot_render_an_answer_is_refused_at_once(
     tokenizer: Any, template: str
 ) -> None:
     with pytest.raises(UserError, match=r"a question and an answer cannot be rendered"):
-        SampleEncoder(tokenizer, chat_template=template, train_all=False)
+        SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
 def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer: Any) -> None:
     dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
     text = tokenizer.decode(encode(tokenizer, CHAT, dated).ids.tolist())
     assert text.startswith("<|begin|>26 Jul 2024<|system|>")
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
+def test_last_turn_alone_is_trained_on_request(tokenizer: Any, template: str) -> None:
+    encoded = encode(tokenizer, CHAT, template, loss_on="last_turn")
+    assert trained(tokenizer, encoded) == [" é<|end|>"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE, OPEN_BLOCKS])
+def test_turn_of_weight_zero_is_not_trained(tokenizer: Any, template: str) -> None:
+    weighed = Conversation(CHAT, [False, False, True, False, False])
+    assert trained(tokenizer, encode(tokenizer, weighed, template)) == ["Forty-two.<|end|>"]
+    last = encode(tokenizer, weighed, template, loss_on="last_turn")
+    assert trained(tokenizer, last) == ["Forty-two.<|end|>"]
+
+
+def test_single_turns_of_a_template_without_a_block_for_each_are_refused(tokenizer: Any) -> None:
+    blocks = (
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{% generation %}{{ eos_token }}"
+    )
+    template = CHAT_TEMPLATE.replace("{% generation %}{{ message['content'] + eos_token }}", blocks)
+    assert trained(tokenizer, encode(tokenizer, CHAT, template))[0] == "Forty-two.<|end|>"
+    with pytest.raises(
+        RowError, match=r"turn not found: .* 4 generation blocks for 2 assistant turns"
+    ):
+        encode(tokenizer, CHAT, template, loss_on="last_turn")
+
+
+def test_ready_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
+    row = TokenRow([5, 6, 7, 300], [True, False, True, True])
+    encoded = encode(tokenizer, row, None)
+    assert encoded.ids.tolist() == row.ids
+    assert encoded.mask.tolist() == [False, False, True, True]
+    assert encode(tokenizer, row, None, loss_on="all").mask.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("ids", "targets", "reason"),
+    [
+        ([5, 307], [True, True], "unknown token: id 307, the tokenizer has 0 to 306"),
+        ([5, -1], [True, True], "unknown token: id -1"),
+        ([5, 6], [True, False], "no trained token"),
+        ([5, 6], None, "no labels: token ids need labels or loss_mask"),
+    ],
+)
+def test_ready_tokens_that_cannot_be_trained_are_refused(
+    tokenizer: Any, ids: list[int], targets: Any, reason: str
+) -> None:
+    with pytest.raises(RowError, match=reason):
+        encode(tokenizer, TokenRow(ids, targets), None)
+
+
+@pytest.mark.parametrize("sample", ["plain", TokenRow([1, 2], [True, True])])
+def test_last_turn_needs_turns(tokenizer: Any, sample: Any) -> None:
+    with pytest.raises(RowError, match=r"no turns: .* needs conversations"):
+        encode(tokenizer, sample, None, loss_on="last_turn")
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo <|end|>"}}}
+AGENT = [
+    {"role": "user", "content": "How is the weather in Oslo?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "fog<|pad|>"},
+    {"role": "assistant", "content": "Foggy."},
+]
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NO_BLOCKS = TOOL_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, NO_BLOCKS])
+def test_calls_are_trained_and_tools_and_results_are_not(tokenizer: Any, template: str) -> None:
+    encoded = encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
+    assert trained(tokenizer, encoded) == [
+        'weather{"city": "Oslo <|end|>"}<|end|>',
+        "Foggy.<|end|>",
+    ]
+    text = tokenizer.decode(encoded.ids.tolist())
+    assert '"name": "weather"' in text
+    assert "fog<|pad|>" in text
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, NO_BLOCKS])
+def test_special_tokens_in_calls_and_results_are_ordinary_text(
+    tokenizer: Any, template: str
+) -> None:
+    encoded = encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
+    ids = encoded.ids.tolist()
+    assert encoded.held_special_text
+    assert ids.count(tokenizer.eos_token_id) == len(AGENT)
+    assert ids.count(tokenizer.pad_token_id) == 0
+
+
+LOSSES = [
+    (
+        "{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}",
+        "",
+        "the function 'weather'",
+    ),
+    ("c.function.name ~", "''~", "the function 'weather'"),
+    ("{{ m.content + eos_token }}", "{{ eos_token }}", "the result in message 3"),
+]
+
+
+@pytest.mark.parametrize(("part", "replacement", "lost"), LOSSES, ids=["tools", "calls", "results"])
+def test_template_that_leaves_out_what_a_tool_says_refuses_the_row(
+    tokenizer: Any, part: str, replacement: str, lost: str
+) -> None:
+    template = TOOL_TEMPLATE.replace(part, replacement)
+    assert template != TOOL_TEMPLATE
+    with pytest.raises(RowError, match=f"tools not rendered: the chat template leaves out {lost}"):
+        encode(tokenizer, conversation(AGENT, tools=[WEATHER]), template)
+
+
+def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer: Any) -> None:
+    start = "{% generation %}{{ m.content }}"
+    outside = TOOL_TEMPLATE.replace(start, "").replace(
+        "{{ eos_token }}{% endg", start + "{{ eos_token }}{% endg"
+    )
+    with pytest.raises(RowError, match="tools not trained"):
+        encode(tokenizer, conversation(AGENT, tools=[WEATHER]), outside)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append({'role': 'user'}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_template_runs_in_a_sandbox(tokenizer: Any, attack: str) -> None:
+    with pytest.raises(UserError, match="refused by the chat template"):
+        encode(tokenizer, CHAT, attack + CHAT_TEMPLATE)
+
+
+def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> None:
+    refusal = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception(messages[1].content) }}{% endif %}"
+    )
+    hostile = [CHAT[0], {"role": "user", "content": "\x1b[2J\u202e"}, CHAT[2]]
+    with pytest.raises(RowError) as caught:
+        encode(tokenizer, hostile, refusal + CHAT_TEMPLATE)
+    assert str(caught.value) == r"refused by the chat template: \x1b[2J\u202e"
+
+
+def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path: Any) -> None:
+    tokenizer = tiny_tokenizer(tmp_path, pad=False)
+    encoded = encode(tokenizer, CHAT)
+    assert encoded.ids[encoded.mask].tolist().count(tokenizer.eos_token_id) == 2

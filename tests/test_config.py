@@ -161,7 +161,7 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
             "data",
             "heldout",
             ["a", {"path": "a", "format": "x"}],
-            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca' or 'text'",
+            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', 'tokens' or 'text'",
         ),
     ],
 )

@@ -1,18 +1,26 @@
 """Rows of four formats become conversations or texts, or are refused with a reason."""
 
+import json
 from typing import Any
 
 import pytest
 
 from workflow.lib.data_config import DataColumns
 from workflow.lib.errors import UserError
-from workflow.lib.samples import RowError, choose_format, to_sample
+from workflow.lib.messages import Conversation, RowError
+from workflow.lib.samples import TokenRow, choose_format, to_sample
 
 EXCHANGE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def sample(value: dict[str, Any], format: Any, **columns: str) -> Any:
     return to_sample(value, format=format, columns=DataColumns(**columns))
+
+
+def messages_of(value: dict[str, Any], format: Any, **columns: str) -> list[Any]:
+    found = sample(value, format, **columns)
+    assert isinstance(found, Conversation)
+    return found.messages
 
 
 @pytest.mark.parametrize(
@@ -22,6 +30,10 @@ def sample(value: dict[str, Any], format: Any, **columns: str) -> Any:
         (["id", "prompt", "completion"], "prompt_completion"),
         (["instruction", "output"], "alpaca"),
         (["text", "prompt"], "text"),
+        (["conversations", "id"], "messages"),
+        (["text", "input_ids", "labels"], "tokens"),
+        (["input_ids", "loss_mask"], "tokens"),
+        (["text", "input_ids", "attention_mask"], "text"),
     ],
 )
 def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
@@ -39,9 +51,10 @@ def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
     assert "data.columns" in text
 
 
-def test_sharegpt_column_gets_its_setting_named() -> None:
-    with pytest.raises(UserError, match=r"data\.columns\.messages: conversations"):
-        choose_format(["conversations"], format="auto", columns=DataColumns(), setting="data.train")
+def test_column_names_cannot_speak_to_the_terminal() -> None:
+    with pytest.raises(UserError) as caught:
+        choose_format(["\x1b[2J"], format="auto", columns=DataColumns(), setting="data.train")
+    assert r"\x1b[2J" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +71,24 @@ def test_sharegpt_column_gets_its_setting_named() -> None:
             {"messages": "m"},
         ),
         (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            "messages",
+            {},
+        ),
+        ({"messages": json.dumps(EXCHANGE)}, "messages", {}),
+        ({"prompt": EXCHANGE[:1], "completion": EXCHANGE[1:]}, "prompt_completion", {}),
+        ({"prompt": EXCHANGE[:1], "completion": "a"}, "prompt_completion", {}),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "q"}]},
+                    EXCHANGE[1],
+                ]
+            },
+            "messages",
+            {},
+        ),
+        (
             {
                 "messages": [
                     {"role": None, "from": "human", "content": None, "value": "q"},
@@ -72,12 +103,12 @@ def test_sharegpt_column_gets_its_setting_named() -> None:
 def test_every_format_gives_the_same_conversation(
     value: dict[str, Any], format: str, columns: dict[str, str]
 ) -> None:
-    assert sample(value, format, **columns) == EXCHANGE
+    assert messages_of(value, format, **columns) == EXCHANGE
 
 
 def test_alpaca_input_follows_the_instruction_after_a_blank_line() -> None:
     value = {"instruction": "add", "input": "1 2", "output": "3"}
-    assert sample(value, "alpaca")[0]["content"] == "add\n\n1 2"
+    assert messages_of(value, "alpaca")[0]["content"] == "add\n\n1 2"
 
 
 def test_text_stays_as_it_is() -> None:
@@ -86,7 +117,7 @@ def test_text_stays_as_it_is() -> None:
 
 def test_empty_system_message_is_allowed() -> None:
     messages = [{"role": "system", "content": ""}, *EXCHANGE]
-    assert sample({"messages": messages}, "messages") == messages
+    assert messages_of({"messages": messages}, "messages") == messages
 
 
 def turn(role: Any = "assistant", content: Any = "a", **more: Any) -> dict[str, Any]:
@@ -108,19 +139,137 @@ def turn(role: Any = "assistant", content: Any = "a", **more: Any) -> dict[str, 
             "alpaca",
             "not text: column 'input' is int",
         ),
-        ({"messages": "hi"}, "messages", "not a list of messages: column 'messages' is str"),
+        ({"messages": "hi"}, "messages", "broken JSON: column 'messages': Expecting value"),
         ({"messages": []}, "messages", "no assistant turn"),
         ({"messages": ["hi"]}, "messages", "not a message: message 1 is str"),
         (turn(role="user"), "messages", "no assistant turn"),
-        (turn(role="tool"), "messages", "unknown role: message 2 has 'tool'"),
+        (turn(role="boss"), "messages", "unknown role: message 2 has 'boss'"),
         (turn(role=["a"]), "messages", "unknown role: message 2 has ['a']"),
         (turn(content=""), "messages", "empty: content of message 2"),
-        (turn(content=[{"type": "text"}]), "messages", "not text: content of message 2 is list"),
-        (turn(tool_calls=[{"id": 1}]), "messages", "unsupported key: message 2 has 'tool_calls'"),
-        (turn(weight=0), "messages", "unsupported key: message 2 has 'weight'"),
+        (turn(content=[{"type": "text"}]), "messages", "not text: content of message 2 is null"),
+        (
+            turn(content=[{"type": "image_url"}]),
+            "messages",
+            "not text: content of message 2 has a part of type 'image_url'",
+        ),
+        (turn(tool_calls=[{"id": 1}]), "messages", "broken tool call: message 2 has one without"),
+        (
+            turn(tool_calls=[{"function": {"name": "f", "arguments": "{broken"}}]),
+            "messages",
+            "broken JSON: arguments in message 2",
+        ),
+        (
+            turn(tool_calls=[{"function": {"name": "f", "arguments": "[]"}}]),
+            "messages",
+            "broken tool call: arguments in message 2 are list",
+        ),
+        ({"messages": EXCHANGE, "tools": [{}]}, "messages", "not a tool: column 'tools'"),
+        ({"messages": EXCHANGE, "tools": 3}, "messages", "not a list of tools: column 'tools'"),
+        ({"messages": "[" * 70 + "]" * 70}, "messages", "nested too deeply: column 'messages'"),
+        (turn(weight=0), "messages", "no trained token: "),
+        (turn(weight=0.5), "messages", "unknown weight: message 2 has 0.5"),
+        (turn(name="a\ud800"), "messages", "invalid Unicode: message 2"),
+        ({"input_ids": [1, 2.0], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),
+        ({"input_ids": [1, True], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),
+        ({"input_ids": [], "labels": []}, "tokens", "empty: column 'input_ids'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "tokens", "unequal lengths: 2 token ids, 1 in"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "tokens", "labels differ from tokens"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "tokens", "not a list of 0 and 1"),
+        ({"labels": [1]}, "tokens", "missing column: 'input_ids'"),
     ],
 )
 def test_unusable_row_has_a_reason(value: dict[str, Any], format: str, reason: str) -> None:
     with pytest.raises(RowError) as caught:
         sample(value, format)
     assert str(caught.value).startswith(reason)
+
+
+def test_completion_alone_is_trained_whatever_the_prompt_says() -> None:
+    value = {"prompt": [*EXCHANGE, EXCHANGE[0]], "completion": EXCHANGE[1:]}
+    assert sample(value, "prompt_completion").trained == [False, False, False, True]
+
+
+def test_weight_zero_keeps_a_turn_out_of_the_loss() -> None:
+    messages = [
+        EXCHANGE[0],
+        {**EXCHANGE[1], "weight": 0},
+        EXCHANGE[0],
+        {**EXCHANGE[1], "weight": 1},
+    ]
+    found = sample({"messages": messages}, "messages")
+    assert found.trained == [False, False, False, True]
+    assert found.messages == [*EXCHANGE, *EXCHANGE]
+
+
+def test_other_keys_of_a_message_go_to_the_template() -> None:
+    spoken = {**EXCHANGE[1], "reasoning_content": "hm", "name": None}
+    messages = messages_of({"messages": [EXCHANGE[0], spoken]}, "messages")
+    assert messages[1] == {**EXCHANGE[1], "reasoning_content": "hm"}
+
+
+FUNCTION = {"name": "f", "arguments": {"x": None}}
+CALLS = [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "assistant", "tool_calls": [FUNCTION]},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": null}'}},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": null}}'},
+    ],
+)
+def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
+    messages = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+
+
+@pytest.mark.parametrize(
+    ("role", "result"), [("tool", ""), ("function", "1"), ("observation", "1")]
+)
+def test_result_of_a_tool_is_a_message_that_may_be_empty(role: str, result: str) -> None:
+    messages = [*EXCHANGE, {"role": role, "content": result, "tool_call_id": "7"}]
+    (*_, last) = messages_of({"messages": messages}, "messages")
+    assert last == {"role": "tool", "content": result, "tool_call_id": "7"}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [[TOOL], [TOOL["function"]], json.dumps([TOOL]), [json.dumps(TOOL)],
+     [{"function": {"name": "f", "parameters": '{"type": "object"}'}}]],
+)  # fmt: skip
+@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
+def test_all_spellings_of_tools_mean_the_same(tools: Any, format: str) -> None:
+    value = {"messages": EXCHANGE, "prompt": "q", "completion": "a", "tools": tools}
+    assert sample(value, format).tools == [TOOL]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools_are_none(tools: Any) -> None:
+    assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [{"labels": [-100, 2, 3]}, {"loss_mask": [0, 1, 1]}, {"loss_mask": [False, True, True]}],
+)
+def test_labels_and_masks_mean_the_same(targets: dict[str, Any]) -> None:
+    row = TokenRow([1, 2, 3], [False, True, True])
+    assert sample({"input_ids": [1, 2, 3], **targets}, "tokens") == row
+
+
+def test_padding_of_ready_tokens_is_left_out() -> None:
+    value = {
+        "input_ids": [0, 1, 2, 0],
+        "labels": [-100, 1, 2, -100],
+        "attention_mask": [0, 1, 1, 0],
+    }
+    assert sample(value, "tokens") == TokenRow([1, 2], [True, True])
+
+
+def test_tokens_without_targets_say_nothing_of_training() -> None:
+    assert sample({"input_ids": [1, 2]}, "tokens") == TokenRow([1, 2], None)

@@ -1,4 +1,4 @@
-"""Conversations and texts to token ids and loss masks, through the tokenizer's chat template.
+"""Conversations, texts and ready token ids to documents: token ids and loss masks.
 
 What an assistant says is trained, its end-of-turn token included. Where it stands is told by the
 template's `{% generation %}` blocks; a template without them is rendered up to each assistant turn
@@ -6,31 +6,26 @@ instead, and the tokens of that prompt must begin the tokens of the whole (the p
 Masks say which token is a prediction target, so the first token of a document is never one.
 """
 
-import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from workflow.lib.encoding import SafeEncoder
 from workflow.lib.errors import UserError
-from workflow.lib.samples import Message, RowError, Sample
+from workflow.lib.messages import Conversation, RowError, map_texts
+from workflow.lib.rendering import ChatTemplate, with_texts
+from workflow.lib.samples import Sample, TokenRow
 
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow, so
-# they are given this day (the default in Llama 3.2's template): the macro shadows Transformers' function.
-FIXED_DATE = "2024-07-26"
-DATE_MACRO = (
-    "{% macro strftime_now(format) %}{{ format | replace('%Y', '2024') | replace('%y', '24')"
-    " | replace('%m', '07') | replace('%B', 'July') | replace('%b', 'Jul') | replace('%d', '26')"
-    " | replace('%A', 'Friday') | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00')"
-    " | replace('%S', '00') }}{% endmacro %}"
+LossOn = Literal["completions", "last_turn", "all"]
+Mask = npt.NDArray[np.bool_]
+
+PROBE = Conversation(
+    [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}],
+    [False, True],
 )
-PROBE = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
 
 
 @dataclass(frozen=True)
@@ -44,76 +39,125 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Encodes samples; `chat_template` may be None if all samples are texts."""
+    """Encodes samples; `chat_template` may be None if no sample is a conversation."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None, train_all: bool
+        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None, loss_on: LossOn
     ) -> None:
         self._encoder = SafeEncoder(tokenizer)
-        self._train_all = train_all
+        self._vocab_size = len(tokenizer)
+        self._loss_on = loss_on
         self._bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self._eos = [tokenizer.eos_token_id]
-        self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self._has_blocks = bool(chat_template and GENERATION_BLOCK.search(chat_template))
-        self._template = None if chat_template is None else _with_fixed_date(chat_template)
-        if self._template is not None:
-            self._check_template()
+        self._template: ChatTemplate | None = None
+        if chat_template is not None:
+            variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+            self._template = ChatTemplate(chat_template, variables=variables)
+            self._check_template(self._template)
 
     def encode(self, sample: Sample) -> Encoded:
         """Return the sample's tokens and mask. Raises `RowError` if the template or the mask fails."""
-        if isinstance(sample, str):
-            return self._encode_text(sample)
-        return self._encode_chat(sample)
+        if isinstance(sample, Conversation):
+            return self._encode_chat(sample)
+        if self._loss_on == "last_turn":
+            raise RowError("no turns: data.loss_on = last_turn needs conversations")
+        if isinstance(sample, TokenRow):
+            return self._encode_tokens(sample)
+        return self._encode_text(sample)
 
     def _encode_text(self, text: str) -> Encoded:
         """Every token is trained; bos (if the tokenizer has one) and eos stand around the text once."""
         ids = [*self._bos, *self._encoder.encode_plain(text).ids, *self._eos]
         return _encoded(ids, np.ones(len(ids), dtype=np.bool_), self._encoder.holds_special(text))
 
-    def _encode_chat(self, messages: list[Message]) -> Encoded:
-        guarded = any(self._encoder.holds_special(message["content"]) for message in messages)
+    def _encode_tokens(self, row: TokenRow) -> Encoded:
+        """Take the ids as they are: nothing is put before or behind them."""
+        if min(row.ids) < 0 or max(row.ids) >= self._vocab_size:
+            wrong = next(token for token in row.ids if not 0 <= token < self._vocab_size)
+            raise RowError(
+                f"unknown token: id {wrong}, the tokenizer has 0 to {self._vocab_size - 1}"
+            )
+        if self._loss_on == "all":
+            mask = np.ones(len(row.ids), dtype=np.bool_)
+        elif row.trained is None:
+            raise RowError("no labels: token ids need labels or loss_mask, or data.loss_on = all")
+        else:
+            mask = np.array(row.trained, dtype=np.bool_)
+        if not mask[1:].any():
+            raise RowError("no trained token: the labels name none behind the first token")
+        return _encoded(row.ids, mask, held_special_text=False)
+
+    def _encode_chat(self, conversation: Conversation) -> Encoded:
+        assert self._template is not None, "conversations need a chat template"
+        self._template.check_tools(conversation)
+        guarded = self._holds_special(conversation)
         if guarded:
-            messages = [{**m, "content": self._encoder.guard(m["content"])} for m in messages]
-        ids, mask = self._find_answers(messages, guarded=guarded)
-        return _encoded(ids, np.ones_like(mask) if self._train_all else mask, guarded)
+            conversation = with_texts(conversation, self._encoder.guard)
+        if self._loss_on == "all":
+            text, _ = self._template.render(conversation.messages, tools=conversation.tools)
+            ids = self._encoder.encode_rendered(text, guarded=guarded).ids
+            return _encoded(ids, np.ones(len(ids), dtype=np.bool_), guarded)
+        ids, mask = self._find_answers(self._template, conversation, guarded=guarded)
+        return _encoded(ids, mask, guarded)
+
+    def _holds_special(self, conversation: Conversation) -> bool:
+        found = False
+
+        def look(text: str) -> None:
+            nonlocal found
+            found = found or self._encoder.holds_special(text)
+
+        map_texts([conversation.messages, conversation.tools], look)
+        return found
 
     def _find_answers(
-        self, messages: list[Message], *, guarded: bool
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Return the conversation's token ids, and the mask of what the assistant says."""
-        find = self._mask_from_blocks if self._has_blocks else self._mask_from_prefixes
-        ids, mask = find(messages, guarded=guarded)
+        self, template: ChatTemplate, conversation: Conversation, *, guarded: bool
+    ) -> tuple[list[int], Mask]:
+        """Return the conversation's token ids, and the mask of what is trained of it."""
+        turns = [place for place, trained in enumerate(conversation.trained) if trained]
+        if self._loss_on == "last_turn":
+            turns = turns[-1:]
+        find = self._spans_from_blocks if template.has_blocks else self._spans_from_prefixes
+        ids, spans = find(template, conversation, turns, guarded=guarded)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        for first, stop in spans:
+            mask[first:stop] = True
         if not mask[1:].any():
             raise RowError("no trained token: the chat template marks none as the assistant's")
         return ids, mask
 
-    def _mask_from_blocks(
-        self, messages: list[Message], *, guarded: bool
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Mark the tokens of the template's `{% generation %}` blocks."""
-        text, spans = self._render(messages)
+    def _spans_from_blocks(
+        self, template: ChatTemplate, conversation: Conversation, turns: list[int], *, guarded: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids, and the tokens [first, stop) of the `{% generation %}` blocks of these turns."""
+        text, blocks = template.render(conversation.messages, tools=conversation.tools)
         encoding = self._encoder.encode_rendered(text, guarded=guarded)
-        mask = np.zeros(len(encoding.ids), dtype=np.bool_)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        for start, end in spans:
+        spans = []
+        for start, end in _blocks_of(turns, conversation, blocks):
             first, stop = _token_span(offsets, start, end)
-            mask[first : self._with_end_of_turn(encoding.ids, first, stop)] = True
-        return encoding.ids, mask
+            spans.append((first, self._with_end_of_turn(encoding.ids, first, stop)))
+        return encoding.ids, spans
 
-    def _mask_from_prefixes(
-        self, messages: list[Message], *, guarded: bool
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Mark what follows each assistant turn's prompt, up to the turn's end."""
-        ids = self._encoder.encode_rendered(self._render(messages)[0], guarded=guarded).ids
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt, _ = self._render(messages[:place], add_generation_prompt=True)
-                turn, _ = self._render(messages[: place + 1])
-                first = self._prefix_length(prompt, ids, guarded=guarded)
-                stop = self._prefix_length(turn, ids, guarded=guarded)
-                mask[first : self._without_tail(ids, first, stop)] = True
-        return ids, mask
+    def _spans_from_prefixes(
+        self, template: ChatTemplate, conversation: Conversation, turns: list[int], *, guarded: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids, and the tokens that follow each of these turns' prompts, up to the turn's end."""
+        messages, tools = conversation.messages, conversation.tools
+        text, _ = template.render(messages, tools=tools)
+        ids = self._encoder.encode_rendered(text, guarded=guarded).ids
+        spans = []
+        for place in turns:
+            prompt, _ = template.render(messages[:place], tools=tools, add_generation_prompt=True)
+            turn, _ = template.render(messages[: place + 1], tools=tools)
+            first = self._prefix_length(prompt, ids, guarded=guarded)
+            stop = self._prefix_length(turn, ids, guarded=guarded)
+            spans.append((first, self._without_tail(ids, first, stop)))
+            if first >= spans[-1][1]:
+                raise RowError(
+                    f"no trained token: the chat template writes message {place + 1} empty"
+                )
+        return ids, spans
 
     def _prefix_length(self, text: str, ids: list[int], *, guarded: bool) -> int:
         prefix = self._encoder.encode_rendered(text, guarded=guarded).ids
@@ -135,27 +179,10 @@ class SampleEncoder:
         special = self._encoder.special_ids
         return next((i + 1 for i in range(stop - 1, first - 1, -1) if ids[i] in special), stop)
 
-    def _render(
-        self, messages: list[Message], *, add_generation_prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text and the character spans of its generation blocks."""
-        try:
-            rendered: Any = render_jinja_template(  # its annotation says str, it returns two lists
-                [messages],
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=self._has_blocks,
-                **self._variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise RowError(f"refused by the chat template: {error}") from None
-        texts, spans = rendered
-        return texts[0], spans[0] if spans else []
-
-    def _check_template(self) -> None:
+    def _check_template(self, template: ChatTemplate) -> None:
         """Render one exchange: its answer must be found, and must end with a special token."""
         try:
-            ids, mask = self._find_answers(PROBE, guarded=False)
+            ids, mask = self._find_answers(template, PROBE, guarded=False)
         except RowError as error:
             raise _template_error(
                 f"a question and an answer cannot be rendered ({error})"
@@ -166,9 +193,19 @@ class SampleEncoder:
             )
 
 
-def _with_fixed_date(chat_template: str) -> str:
-    """Give a template that writes the date the same date always."""
-    return DATE_MACRO + chat_template if "strftime_now" in chat_template else chat_template
+def _blocks_of(
+    turns: list[int], conversation: Conversation, blocks: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the generation blocks of these turns; a template may write a turn in several, then all must be wanted."""
+    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    if turns == answers:
+        return blocks
+    if len(blocks) != len(answers):
+        raise RowError(
+            f"turn not found: the chat template has {len(blocks)} generation blocks for {len(answers)} "
+            "assistant turns, so those to be trained cannot be told from the others"
+        )
+    return [block for answer, block in zip(answers, blocks, strict=True) if answer in turns]
 
 
 def _token_span(offsets: npt.NDArray[np.int64], start: int, end: int) -> tuple[int, int]:
@@ -177,7 +214,7 @@ def _token_span(offsets: npt.NDArray[np.int64], start: int, end: int) -> tuple[i
     return (int(touching[0]), int(touching[-1]) + 1) if len(touching) else (0, 0)
 
 
-def _encoded(ids: list[int], mask: npt.NDArray[np.bool_], held_special_text: bool) -> Encoded:
+def _encoded(ids: list[int], mask: Mask, held_special_text: bool) -> Encoded:
     targets = mask.copy()
     targets[:1] = False  # nothing stands before the first token to predict it from
     return Encoded(np.array(ids, dtype=np.uint32), targets, held_special_text)

@@ -181,6 +181,6 @@ def without_nulls(value: Any) -> Any:
     """Drop the null fields of structs: a table gives every struct of a column all fields that any of them has."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
         return [without_nulls(item) for item in value]
     return value

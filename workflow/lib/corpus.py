@@ -20,8 +20,8 @@ from workflow.lib.dataset import read_rows
 from workflow.lib.documents import Documents
 from workflow.lib.errors import setting_error
 from workflow.lib.listing import Listing
+from workflow.lib.messages import RowError
 from workflow.lib.rows import BrokenRow, Row
-from workflow.lib.samples import RowError
 from workflow.lib.sources import Source, SourceFile
 
 FIRST_REASONS = 5  # unusable rows that an error message quotes

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from workflow.lib.section import Name, Section, Share
 
-Format = Literal["messages", "prompt_completion", "alpaca", "text"]
+Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
 FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
@@ -31,6 +31,14 @@ class DataColumns(Section):
     """Column with the answer (format alpaca)."""
     text: str = "text"
     """Column with plain text (format text)."""
+    tools: str = "tools"
+    """Column with the optional list of tools on offer (formats messages and prompt_completion)."""
+    input_ids: str = "input_ids"
+    """Column with token ids (format tokens)."""
+    labels: str = "labels"
+    """Column with each token's own id where it is trained and -100 where not (format tokens)."""
+    loss_mask: str = "loss_mask"
+    """Column with 1 where a token is trained and 0 where not, in place of labels (format tokens)."""
 
 
 class DataSource(Section):
@@ -94,8 +102,8 @@ class DataConfig(Section):
     """Column names, where the dataset calls them otherwise."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
-    loss_on: Literal["completions", "all"] = "completions"
-    """Which tokens are trained: the answers (all assistant turns) alone, or every token."""
+    loss_on: Literal["completions", "last_turn", "all"] = "completions"
+    """Which tokens are trained: all assistant turns (but those of weight 0), the last of them alone, or every token."""
     seq_len: int = Field(256, ge=8, le=1_048_576)
     """Length of a training row, tokens."""
     packing: bool = True

@@ -11,6 +11,7 @@ PREVIEW_CHARS = 160
 # A row beyond this is refused unread, so that memory stays bounded whatever a file holds. It is 16 times
 # the longest training row (2^20 tokens of 4 bytes).
 MAX_ROW_BYTES = 64 * 2**20
+MAX_DEPTH = 64  # of lists and objects in each other; far below what would exhaust a recursion
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Row:
     @property
     def preview(self) -> str:
         """The row's first characters as JSON; what JSON cannot hold (dates, bytes) as its text."""
-        return preview(json.dumps(self.value, ensure_ascii=False, default=str))
+        shown = {k: _start(v) for k, v in self.value.items()}
+        return preview(json.dumps(shown, ensure_ascii=False, default=str))
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class BrokenRow:
     number: int
     reason: str
     preview: str
+
+
+def _start(value: Any) -> Any:
+    return value[:PREVIEW_CHARS] if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:
@@ -51,12 +57,30 @@ def preview(text: str) -> str:
 
 
 def as_row(number: int, value: Any) -> Row | BrokenRow:
-    """Return a row of what a JSON file holds at one place: broken unless it is an object."""
+    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded depth."""
+    if is_too_deep(value):
+        return BrokenRow(number, f"nested too deeply: more than {MAX_DEPTH} levels", "")
     if isinstance(value, dict):
         return Row(number, value)
     return BrokenRow(
-        number, f"not an object: {type(value).__name__}", preview(json.dumps(value)[:PREVIEW_CHARS])
+        number, f"not an object: {type(value).__name__}", preview(json.dumps(_start(value)))
     )
+
+
+def is_too_deep(value: Any) -> bool:
+    """Tell whether lists and objects nest deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            child
+            for outer in level
+            if isinstance(outer, dict | list)
+            for child in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def too_large(number: int, start: str) -> BrokenRow:

@@ -1,34 +1,52 @@
-"""What a row means: its columns become a conversation or a plain text, by one of four formats.
+"""What a row means: its columns become a conversation, a plain text or ready token ids, by one of five formats.
 
-`messages` is OpenAI's role and content (ShareGPT's from and value mean the same), `prompt_completion` and
-`alpaca` become a conversation of one question and one answer, `text` stays text. A row that does not
+`messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts, or lists of
+messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask, `text` stays text. A row that does not
 fit raises `RowError`; its message is the reason in `rejects.jsonl`, and what stands before the colon is counted.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from workflow.lib.data_config import DataColumns, Format
 from workflow.lib.errors import UserError
+from workflow.lib.messages import (
+    Conversation,
+    Message,
+    RowError,
+    kind,
+    read_messages,
+    read_tools,
+    text_of,
+)
+from workflow.lib.rows import printable
 
-Message = dict[str, str]
-Sample = list[Message] | str
+IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
+SHAREGPT_COLUMN = "conversations"  # taken for `messages` where data.columns says nothing else
 
 # Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first that fits.
 REQUIRED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "tokens": ("input_ids",),
     "text": ("text",),
 }
-ROLES = ("system", "user", "assistant")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# Keys of a message that would change what is trained, and that are not supported: refused, not ignored.
-UNSUPPORTED_KEYS = ("tool_calls", "function_call", "weight")
+# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the text beside them.
+TARGETS = ("labels", "loss_mask")
+WITHOUT_TEMPLATE: frozenset[Format] = frozenset({"tokens", "text"})
 
 
-class RowError(ValueError):
-    """A row that cannot be used; the message is `kind` or `kind: detail`."""
+@dataclass(frozen=True)
+class TokenRow:
+    """Ready token ids, and whether each is trained; None = the row does not say."""
+
+    ids: list[int]
+    trained: list[bool] | None
+
+
+Sample = Conversation | TokenRow | str
 
 
 def choose_format(
@@ -43,13 +61,29 @@ def choose_format(
     if not found:
         return candidates[0]
     for candidate in candidates:
-        if all(getattr(columns, key) in found for key in REQUIRED[candidate]):
+        if _fits(candidate, found, columns, is_set=format != "auto"):
             return candidate
     wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
     raise UserError(
-        f"data.format = {format!r}: {setting} has the columns {', '.join(found)}, "
+        f"data.format = {format!r}: {setting} has the columns {printable(', '.join(found))}, "
         f"but expected are those of {' or '.join(wanted)}. Give the names that the file uses under "
-        f"data.columns{_hint(found)}, or set data.format."
+        "data.columns, or set data.format."
+    )
+
+
+def _fits(name: Format, found: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
+    if name == "messages" and _messages_column(found, columns) in found:
+        return True
+    has_targets = any(getattr(columns, key) in found for key in TARGETS)
+    needed = all(getattr(columns, key) in found for key in REQUIRED[name])
+    return needed and (name != "tokens" or has_targets or is_set)
+
+
+def _messages_column(found: Collection[str], columns: DataColumns) -> str:
+    is_default = columns.messages == DataColumns().messages
+    missing = columns.messages not in found
+    return (
+        SHAREGPT_COLUMN if is_default and missing and SHAREGPT_COLUMN in found else columns.messages
     )
 
 
@@ -57,13 +91,8 @@ def _wanted(name: Format, columns: DataColumns) -> str:
     return ", ".join(getattr(columns, key) for key in REQUIRED[name])
 
 
-def _hint(columns: Collection[str]) -> str:
-    """ShareGPT files call the column `conversations`."""
-    return " (data.columns.messages: conversations)" if "conversations" in columns else ""
-
-
 def to_sample(value: dict[str, Any], *, format: Format, columns: DataColumns) -> Sample:
-    """Return a row's conversation, or its text for the format `text`.
+    """Return a row's conversation, token ids, or text.
 
     Raises `RowError` if a column is missing, empty, or of the wrong type.
     """
@@ -71,81 +100,114 @@ def to_sample(value: dict[str, Any], *, format: Format, columns: DataColumns) ->
 
 
 def _messages(value: dict[str, Any], columns: DataColumns) -> Sample:
-    raw = value.get(columns.messages)
-    if not isinstance(raw, list):
-        raise RowError(f"not a list of messages: column {columns.messages!r} is {_kind(raw)}")
-    messages = [_message(item, place) for place, item in enumerate(raw, start=1)]
+    name = _messages_column(value, columns)
+    messages, trained = read_messages(value.get(name), what=f"column {name!r}")
+    return _conversation(messages, trained, value, columns)
+
+
+def _conversation(
+    messages: list[Message], trained: list[bool], value: dict[str, Any], columns: DataColumns
+) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
-    return messages
-
-
-def _message(item: Any, place: int) -> Message:
-    where = f"message {place}"
-    if not isinstance(item, dict):
-        raise RowError(f"not a message: {where} is {_kind(item)}")
-    role, content = _either(item, "role", "from"), _either(item, "content", "value")
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        raise RowError(f"unknown role: {where} has {role!r}, known are {', '.join(ROLES)}")
-    for key in UNSUPPORTED_KEYS:
-        if item.get(key) not in (None, [], 1):
-            raise RowError(f"unsupported key: {where} has {key!r}")
-    empty_system = role == "system" and content == ""  # common in OpenAI exports, and harmless
-    text = "" if empty_system else _checked(content, f"content of {where}")
-    return {"role": role, "content": text}
-
-
-def _either(item: dict[str, Any], key: str, other: str) -> Any:
-    """Parquet unites both spellings into one type, with None for the absent one."""
-    return item[key] if item.get(key) is not None else item.get(other)
+    if not any(trained):
+        raise RowError(
+            "no trained token: no assistant turn that may be trained has a weight above 0"
+        )
+    tools = read_tools(value.get(columns.tools), what=f"column {columns.tools!r}")
+    return Conversation(messages, trained, tools)
 
 
 def _prompt_completion(value: dict[str, Any], columns: DataColumns) -> Sample:
-    return _exchange(_column(value, columns.prompt), _column(value, columns.completion))
+    prompt, _ = _turns(value, columns.prompt, role="user")
+    completion, trained = _turns(value, columns.completion, role="assistant")
+    trained = [False] * len(prompt) + trained
+    return _conversation([*prompt, *completion], trained, value, columns)
+
+
+def _turns(value: dict[str, Any], name: str, *, role: str) -> tuple[list[Message], list[bool]]:
+    """Return a column's messages; a text is one message of `role`."""
+    if isinstance(value.get(name), list):
+        return read_messages(value[name], what=f"column {name!r}")
+    return [{"role": role, "content": _column(value, name)}], [role == "assistant"]
 
 
 def _alpaca(value: dict[str, Any], columns: DataColumns) -> Sample:
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
-    return _exchange(question, _column(value, columns.output))
+    answer = _column(value, columns.output)
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return Conversation(messages, [False, True])
 
 
 def _text(value: dict[str, Any], columns: DataColumns) -> Sample:
     return _column(value, columns.text)
 
 
-def _exchange(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
 def _column(value: dict[str, Any], name: str) -> str:
     if name not in value:
         raise RowError(f"missing column: {name!r}")
-    return _checked(value[name], f"column {name!r}")
+    return text_of(value[name], f"column {name!r}")
 
 
-def _checked(text: Any, what: str) -> str:
-    """Return `text` if it is a non-blank string that UTF-8 can hold."""
-    if not isinstance(text, str):
-        raise RowError(f"not text: {what} is {_kind(text)}")
-    if not text.strip():
-        raise RowError(f"empty: {what}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
-    return text
+def _tokens(value: dict[str, Any], columns: DataColumns) -> Sample:
+    """Take the ids that `attention_mask` does not call padding, and what is trained of them."""
+    ids = _integers(value, columns.input_ids)
+    trained = _targets(value, ids, columns)
+    if value.get("attention_mask") is not None:
+        real = _flags(value, "attention_mask", ids)
+        trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
+        ids = [i for i, r in zip(ids, real, strict=True) if r]
+    if not ids:
+        raise RowError(f"empty: column {columns.input_ids!r}")
+    return TokenRow(ids, trained)
 
 
-def _kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+def _targets(value: dict[str, Any], ids: list[int], columns: DataColumns) -> list[bool] | None:
+    if value.get(columns.labels) is not None:
+        labels = _same_length(_integers(value, columns.labels), ids, columns.labels)
+        for place, (label, token) in enumerate(zip(labels, ids, strict=True)):
+            if label not in (IGNORED_LABEL, token):
+                raise RowError(
+                    f"labels differ from tokens: place {place} has label {label}, token {token}; "
+                    f"a label is its own token (not the next one), or {IGNORED_LABEL}"
+                )
+        return [label != IGNORED_LABEL for label in labels]
+    if value.get(columns.loss_mask) is not None:
+        return _flags(value, columns.loss_mask, ids)
+    return None
+
+
+def _integers(value: dict[str, Any], name: str) -> list[int]:
+    numbers = value.get(name)
+    if name not in value:
+        raise RowError(f"missing column: {name!r}")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise RowError(f"not a list of whole numbers: column {name!r}")
+    return numbers
+
+
+def _flags(value: dict[str, Any], name: str, ids: list[int]) -> list[bool]:
+    flags = value[name]
+    if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
+        raise RowError(f"not a list of 0 and 1: column {name!r} is {kind(flags)}")
+    return [bool(flag) for flag in _same_length(flags, ids, name)]
+
+
+def _same_length(numbers: list[int], ids: list[int], name: str) -> list[int]:
+    if len(numbers) != len(ids):
+        raise RowError(f"unequal lengths: {len(ids)} token ids, {len(numbers)} in column {name!r}")
+    return numbers
 
 
 READ: dict[Format, Callable[[dict[str, Any], DataColumns], Sample]] = {
     "messages": _messages,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
+    "tokens": _tokens,
     "text": _text,
 }

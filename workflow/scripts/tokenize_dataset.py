@@ -26,7 +26,7 @@ from workflow.lib.errors import UserError
 from workflow.lib.listing import OVERLAP, Listing
 from workflow.lib.packing import one_per_row, pack
 from workflow.lib.rows import PREVIEW_CHARS, Row, preview
-from workflow.lib.samples import choose_format, to_sample
+from workflow.lib.samples import WITHOUT_TEMPLATE, choose_format, to_sample
 from workflow.lib.sources import Source, resolve_splits
 from workflow.lib.splits import (
     Split,
@@ -54,9 +54,9 @@ def main(args: argparse.Namespace) -> None:
     splits = resolve_splits(settings, root=args.dataset)
     formats = find_formats(splits)
     tokenizer = load_tokenizer(args.tokenizer)
-    needs_template = set(formats.values()) != {"text"}
+    needs_template = not set(formats.values()) <= WITHOUT_TEMPLATE
     template = read_chat_template(tokenizer, settings.chat_template) if needs_template else None
-    encoder = SampleEncoder(tokenizer, chat_template=template, train_all=settings.loss_on == "all")
+    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)
 
     with finished_folder(args.output) as (folder, listing):
         corpora = read_files(splits, settings, formats, encoder, listing)
