@@ -16,6 +16,7 @@ include: "workflow/rules/preflight_run.smk"
 include: "workflow/rules/finetune.smk"
 include: "workflow/rules/consolidate.smk"
 include: "workflow/rules/evaluate_run.smk"
+include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 
 
@@ -53,6 +54,7 @@ rule evaluate:
     input:
         rules.train.input,
         expand(rules.evaluate_run.output, run=RUNS),
+        expand(rules.write_card.output, run=RUNS),
 
 
 rule report:

@@ -272,7 +272,13 @@ def settings(rate: float) -> dict[str, Any]:
     return {
         "model": {"name": "base-8b", "source": "example/base-8b", "revision": None},
         "lora": {"r": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]},
-        "train": {"seed": 7, "learning_rate": rate, "epochs": 3.0, "max_steps": None},
+        "train": {
+            "seed": 7,
+            "learning_rate": rate,
+            "lr_schedule": "cosine",
+            "epochs": 3.0,
+            "max_steps": None,
+        },
     }
 
 

@@ -44,7 +44,7 @@ def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_folder_has_what_the_design_promises_and_nothing_temporary(output: Path) -> None:
     assert {p.name for p in output.iterdir()} == {"adapter", "parity.json", "merged"}
-    names = {"adapter_model.safetensors", "adapter_config.json", "README.md", "SHA256SUMS"}
+    names = {"adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"}
     assert {p.name for p in (output / "adapter").iterdir()} == names
     assert [p.name for p in output.parent.iterdir()] == ["consolidate"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.workflow_project import REPOSITORY, Project, make_project, write_rows
 
 REPORT = ["render_report"]
-EVALUATION = ["evaluate_run", *REPORT]
+EVALUATION = ["evaluate_run", "write_card", *REPORT]
 EXPORT = ["consolidate", *EVALUATION]
 TRAINING = ["preflight_run", "finetune", *EXPORT]
 EVERYTHING = ["tokenize_dataset", "quantize_base", *TRAINING]
@@ -202,6 +202,7 @@ TARGETS = [
             "finetune",
             "consolidate",
             "evaluate_run",
+            "write_card",
         ],
     ),
     ("report", EVERYTHING),
@@ -225,7 +226,7 @@ def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
     sweep.edit(
         {"runs": {"demo": {}, "wide": {"lora": {"r": 8}}, "short": {"data": {"seq_len": 29}}}}
     )
-    per_run = ["preflight_run", "finetune", "consolidate", "evaluate_run"]
+    per_run = ["preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"]
     shared = {"tokenize_dataset": 2, "quantize_base": 1, "render_report": 1}
     assert sweep.planned("all") == shared | dict.fromkeys(per_run, 3)
 

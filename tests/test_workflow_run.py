@@ -143,7 +143,7 @@ def test_new_evaluation_leaves_training_untouched(project: Project) -> None:
     before = times(project.folder("finetune")) | times(project.folder("consolidate"))
     project.edit({"evaluate": {"samples": 1}})
     done = project.run("all")
-    assert executed(done.output) == {"evaluate_run": 1, "render_report": 1}
+    assert executed(done.output) == {"evaluate_run": 1, "write_card": 1, "render_report": 1}
     assert len(project.json("evaluate_run", "tuned.json")["samples"]) == 1
     assert times(project.folder("finetune")) | times(project.folder("consolidate")) == before
 

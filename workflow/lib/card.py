@@ -1,50 +1,217 @@
-"""The model card (`README.md`) of an exported adapter, in the format of the Hugging Face hub."""
+"""The model card (`README.md`) of an exported adapter, in the format of the Hugging Face hub.
 
-from typing import Any
+Everything in it is read from the artifacts: what was trained on what and how, what it scored beside its base, and
+what neither tells. All of the text that comes from elsewhere is written so that Markdown shows it as it is.
+"""
 
-from huggingface_hub import ModelCardData
+import html
+import re
+from dataclasses import dataclass
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from workflow.lib.formats import (
+    count,
+    duration,
+    general,
+    hours,
+    loss,
+    probability,
+    share,
+    signed,
+    visible,
+)
+from workflow.lib.records import Evaluation, Interval, Manifest, Parity, Summary, TunedEvaluation
 
 
-def model_card(
-    *, source: str, is_hub_model: bool, summary: dict[str, Any], parity: dict[str, Any]
-) -> str:
-    """Return the card: metadata block, what was trained on what and how, and the parity proof.
+@dataclass(frozen=True)
+class CardInputs:
+    """What a card is written from. `model_id`, `dataset_id`: hub ids, None for local folders and files."""
 
-    summary: `summary.json`; parity: `parity.json`. A local base model is described, not linked.
-    """
-    data = ModelCardData(
-        base_model=source if is_hub_model else None,
+    model_id: str | None
+    dataset_id: str | None
+    dataset: str
+    summary: Summary
+    manifest: Manifest
+    parity: Parity
+    base: Evaluation
+    tuned: TunedEvaluation
+
+
+def model_card(inputs: CardInputs) -> str:
+    """Return the card: metadata, how to load it, data, training, results, limits."""
+    sections = {
+        "Use": _use(inputs),
+        "Data": _table(_data(inputs)),
+        "Training": _table(_training(inputs)),
+        "Results": _results(inputs),
+        "Limits": "\n".join(f"- {limit}" for limit in _limits(inputs)) + "\n",
+    }
+    body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    summary = inputs.summary
+    return (
+        f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\n"
+        f"A LoRA adapter for {code(summary.settings.model.source)}, trained with FSDP-QLoRA. {_verdict(inputs)}\n\n{body}"
+    )
+
+
+def text(value: object) -> str:
+    """Write text from elsewhere on one line of Markdown: no markup, no cell border, no link."""
+    flat = " ".join(visible(str(value)).split())
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(flat, quote=False))
+
+
+def code(value: object) -> str:
+    """Write text from elsewhere as code in a line or a table's cell."""
+    return f"<code>{text(value)}</code>"
+
+
+def _metadata(inputs: CardInputs) -> ModelCardData:
+    return ModelCardData(
+        base_model=inputs.model_id,
+        base_model_relation="adapter" if inputs.model_id else None,
+        datasets=inputs.dataset_id,
         library_name="peft",
         pipeline_tag="text-generation",
         tags=["lora", "qlora", "fsdp"],
+        model_name=inputs.summary.run,
+        eval_results=_eval_results(inputs) or None,
     )
-    lora, train = summary["settings"]["lora"], summary["settings"]["train"]
-    facts = [
-        ("Base model", f"`{source}`, NF4 with bitsandbytes"),
-        ("Adapter", f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets {_targets(lora)}"),
-        ("Trainable parameters", f"{summary['trainable_parameters']:,} of {summary['total_parameters']:,}"),
-        ("Optimizer steps", f"{summary['num_steps']:,} of {summary['global_batch_size']} rows of {summary['seq_len']} tokens"),
-        ("Peak learning rate", f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}"),
-        ("Training loss", f"{summary['first_loss']:.3f} at the start, {summary['final_loss']:.3f} at the end (nats per trained token)"),
-        ("Hardware", f"{summary['processes']} x {summary['device_name']}, {summary['elapsed_s'] / 3600:.3g} h"),
-        (
-            "Export check",
-            f"logits of the reloaded adapter within {parity['max_abs_difference']:.2g} of the trained model's "
-            f"(tolerance {parity['tolerance']:.2g}) at {parity['positions']} positions",
-        ),
-    ]  # fmt: skip
-    table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+
+
+def _eval_results(inputs: CardInputs) -> list[EvalResult]:
+    """Return held-out loss and perplexity and every task's score, in the hub's terms."""
+    heldout = inputs.tuned.heldout
+    source = inputs.dataset_id or inputs.dataset
+    measured = {"loss": heldout.loss, "perplexity": heldout.perplexity} if heldout else {}
+    own = [
+        EvalResult("text-generation", source, f"{inputs.dataset}, held out", metric, value)
+        for metric, value in measured.items()
+    ]
+    return own + [
+        EvalResult("text-generation", visible(task), visible(task), visible(metric), score.value)
+        for task, result in inputs.tuned.tasks.items()
+        for metric, score in result.metrics.items()
+    ]
+
+
+def _verdict(inputs: CardInputs) -> str:
+    difference = inputs.tuned.comparison
+    if difference.loss_difference is None or difference.loss_difference_ci95 is None:
+        return "Its held-out loss was not measured."
+    low, high = difference.loss_difference_ci95
+    words = "lower" if low > 0 else "higher" if high < 0 else "not clearly different"
     return (
-        f"---\n{data.to_yaml()}\n---\n\n# {summary['run']}\n\n"
-        f"A LoRA adapter trained with FSDP-QLoRA.\n\n| | |\n|---|---|\n{table}\n\n"
-        "Load it on the base model with PEFT:\n\n"
-        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{source}")\n'
-        'model = PeftModel.from_pretrained(base, "path/to/this/folder")\n```\n\n'
-        "The adapter was trained on the NF4 weights; on unquantized weights its outputs differ slightly.\n"
+        f"Its held-out loss is {words}: base - tuned {signed(difference.loss_difference)} "
+        f"{_interval(difference.loss_difference_ci95)} nats per token."
     )
 
 
-def _targets(lora: dict[str, Any]) -> str:
+def _use(inputs: CardInputs) -> str:
+    source = inputs.summary.settings.model.source
+    return (
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({visible(source)!r})\n"
+        'model = PeftModel.from_pretrained(base, "path/to/this/folder")\n```\n'
+    )
+
+
+def _data(inputs: CardInputs) -> list[tuple[str, str]]:
+    train, heldout = inputs.manifest.splits.train, inputs.manifest.splits.heldout
+    files = ", ".join(f"{code(s.file)} ({count(s.rows)} rows)" for s in inputs.manifest.sources)
+    return [
+        ("Files", files),
+        ("Format", code(inputs.manifest.format)),
+        ("Rows", f"{count(train.rows_kept)} trained, {count(heldout.rows_kept)} held out, {count(train.rows_dropped + heldout.rows_dropped)} dropped"),
+        ("Tokens", f"{count(train.tokens)}, {share(train.trained_tokens / max(1, train.tokens))} of them trained; rows of {count(inputs.manifest.seq_len)}, {share(train.fill)} full"),
+        ("Lengths", f"median {count(train.length_percentiles.p50)}, 99th percentile {count(train.length_percentiles.p99)}, longest {count(train.length_percentiles.max)} tokens; {count(train.truncated)} cut"),
+        ("Duplicates", f"{count(train.duplicates)} rows equal an earlier one"),
+    ]  # fmt: skip
+
+
+def _training(inputs: CardInputs) -> list[tuple[str, str]]:
+    summary, parity = inputs.summary, inputs.parity
+    lora, train = summary.settings.lora.model_dump(), summary.settings.train
     targets = lora["target_modules"]
-    return "all linear layers" if targets == "all-linear" else ", ".join(f"`{t}`" for t in targets)
+    named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
+    return [
+        ("Base model", f"{code(summary.settings.model.source)}, NF4 with bitsandbytes"),
+        ("Adapter", f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets {named}"),
+        ("Trainable parameters", f"{count(summary.trainable_parameters)} of {count(summary.total_parameters)}"),
+        ("Optimizer steps", f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} tokens"),
+        ("Peak learning rate", f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}"),
+        ("Training loss", f"{loss(summary.first_loss)} at the start, {loss(summary.final_loss)} at the end (nats per trained token)"),
+        ("Hardware", f"{summary.processes} x {text(summary.device_name)}, {duration(summary.elapsed_s)}, {hours(summary.device_hours)} {'GPU' if summary.device == 'cuda' else 'process'} hours"),
+        ("Export check", f"logits of the reloaded adapter within {parity.max_abs_difference:.2g} of the trained model's (tolerance {parity.tolerance:.2g}) at {parity.positions} positions"),
+        ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
+        ("Versions", ", ".join(f"{text(name)} {text(version)}" for name, version in sorted(summary.provenance.packages.items()))),
+    ]  # fmt: skip
+
+
+def _table(facts: list[tuple[str, str]]) -> str:
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts)
+    return f"| | |\n|---|---|\n{rows}"
+
+
+def _results(inputs: CardInputs) -> str:
+    """Return the table of scores, base beside tuned; a sentence if nothing was measured."""
+    rows = [*_heldout_rows(inputs), *_task_rows(inputs)]
+    if not rows:
+        return "Nothing was measured.\n"
+    head = "| measured | base | tuned | difference |\n|---|---|---|---|\n"
+    return (
+        head + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
+        "Brackets are 95% intervals; differences are paired, held-out loss base - tuned, tasks tuned - base.\n"
+    )
+
+
+def _heldout_rows(inputs: CardInputs) -> list[tuple[str, str, str, str]]:
+    base, tuned, paired = inputs.base.heldout, inputs.tuned.heldout, inputs.tuned.comparison
+    if base is None or tuned is None or paired.loss_difference is None:
+        return []
+    p = "" if paired.p_value is None else f", {probability(paired.p_value)}".replace("<", "&lt;")
+    return [
+        (
+            f"loss on {count(tuned.documents)} held-out documents, nats per token",
+            f"{loss(base.loss)} {_interval(base.loss_ci95)}",
+            f"{loss(tuned.loss)} {_interval(tuned.loss_ci95)}",
+            f"{signed(paired.loss_difference)} {_interval(paired.loss_difference_ci95)}{p}",
+        ),
+        ("perplexity", general(base.perplexity), general(tuned.perplexity), ""),
+    ]
+
+
+def _task_rows(inputs: CardInputs) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for task, result in inputs.tuned.tasks.items():
+        for metric, score in result.metrics.items():
+            paired = inputs.tuned.comparison.tasks[task][metric]
+            before = inputs.base.tasks[task].metrics[metric].value
+            difference = f"{signed(paired.difference)} {_interval(paired.difference_ci95)}".strip()
+            name = f"{text(task)}, {text(metric)}, {count(result.items)} items"
+            rows.append((name, loss(before), loss(score.value), difference))
+    return rows
+
+
+def _interval(ends: Interval | None) -> str:
+    return "" if ends is None else f"\\[{loss(ends[0])}, {loss(ends[1])}\\]"
+
+
+def _limits(inputs: CardInputs) -> list[str]:
+    """Return what the numbers above do not tell, by the numbers where they say so."""
+    train = inputs.manifest.splits.train
+    weak = sorted(
+        {
+            text(task)
+            for task, metrics in inputs.tuned.comparison.tasks.items()
+            for paired in metrics.values()
+            if paired.difference_ci95 is not None and paired.difference_ci95[0] <= 0
+        }
+    )
+    return [
+        "The held-out documents come from the same source as the training data: the loss says nothing about other texts.",
+        *([f"No clear gain over the base on: {', '.join(weak)}."] if weak else []),
+        f"Rows were at most {count(inputs.manifest.seq_len)} tokens long, and {count(train.truncated)} were cut there: longer inputs were not trained.",
+        "The adapter was trained on the NF4 weights; on unquantized weights its outputs differ slightly.",
+        "Safety, bias, and languages or skills beyond the tasks above were not measured. The base model's licence and limits apply.",
+    ]

@@ -172,6 +172,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "finetune": ("model", "lora", "train"),
     "consolidate": ("model", "export"),
     "evaluate_run": ("model", "evaluate"),
+    "write_card": ("model", "data"),
 }
 
 

@@ -10,7 +10,6 @@ rule consolidate:
             file=[
                 "adapter_model.safetensors",
                 "adapter_config.json",
-                "README.md",
                 "SHA256SUMS",
             ],
         ),

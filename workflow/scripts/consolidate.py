@@ -1,6 +1,6 @@
 """Turn the sharded adapter into PEFT's files, and prove that they are the adapter that was trained.
 
-Writes `adapter/` (adapter_model.safetensors, adapter_config.json, README.md, SHA256SUMS), `parity.json`, and on
+Writes `adapter/` (adapter_model.safetensors, adapter_config.json, SHA256SUMS), `parity.json`, and on
 request `merged/`. If the logits of the reloaded adapter differ from the trained model's, nothing is exported.
 """
 
@@ -12,16 +12,8 @@ from typing import Any
 
 import torch
 
-from workflow.lib.artifacts import (
-    provenance,
-    put_in_place,
-    read_json,
-    write_checksums,
-    write_json,
-    write_text,
-)
-from workflow.lib.card import model_card
-from workflow.lib.config import RunConfig, is_hub_id
+from workflow.lib.artifacts import provenance, put_in_place, read_json, write_checksums, write_json
+from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.export import merged_tensors, read_sharded_adapter, save_adapter, write_merged
 from workflow.lib.inference import (
@@ -52,13 +44,6 @@ def main(args: argparse.Namespace) -> None:
 
     parity = prove(args, config, partial / "adapter")
     write_json(partial / "parity.json", parity | {"provenance": provenance()})
-    card = model_card(
-        source=config.model.source,
-        is_hub_model=is_hub_id(config.model.source),
-        summary=read_json(args.finetune / "summary.json"),
-        parity=parity,
-    )
-    write_text(partial / "adapter" / "README.md", card)
     write_checksums(partial / "adapter")
     if config.export.merged:
         merge(args, config, adapter, adapter_config, partial / "merged")

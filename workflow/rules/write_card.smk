@@ -1,0 +1,20 @@
+# A stage of its own, so that the card in the adapter's folder can tell what the evaluation found.
+rule write_card:
+    input:
+        summary=rules.finetune.output.summary,
+        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        parity=rules.consolidate.output.parity,
+        base="results/runs/{run}/evaluate_run/base.json",
+        tuned="results/runs/{run}/evaluate_run/tuned.json",
+    output:
+        "results/runs/{run}/consolidate/adapter/README.md",
+    log:
+        "logs/write_card/{run}.log",
+    conda:
+        "../../envs/torch.yaml"
+    params:
+        config=lambda w: layout.stage_json("write_card", RUNS[w.run]),
+    shell:
+        "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
+        " --manifest {input.manifest:q} --parity {input.parity:q} --base {input.base:q} --tuned {input.tuned:q}"
+        " --output {output:q} --log {log:q}"

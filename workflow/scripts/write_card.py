@@ -1,0 +1,44 @@
+"""Write the model card of an exported adapter, once it is evaluated: data, training, results, limits.
+
+Reads the artifacts of the stages before; writes `README.md` beside the adapter's files, in the Hugging Face hub's format.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from workflow.lib.artifacts import write_text
+from workflow.lib.card import CardInputs, model_card
+from workflow.lib.config import RunConfig, is_hub_id
+from workflow.lib.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
+from workflow.lib.report_inputs import read_record
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    config = RunConfig.model_validate(args.config)
+    inputs = CardInputs(
+        model_id=config.model.source if is_hub_id(config.model.source) else None,
+        dataset_id=config.data.source,
+        dataset=config.data.name,
+        summary=read_record(args.summary, Summary),
+        manifest=read_record(args.manifest, Manifest),
+        parity=read_record(args.parity, Parity),
+        base=read_record(args.base, Evaluation),
+        tuned=read_record(args.tuned, TunedEvaluation),
+    )
+    write_text(args.output, model_card(inputs))
+    logger.info("model card: %s", args.output)
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--summary", type=Path, required=True, help="summary.json of the training")
+    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
+    parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
+    parser.add_argument("--base", type=Path, required=True, help="base.json of the evaluation")
+    parser.add_argument("--tuned", type=Path, required=True, help="tuned.json of the evaluation")
+    parser.add_argument("--output", type=Path, required=True, help="README.md to write")
+    run(main, parser)
