@@ -134,9 +134,9 @@ def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key:
         (
             "model",
             {"compute_dtype": "float32"},
-            {"preflight_run", "finetune", "consolidate", "evaluate_run"},
+            {"preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"},
         ),
-        ("data", {"seq_len": 131}, {"tokenize_dataset", "preflight_run"}),
+        ("data", {"seq_len": 131}, {"tokenize_dataset", "preflight_run", "write_card"}),
         ("quantize", {"block_size": 128}, {"quantize_base", "preflight_run"}),
         ("lora", {"r": 3}, {"preflight_run", "finetune"}),
         ("train", {"seed": 3}, {"preflight_run", "finetune"}),
