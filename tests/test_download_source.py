@@ -140,16 +140,27 @@ def test_commit_stays_available_after_its_branch_moved(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
-def test_dataset_download_takes_named_files_and_globs_of_one_level(tmp_path: Path) -> None:
-    names = ("train.jsonl", "data/a.parquet", "data/b.parquet", "data/deep/c.parquet", "load.py")
+def test_dataset_download_takes_named_files_folders_and_globs(tmp_path: Path) -> None:
+    names = (
+        "train.jsonl",
+        "data/a.parquet",
+        "data/b.parquet",
+        "data/deep/c.parquet",
+        "load.py",
+        "more/x/d.csv",
+    )
     repo = HubRepo({name: name.encode() for name in names}, kind="dataset", lfs=(".parquet",))
     with start_hub({"owner/name": repo}) as endpoint:
         download(
-            endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl", "data/*.parquet"]
+            endpoint,
+            tmp_path / "out",
+            kind="dataset",
+            files=["train.jsonl", "data/*.parquet", "more"],
         )
     assert sorted(contents(tmp_path / "out")) == [
         "data/a.parquet",
         "data/b.parquet",
+        "more/x/d.csv",
         "source.json",
         "train.jsonl",
     ]

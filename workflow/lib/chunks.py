@@ -144,7 +144,16 @@ class TableRows:
 
     def rows(self) -> list[Row | BrokenRow]:
         table = pyarrow.ipc.open_stream(self.stream).read_all()
-        return [_table_row(n, v) for n, v in enumerate(_values(table), start=self.first)]
+        if len(self.stream) <= MAX_ROW_BYTES:
+            return [_table_row(n, v) for n, v in enumerate(_values(table), start=self.first)]
+        return [self._large_row(table, place) for place in range(table.num_rows)]
+
+    def _large_row(self, table: pyarrow.Table, place: int) -> Row | BrokenRow:
+        row = table.slice(place, 1)
+        if row.nbytes > MAX_ROW_BYTES:
+            return too_large(self.first + place, "")
+        (value,) = _values(row)
+        return _table_row(self.first + place, value)
 
 
 def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:

@@ -95,7 +95,7 @@ class DataConfig(Section):
     heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
     """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of `seed`."""
     file_type: Literal["auto", FileType] = "auto"
-    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst."""
+    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text is a document per file, paragraph or line."""
     format: Literal["auto", Format] = "auto"
     """What a row is; `auto` decides for each source by the columns that are there."""
     columns: DataColumns = DataColumns()

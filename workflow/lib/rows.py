@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PREVIEW_CHARS = 160
-# A row beyond this is refused unread, so that memory stays bounded whatever a file holds. It is 16 times
-# the longest training row (2^20 tokens of 4 bytes).
-MAX_ROW_BYTES = 64 * 2**20
+# A row beyond this is refused unread, so that memory stays bounded whatever a file holds: 8 bytes for each token of
+# the longest training row (2^20). The tokenizers library takes 150 bytes for a byte of text (20 MB: 3.0 GB, 2026-11-21).
+MAX_ROW_BYTES = 8 * 2**20
 MAX_DEPTH = 64  # of lists and objects in each other; far below what would exhaust a recursion
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 from workflow.lib.byte_streams import open_seekable
 from workflow.lib.chunks import Chunk, table_rows
 from workflow.lib.file_types import compression_of
-from workflow.lib.text_readers import UnreadableError
+from workflow.lib.text_readers import CHUNK_BYTES, UnreadableError
 
 ARROW_FILE_MARK = b"ARROW1"
 COLUMN_BUFFER_BYTES = (
@@ -23,8 +23,13 @@ def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     with open_seekable(path) as raw:
         first = 1
         try:
-            with pyarrow.parquet.ParquetFile(raw, buffer_size=COLUMN_BUFFER_BYTES) as file:
-                for batch in file.iter_batches(batch_size=rows_per_chunk):
+            with pyarrow.parquet.ParquetFile(
+                raw, buffer_size=COLUMN_BUFFER_BYTES, pre_buffer=False
+            ) as file:
+                step = _rows_that_fit(
+                    _stored_bytes(file.metadata), file.metadata.num_rows, rows_per_chunk
+                )
+                for batch in file.iter_batches(batch_size=step):
                     yield table_rows(first, batch)
                     first += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
@@ -39,12 +44,23 @@ def read_arrow(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     with _arrow_source(path) as source:
         try:
             for batch in _batches(source):
-                for start in range(0, batch.num_rows, rows_per_chunk):
-                    part = batch.slice(start, rows_per_chunk)
+                step = _rows_that_fit(batch.nbytes, batch.num_rows, rows_per_chunk)
+                for start in range(0, batch.num_rows, step):
+                    part = batch.slice(start, step)
                     yield table_rows(first, part)
                     first += part.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise UnreadableError(f"Arrow cannot be read after row {first - 1}: {error}") from None
+
+
+def _stored_bytes(metadata: Any) -> int:
+    """Return the bytes of all row groups of a Parquet file, not compressed."""
+    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+
+
+def _rows_that_fit(num_bytes: int, num_rows: int, rows_per_chunk: int) -> int:
+    """Return how many rows of average size a chunk may hold."""
+    return max(1, min(rows_per_chunk, CHUNK_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _arrow_source(path: Path) -> Any:
