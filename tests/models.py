@@ -70,7 +70,7 @@ def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForT
     training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
     materialize_(training, transformers_model=model, device=torch.device("cpu"))
     load_weights_(model, base)
-    init_adapters_(training, seed=0)
+    init_adapters_(training, seed=0, base=base)
     return training
 
 

@@ -114,5 +114,5 @@ def whole_model(base: Path, *, attention: str) -> CausalLMForTraining:
     training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=2)))
     materialize_(training, transformers_model=model, device=CPU)
     load_weights_(model, base)
-    init_adapters_(training, seed=0)
+    init_adapters_(training, seed=0, base=base)
     return training

@@ -20,12 +20,12 @@ from workflow.lib.errors import UserError
 from workflow.lib.export import (
     check_adapter,
     dequantized_weight,
-    lora_scale,
     merged_tensors,
     read_sharded_adapter,
     save_adapter,
     write_merged,
 )
+from workflow.lib.targets import adapter_scale
 from workflow.lib.weights import CheckpointReader
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj"
@@ -65,12 +65,7 @@ def test_exported_files_load_in_stock_peft_value_by_value(
     loaded = {n.replace(".default.", "."): p for n, p in tuned.named_parameters() if "lora_" in n}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
     layers = [m for m in tuned.modules() if isinstance(m, LoraLayer)]
-    assert {layer.scaling["default"] for layer in layers} == {lora_scale(config)}
-
-
-@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 7.5 / 3), (True, 7.5 / math.sqrt(3))])
-def test_scale_is_that_of_the_configuration(use_rslora: bool, scale: float) -> None:
-    assert lora_scale({"r": 3, "lora_alpha": 7.5, "use_rslora": use_rslora}) == scale
+    assert {layer.scaling["default"] for layer in layers} == {adapter_scale(config, "any")}
 
 
 def damaged(adapter: dict[str, torch.Tensor], **changes: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ def test_initial_values_depend_on_the_seed_and_differ_between_layers(base: Path)
     training = adapted(base, r=3)
 
     def draw(seed: int) -> dict[str, torch.Tensor]:
-        init_adapters_(training, seed=seed)
+        init_adapters_(training, seed=seed, base=base)
         params = trainable_parameters(training)
         return {name: p.detach().clone() for name, p in params.items() if ".lora_A." in name}
 
@@ -101,6 +101,16 @@ def test_target_that_is_no_linear_layer_is_refused(base: Path) -> None:
     )
     assert "down_proj" in message
     assert message.endswith("all-linear.")
+
+
+def test_expression_means_linears_even_if_it_matches_other_modules(base: Path) -> None:
+    training = adapted(base, r=3, target_modules=r"model\.layers\.1\.mlp\..*")
+    names = {n for n, m in training.named_modules() if isinstance(m, FusedLoraLinear)}
+    assert {name.rpartition("layers.")[2] for name in names} == {
+        "1.mlp.gate_proj",
+        "1.mlp.up_proj",
+        "1.mlp.down_proj",
+    }
 
 
 @pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
@@ -193,6 +203,6 @@ def test_adapter_configuration_is_one_that_stock_peft_reads(base: Path, tmp_path
 
 
 def test_settings_reach_peft() -> None:
-    config = lora_config(LoraSettings(r=5, alpha=10, dropout=0.1))
+    config = lora_config(LoraSettings(r=5, alpha=10, dropout=0.1), linears=["a.q_proj"])
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (5, 10, 0.1, "none")
     assert config.target_modules == "all-linear"

@@ -137,7 +137,7 @@ def test_single_quantization_takes_half_a_bit_more() -> None:
 
 def test_lora_parameters_of_llama_2_70b() -> None:
     # r = 16 on all linears: 207.1 million, as PEFT prints for this model
-    assert lora_parameters(llama_70b(), rank=16, targets=SEVEN) == 207_093_760
+    assert lora_parameters(llama_70b(), setup(rank=16)) == 207_093_760
 
 
 def test_one_process_gathers_nothing() -> None:
@@ -263,6 +263,17 @@ def test_recomputation_saves_most_of_the_activations() -> None:
     with_it = peak(llama_70b(), setup())
     without = peak(llama_70b(), setup(activation_checkpointing=False))
     assert without > 2 * with_it
+
+
+def test_parameters_of_ranks_and_magnitudes_by_hand() -> None:
+    chosen = setup(rank=3, targets=("q_proj", "down_proj"), ranks={"down_proj": 5}, dora=True)
+    expected = 3 * (8192 + 8192) + 8192 + 5 * (28672 + 8192) + 8192
+    assert lora_parameters(llama_70b(layers=2), chosen) == 2 * expected
+
+
+@given(shape=small_shapes, chosen=setups)
+def test_dora_never_takes_less(shape: ModelShape, chosen: Setup) -> None:
+    assert peak(shape, replace(chosen, dora=True)) > peak(shape, chosen)
 
 
 def test_recomputing_fewer_layers_takes_more_memory() -> None:

@@ -264,6 +264,15 @@ def test_setup_follows_the_settings() -> None:
     assert found == expected
 
 
+def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
+    run = run_config(
+        lora={"r": 8, "use_dora": True, "rank_pattern": {r"layers\.3\.q_proj": 64, "v_proj": 4}}
+    )
+    found = make_setup(run, llama_8b, machine())
+    assert (found.rank, found.ranks, found.dora) == (8, {"q_proj": 64, "v_proj": 4}, True)
+    assert [found.rank_of(name) for name in ("q_proj", "k_proj", "v_proj")] == [64, 8, 4]
+
+
 def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
     limits = budget(HardwareConfig(), machine())
     found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)

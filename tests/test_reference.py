@@ -29,7 +29,7 @@ def committed() -> str:
 def keys(document: dict[str, Any], path: str = "") -> list[str]:
     """Return the paths of all settings of a document."""
     nested = [
-        keys(value, f"{path}{key}.") if isinstance(value, dict) else [f"{path}{key}"]
+        keys(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
         for key, value in document.items()
     ]
     return [key for below in nested for key in below]

@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from tests.preflight_examples import SEVEN, TINY, tensor_shapes, write_checkpoint
+from tests.preflight_examples import TINY, tensor_shapes, write_checkpoint
 from workflow.lib.errors import UserError
 from workflow.lib.families import FAMILIES
 from workflow.lib.headers import read_headers
-from workflow.lib.shapes import check_targets, read_config, read_shape, shape_of_config
+from workflow.lib.shapes import read_config, read_shape, shape_of_config
 
 
 def reject(folder: Path, *parts: str) -> None:
@@ -239,19 +239,3 @@ def test_index_that_claims_a_tensor_for_the_wrong_file(tmp_path: Path) -> None:
     index = {"weight_map": {"ghost": "model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     reject(tmp_path, "holds 'ghost', but it does not")
-
-
-def test_all_linear_targets_every_linear() -> None:
-    assert check_targets("all-linear", linears=SEVEN) == SEVEN
-
-
-def test_targets_are_returned_in_the_models_order() -> None:
-    assert check_targets(("v_proj", "q_proj"), linears=SEVEN) == ("q_proj", "v_proj")
-
-
-@pytest.mark.parametrize("target", ["qkv_proj", "lm_head", "embed_tokens", "self_attn.q_proj"])
-def test_target_that_is_no_linear_lists_the_valid_names(target: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_targets(("q_proj", target), linears=SEVEN)
-    for part in (f"lora.target_modules = {target!r}", "q_proj, k_proj, v_proj", "all-linear"):
-        assert part in str(caught.value)

@@ -84,7 +84,8 @@ def _shown(value: Any) -> str:
 
 def _either(bounds: list[str]) -> str:
     """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
-    return " or ".join([bounds[0], *(bound.removeprefix("must be ") for bound in bounds[1:])])
+    others = [bound.removeprefix("must be ") for bound in bounds[1:]]
+    return " or ".join([bounds[0], *(other for other in others if not bounds[0].endswith(other))])
 
 
 def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:

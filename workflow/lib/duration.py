@@ -50,7 +50,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     t = setup.tokens
     layer_passes = 2 * shape.num_layers + setup.recomputed_layers(shape.num_layers)
     passes = layer_passes / shape.num_layers
-    adapters = lora_parameters(shape, rank=setup.rank, targets=setup.targets)
+    adapters = lora_parameters(shape, setup)
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
     causal = 0.5 if setup.attention == "flash" else 1.0
     forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * shape.num_layers

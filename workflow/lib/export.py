@@ -4,7 +4,6 @@ Everything runs in one process outside training. The merged model is streamed: o
 shard in memory at a time.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from workflow.lib.errors import UserError
 from workflow.lib.nf4 import CHECKPOINT_SUFFIX, CODE_SUFFIX, STATE_SUFFIX
 from workflow.lib.quantize import ShardWriter, copy_companions, read_model_config
 from workflow.lib.shards import DamagedError, read_whole
+from workflow.lib.targets import adapter_scale
 from workflow.lib.weights import CheckpointReader
 
 PREFIX = "base_model.model."
@@ -63,12 +63,6 @@ def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folde
     write_json(folder / "adapter_config.json", config)
 
 
-def lora_scale(config: dict[str, Any]) -> float:
-    """Return the factor of B A: alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA."""
-    rank = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
-    return float(config["lora_alpha"] / rank)
-
-
 def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
     """Return the weight (out, in) of one linear of an NF4 checkpoint, fp32."""
     suffixes = [*CHECKPOINT_SUFFIX.values(), *CODE_SUFFIX.values(), STATE_SUFFIX]
@@ -92,12 +86,11 @@ def merged_tensors(
     nf4: CheckpointReader,
     onto: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and bf16 tensor of the merged model, W + s B A where there is an adapter.
+    """Yield name and bf16 tensor of the merged model, `merged_weight` where there is an adapter.
 
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32, rounded once.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
-    scale = lora_scale(adapter_config)
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     for name in original.names():
         path = name.removesuffix(".weight")
@@ -110,13 +103,26 @@ def merged_tensors(
         )
         if key in pending and path != name:
             pending.discard(key)
-            a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
-            weight = weight.float() + scale * (b_weight @ a_weight)
+            scale = adapter_scale(adapter_config, path)
+            weight = merged_weight(weight.float(), adapter, key, scale=scale)
         yield name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
     if pending:
         raise UserError(
             f"the adapter has tensors for {min(pending)}, which the model has not. Check model.source."
         )
+
+
+def merged_weight(
+    weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
+) -> torch.Tensor:
+    """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are given their trained length."""
+    a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
+    total = weight + scale * (b_weight @ a_weight)
+    magnitude = adapter.get(f"{key}.lora_magnitude_vector")
+    if magnitude is None:
+        return total
+    factor: torch.Tensor = magnitude / torch.linalg.vector_norm(total, dim=1)
+    return total * factor[:, None]
 
 
 def write_merged(

@@ -1,10 +1,13 @@
 """Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one fused node where possible.
 
 `FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It takes the fused
-path when the adapter is plain (one active adapter, no dropout, no bias, no variant) and PEFT's own forward otherwise.
+path when the adapter is plain (one active adapter, no dropout, no bias) and PEFT's own forward otherwise.
 """
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +16,44 @@ from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib import shapes
 from workflow.lib.artifacts import short_hash
 from workflow.lib.config import LoraSettings
-from workflow.lib.model import local, local_range
+from workflow.lib.dora import NF4Dora, scaled
+from workflow.lib.model import checkpoint_name, local, local_range, read_row_norms
 from workflow.lib.nf4 import NF4Linear, nf4_linears, nf4_lora_matmul
+from workflow.lib.targets import adapter_ranks
+from workflow.lib.weights import CheckpointReader
 
+PREFIX = "base_model.model."  # PEFT's, of every name
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter in one autograd node."""
+    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter fused; DoRA on top of that."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """The variants that this layer can be, by PEFT's names of their settings."""
+        return {(): None, ("use_dora",): NF4Dora}
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Return x W^T + b + s (x A^T) B^T; x: (..., in_features)."""
         if args or kwargs or not self._is_plain():
             return super().forward(x, *args, **kwargs)
-        return nf4_lora_matmul(x, self, self.scaling[ADAPTER])
+        if self.lora_variant:
+            return scaled(self, x, bias=True)
+        return nf4_lora_matmul(x, self, self.fused_scale())
+
+    def fused_scale(self) -> float:
+        """Return the factor of B A."""
+        scale: float = self.scaling[ADAPTER]
+        return scale
+
+    def fused_magnitude(self) -> torch.Tensor:
+        """Return DoRA's magnitudes (out_features,), gathered if FSDP has gathered them."""
+        magnitude = self.lora_magnitude_vector[ADAPTER].weight
+        assert isinstance(magnitude, torch.Tensor)
+        return magnitude
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""
@@ -45,15 +69,21 @@ class FusedLoraLinear(PeftLoraLinear):
             and not self.disable_adapters
             and not self.merged
             and list(self.active_adapters) == [ADAPTER]
-            and not self.lora_variant
             and not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
             and self.lora_B[ADAPTER].bias is None
         )
 
 
-def lora_config(settings: LoraSettings) -> LoraConfig:
-    """Translate our settings to PEFT's."""
+def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
+    """Translate our settings to PEFT's, for a model whose quantized linears have the paths `linears`.
+
+    A regular expression becomes the paths that it means: PEFT would try it on every module, and fail at an activation.
+    Raises `UserError` if a name or pattern of the settings matches no linear layer.
+    """
     targets = settings.target_modules
+    paths = list(adapter_ranks(settings, linears=linears))
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = tuple(paths)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
@@ -61,6 +91,9 @@ def lora_config(settings: LoraSettings) -> LoraConfig:
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern=dict(settings.alpha_pattern),
         bias="none",
     )
     config._register_custom_module({NF4Linear: FusedLoraLinear})
@@ -70,23 +103,16 @@ def lora_config(settings: LoraSettings) -> LoraConfig:
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """Wrap a meta-device NF4 model with LoRA; only adapters require gradients, in fp32.
 
-    Raises `UserError` if a target name matches no linear layer.
+    Raises `UserError` if a name or pattern of the settings matches no linear layer.
     """
-    check_targets(model, settings)
+    config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
     with torch.device("meta"):
-        peft_model: PeftModel = get_peft_model(model, lora_config(settings), adapter_name=ADAPTER)
+        peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
     for param in trainable_parameters(peft_model).values():
         assert param.dtype == torch.float32, (
             "PEFT gives adapters the fp32 type of the packed weights' view"
         )
     return peft_model
-
-
-def check_targets(model: nn.Module, settings: LoraSettings) -> None:
-    """Raise `UserError` if one of `lora.target_modules` is the name of no quantized linear of `model`."""
-    shapes.check_targets(
-        settings.target_modules, linears=[path.rpartition(".")[2] for path, _ in nf4_linears(model)]
-    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -98,17 +124,23 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def peft_name(name: str) -> str:
     """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
-    start = name.index("base_model.model.")
-    return name[start:].replace(f".{ADAPTER}.", ".")
+    start = name.index(PREFIX)
+    short = name[start:].replace(f".{ADAPTER}.", ".")
+    # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
+    return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
 
 
 @torch.no_grad()
-def init_adapters_(model: nn.Module, *, seed: int) -> None:
+def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number of processes.
 
-    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw.
+    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw. DoRA's
+    magnitudes are the row norms of the NF4 weights in the folder `base`.
     """
+    _init_magnitudes_(model, base)
     for name, param in trainable_parameters(model).items():
+        if name.endswith(".lora_magnitude_vector"):
+            continue
         if ".lora_B." in name:
             local(param).zero_()
             continue
@@ -122,3 +154,17 @@ def init_adapters_(model: nn.Module, *, seed: int) -> None:
         )
         start, stop = local_range(param)
         local(param).copy_(full[start:stop])
+
+
+def _init_magnitudes_(model: nn.Module, base: Path) -> None:
+    """Fill this process's slice of DoRA's magnitudes, if there are any."""
+    with CheckpointReader(base) as reader:
+        for path, layer in model.named_modules():
+            if not isinstance(layer, FusedLoraLinear) or not layer.lora_variant:
+                continue
+            stored = checkpoint_name(path[path.index(PREFIX) + len(PREFIX) :])
+            magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
+            assert isinstance(linear, NF4Linear)
+            start, stop = local_range(magnitude)
+            norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
+            local(magnitude).copy_(norms)

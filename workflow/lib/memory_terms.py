@@ -8,7 +8,7 @@ Which terms meet at one moment, `memory` says.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from workflow.lib.shapes import Linear, ModelShape
@@ -45,6 +45,9 @@ class Setup:
     attention: Attention
     fixed: Mapping[str, int]
     """What the device adds to every phase: `cublas_workspace` (GPU) or `process` (CPU), bytes."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
+    dora: bool = False
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
 
@@ -52,6 +55,10 @@ class Setup:
     def tokens(self) -> int:
         """T: tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapters of the linears of this name."""
+        return self.ranks.get(target, self.rank)
 
     @property
     def shards(self) -> int:
@@ -87,25 +94,34 @@ def gathered_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
     return sum(_rounded(math.ceil(rows / processes) * processes * width) for rows, width in tensors)
 
 
-def lora_parameters(shape: ModelShape, *, rank: int, targets: tuple[str, ...]) -> int:
-    """Elements of all A (r, in_features) and B (out_features, r)."""
-    chosen = [linear for linear in shape.linears if linear.name in targets]
-    return shape.num_layers * rank * sum(x.in_features + x.out_features for x in chosen)
+def lora_parameters(shape: ModelShape, setup: Setup) -> int:
+    """Elements of all A (r, in_features), B (out_features, r) and magnitudes (out_features,)."""
+    tensors = _adapter_tensors(shape, setup)
+    return shape.num_layers * sum(rows * width for rows, width in tensors) // 4
+
+
+def _adapter_tensors(shape: ModelShape, setup: Setup) -> list[Tensor]:
+    """A, B and magnitudes of one decoder layer, fp32."""
+    tensors: list[Tensor] = []
+    for linear in _targets(shape, setup):
+        rank = setup.rank_of(linear.name)
+        tensors += [(rank, 4 * linear.in_features), (linear.out_features, 4 * rank)]
+        tensors += [(linear.out_features, 4)] if setup.dora else []
+    return tensors
+
+
+def _targets(shape: ModelShape, setup: Setup) -> list[Linear]:
+    return [linear for linear in shape.linears if linear.name in setup.targets]
 
 
 def layer_tensors(shape: ModelShape, setup: Setup) -> dict[str, list[Tensor]]:
     """Return the tensors of one decoder layer by term; NF4 data are 1-D float32 views of bytes."""
     scales = [t for linear in shape.linears for t in _scales(linear, setup)]
-    chosen = [linear for linear in shape.linears if linear.name in setup.targets]
     return {
         "nf4_weights": [_view(math.ceil(x.num_weights / 2)) for x in shape.linears],
         "nf4_scales": scales,
         "norms_and_biases": [(n, setup.compute_bytes) for n in shape.layer_vectors],
-        "lora_weights": [
-            tensor
-            for x in chosen
-            for tensor in ((setup.rank, 4 * x.in_features), (x.out_features, 4 * setup.rank))
-        ],
+        "lora_weights": _adapter_tensors(shape, setup),
     }
 
 
@@ -150,7 +166,8 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
 
     Norms keep an fp32 copy of their input (4 T h each). Linears keep their input, which q, k, v share
     and gate, up (2 c T h), and the down projection's (c T f); attention q, k, v, output and
-    log-sum-exp; the feed-forward gate, activation and up (3 c T f); adapters x A^T.
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f); adapters x A^T; DoRA the product before
+    it is scaled.
     """
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -158,7 +175,8 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     kept = 4 * shape.hidden_norms * t * shape.hidden_size
     kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
     kept += 4 * t * (q + k) if shape.qk_norm else 0
-    kept += 3 * c * t * f + c * t * setup.rank * len(setup.targets)
+    kept += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
+    kept += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
     return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
 
 
@@ -167,7 +185,7 @@ def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
     t, c = setup.tokens, setup.compute_bytes
     if not setup.dropout:
         return c * t * (2 * shape.hidden_size + shape.intermediate_size)
-    return 5 * t * sum(x.in_features for x in shape.linears if x.name in setup.targets)
+    return 5 * t * sum(x.in_features for x in _targets(shape, setup))
 
 
 def _kept_scores(shape: ModelShape, setup: Setup) -> int:
@@ -203,14 +221,15 @@ def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes:
     feed_forward = {"layer_workspace": wide * row} if row > weight else product
     heavy = setup.attention == "eager" and scores > sum(feed_forward.values())
     work = {"layer_workspace": scores} if heavy else feed_forward
-    extra = hidden_bytes * t * shape.hidden_size + _dropout_workspace(shape, setup)
+    extra = hidden_bytes * t * shape.hidden_size + _adapter_workspace(shape, setup)
     return work | {"layer_workspace": work["layer_workspace"] + extra}
 
 
-def _dropout_workspace(shape: ModelShape, setup: Setup) -> int:
-    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled."""
-    widest = max(x.out_features for x in shape.linears if x.name in setup.targets)
-    return 8 * setup.tokens * widest if setup.dropout else 0
+def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
+    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled; DoRA one more to scale."""
+    widest = max(x.out_features for x in _targets(shape, setup))
+    plain = 8 * setup.tokens * widest if setup.dropout else 0
+    return plain + (setup.compute_bytes * setup.tokens * widest if setup.dora else 0)
 
 
 def loss_terms(shape: ModelShape, setup: Setup) -> Terms:

@@ -4,6 +4,7 @@ The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> 
 none) -> `materialize_` -> `load_weights_`. No process ever holds more than its own slices and one tensor.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,8 +12,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from workflow.lib.errors import UserError
-from workflow.lib.nf4 import CHECKPOINT_SUFFIX, CODE_SUFFIX, NF4Linear, nf4_linears, read_specs
+from workflow.lib.errors import UserError, setting_error
+from workflow.lib.nf4 import (
+    CHECKPOINT_SUFFIX,
+    CODE_SUFFIX,
+    NESTED_BLOCK_SIZE,
+    NF4Linear,
+    nf4_linears,
+    read_specs,
+)
 from workflow.lib.weights import CheckpointReader
 
 
@@ -210,6 +218,38 @@ def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
             linear.get_buffer(name).copy_(reader.tensor(f"{path}.{suffix}"))
     linear.nested_offset.fill_(linear.spec.offset)
     return read
+
+
+def read_row_norms(
+    linear: NF4Linear, path: str, reader: CheckpointReader, *, start: int, stop: int
+) -> torch.Tensor:
+    """Return the L2 norms (stop - start,) fp32 of rows `start` to `stop` of an NF4 weight, of which only these are read.
+
+    Raises `UserError` on the CPU if a row is not a whole number of blocks (bitsandbytes 0.50 decodes those wrongly).
+    """
+    if start == stop:
+        return torch.empty(0)
+    spec, width = linear.spec, linear.in_features
+    if linear.quant_map.device.type == "cpu" and width % spec.block_size:
+        raise setting_error(
+            "lora.use_dora",
+            True,
+            f"on the CPU bitsandbytes decodes only rows of whole blocks, and {path} has rows of {width} weights in "
+            f"blocks of {spec.block_size}: its lengths would not be those of the weights that are multiplied with",
+            "Set it to false, or train on a GPU",
+        )
+    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and their scales start anew here
+    first = start * width // unit * unit
+    last = min(-(-stop * width // unit) * unit, math.prod(spec.shape))
+    parts = {}
+    for name in spec.sizes:
+        begin, end = spec.part_range(name, start=first, stop=last)
+        data = read_bytes(linear, name, path, reader, start=begin, stop=end)
+        parts[name] = data.to(linear.quant_map.device)
+    weights = linear.dequantize_parts(parts, shape=(last - first,), dtype=torch.float32)
+    rows = weights.view(-1)[start * width - first : stop * width - first].view(stop - start, width)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms
 
 
 def read_bytes(

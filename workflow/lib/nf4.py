@@ -11,7 +11,7 @@ QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absma
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ class NF4Spec:
     def num_blocks(self) -> int:
         """Scales of the weight: one per started block."""
         return math.ceil(math.prod(self.shape) / self.block_size)
+
+    def part_range(self, name: str, *, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes of a part that encode weights `start` to `stop`; `start` begins a nested block."""
+        if name == "weight":
+            return start // 2, math.ceil(stop / 2)
+        nested = name == "nested_absmax"
+        weights = self.block_size * (NESTED_BLOCK_SIZE if nested else 1)  # that share an element
+        size = 1 if self.double_quant and not nested else 4
+        return size * (start // weights), size * math.ceil(stop / weights)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,8 +118,15 @@ class NF4Linear(nn.Linear):
 
         Must be called while the parameters are gathered (inside the FSDP unit's forward or backward).
         """
-        packed = self._bytes("weight").unsqueeze(1)
-        return dequantize_4bit(packed, self._quant_state(dtype))
+        parts = {name: self._bytes(name) for name in self.spec.sizes}
+        return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
+
+    def dequantize_parts(
+        self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start at a whole block."""
+        state = self._quant_state(parts, shape=shape, dtype=dtype)
+        return dequantize_4bit(parts["weight"].unsqueeze(1), state)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; x: (..., in_features)."""
@@ -122,25 +138,26 @@ class NF4Linear(nn.Linear):
         stored: torch.Tensor = getattr(self, name)
         return stored.detach().view(torch.uint8)[: self.spec.sizes[name]]
 
-    def _quant_state(self, dtype: torch.dtype) -> QuantState:
+    def _quant_state(
+        self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QuantState:
         spec = self.spec
         state = {
-            "shape": torch.Size(spec.shape),
+            "shape": torch.Size(shape),
             "code": self.quant_map,
             "blocksize": spec.block_size,
             "quant_type": "nf4",
             "dtype": dtype,
         }
         if not spec.double_quant:
-            return QuantState(absmax=self._bytes("absmax").view(torch.float32), **state)
+            return QuantState(absmax=parts["absmax"].view(torch.float32), **state)
         nested = QuantState(
-            absmax=self._bytes("nested_absmax").view(torch.float32),
+            absmax=parts["nested_absmax"].view(torch.float32),
             code=self.nested_quant_map,
             blocksize=NESTED_BLOCK_SIZE,
             dtype=torch.float32,
         )
-        absmax = self._bytes("absmax")
-        return QuantState(absmax=absmax, state2=nested, offset=self.nested_offset, **state)
+        return QuantState(absmax=parts["absmax"], state2=nested, offset=self.nested_offset, **state)
 
 
 def _byte_parameter(num_bytes: int) -> nn.Parameter:

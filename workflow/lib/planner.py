@@ -4,6 +4,7 @@ Every candidate is predicted in closed form (`memory`), held against the budget,
 fits is taken. Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from workflow.lib import memory
@@ -11,7 +12,8 @@ from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
 from workflow.lib.memory import GIB, Prediction
 from workflow.lib.memory_terms import Attention, Setup
-from workflow.lib.shapes import ModelShape, check_targets
+from workflow.lib.shapes import ModelShape
+from workflow.lib.targets import adapter_ranks
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
@@ -174,7 +176,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
 
     Raises `UserError` if a LoRA target is no linear of the model.
     """
-    targets = check_targets(run.lora.target_modules, linears=[x.name for x in shape.linears])
+    ranks = _largest_ranks(adapter_ranks(run.lora, linears=shape.linear_paths()))
     cuda = machine.device == "cuda"
     dtype = compute_dtype(run.model.compute_dtype, device=machine.device)
     return Setup(
@@ -182,7 +184,9 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         micro_batch_size=1,
         seq_len=run.data.seq_len,
         rank=run.lora.r,
-        targets=targets,
+        targets=tuple(x.name for x in shape.linears if x.name in ranks),
+        ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},
+        dora=run.lora.use_dora,
         dropout=run.lora.dropout > 0,
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
@@ -195,6 +199,15 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
+
+
+def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest rank of any layer by the linear's name: memory is predicted as if all layers had that."""
+    largest: dict[str, int] = {}
+    for path, rank in ranks.items():
+        name = path.rpartition(".")[2]
+        largest[name] = max(rank, largest.get(name, 0))
+    return largest
 
 
 def candidates(

@@ -259,6 +259,6 @@ def document(
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,
             "quantized_parameters": shape.quantized_weights,
-            "trainable_parameters": lora_parameters(shape, rank=setup.rank, targets=setup.targets),
+            "trainable_parameters": lora_parameters(shape, setup),
         },
     }

@@ -54,6 +54,7 @@ _TYPES = {
     "number": "number",
     "boolean": "true or false",
     "array": "list of names",
+    "object": "mapping",
     "string": "text",
     "null": "null",
 }
@@ -64,7 +65,7 @@ _BOUNDS = {
     "maximum": "at most {}",
 }
 # What a key's value shows by itself, so that config.yaml need not say it again.
-_PLAIN = {"text", "text; or null", "true or false", "list of names"}
+_PLAIN = {"text", "text; or null", "true or false", "list of names", "mapping"}
 
 
 def config_yaml(runs: str) -> str:

@@ -80,6 +80,8 @@ def _switches(setup: Setup) -> Iterator[Option]:
         yield "quantize.double_quant = true", replace(setup, double_quant=True)
     if setup.dropout:
         yield "lora.dropout = 0", replace(setup, dropout=False)
+    if setup.dora:
+        yield "lora.use_dora = false", replace(setup, dora=False)
     if setup.activation_checkpointing is not True and setup.activation_checkpointing != 1:
         yield (
             "train.activation_checkpointing = true",

@@ -89,7 +89,7 @@ def build_training_model(
         units = shard_(training, world.mesh, reshard_after_forward=plan["reshard_after_forward"])
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base)
-    init_adapters_(training, seed=config.train.seed)
+    init_adapters_(training, seed=config.train.seed, base=base)
     return TrainingModel(training, units, bytes_read)
 
 

@@ -8,12 +8,12 @@ Nothing here builds a model or knows how many bytes anything takes (`memory` doe
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from workflow.lib.errors import UserError, setting_error
+from workflow.lib.errors import UserError
 from workflow.lib.families import EXPERT_KEYS, FAMILIES, OPTIONAL_BIASES, Family
 from workflow.lib.headers import TensorInfo, read_headers
 
@@ -30,11 +30,16 @@ FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a decoder layer; `name` is the last component of its path."""
+    """One linear of a decoder layer; `path` is its place in the layer (`self_attn.q_proj`)."""
 
-    name: str
+    path: str
     out_features: int
     in_features: int
+
+    @property
+    def name(self) -> str:
+        """Last component of its path."""
+        return self.path.rpartition(".")[2]
 
     @property
     def num_weights(self) -> int:
@@ -66,6 +71,11 @@ class ModelShape:
     """The linears of one decoder layer."""
     layer_vectors: tuple[int, ...]
     """Lengths of the 1-D tensors (norms, biases) of one decoder layer."""
+
+    def linear_paths(self) -> list[str]:
+        """Return the paths of all decoder linears in the model."""
+        layers = range(self.num_layers)
+        return [f"model.layers.{n}.{linear.path}" for n in layers for linear in self.linears]
 
     @property
     def quantized_weights(self) -> int:
@@ -150,7 +160,7 @@ def _shape(
         hidden_norms=family.hidden_norms,
         qk_norm=family.qk_norm,
         source_dtype=source_dtype,
-        linears=tuple(Linear(path.rpartition(".")[2], *shape) for path, shape in linears.items()),
+        linears=tuple(Linear(path, *shape) for path, shape in linears.items()),
         layer_vectors=vectors,
     )
 
@@ -307,24 +317,3 @@ def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, TensorIn
         if inside and not name.endswith("rotary_emb.inv_freq"):
             layers.setdefault(int(parts[2]), {})[parts[3]] = tensor
     return layers
-
-
-def check_targets(
-    target_modules: Iterable[str] | Literal["all-linear"], *, linears: Iterable[str]
-) -> tuple[str, ...]:
-    """Return which of the names `linears` get an adapter, in their order.
-
-    Raises `UserError` if a target is the name of no linear.
-    """
-    names = tuple(dict.fromkeys(linears))
-    if target_modules == "all-linear":
-        return names
-    targets = set(target_modules)
-    for target in sorted(targets - set(names)):
-        raise setting_error(
-            "lora.target_modules",
-            target,
-            f"no linear layer of the model has this name; it has {', '.join(names)}",
-            "Name some of these, or all-linear",
-        )
-    return tuple(name for name in names if name in targets)

@@ -19,7 +19,7 @@ def disk_bytes(
     quantized = sum(
         rows * width for term in ("nf4_weights", "nf4_scales") for rows, width in tensors[term]
     )
-    adapter = 4 * lora_parameters(shape, rank=setup.rank, targets=setup.targets)
+    adapter = 4 * lora_parameters(shape, setup)
     heldout = manifest["splits"]["heldout"]
     rows = int(manifest["splits"]["train"]["packed_rows"])
     return {

@@ -1,10 +1,14 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from workflow.lib.section import Name, Section, Share
+
+Rank = Annotated[int, Field(ge=1, le=1024)]
+Alpha = Annotated[float, Field(gt=0.0, le=65536.0)]
 
 
 class ModelConfig(Section):
@@ -33,19 +37,34 @@ class QuantizeConfig(Section):
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size 64."""
 
 
+def _check_expression(key: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{key}: {expression!r} is no regular expression ({error}). Correct it"
+        ) from None
+
+
 class LoraSettings(Section):
     """The adapter (LoRA, arXiv 2106.09685), as PEFT understands it."""
 
-    r: int = Field(16, ge=1, le=1024)
+    r: Rank = 16
     """Rank of the update."""
-    alpha: float = Field(32.0, gt=0.0, le=65536.0)
+    alpha: Alpha = 32.0
     """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with `use_rslora`)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input, probability. At 0 one fused operation replaces PEFT's own, faster and with less memory."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get an adapter (last component of their path), or `all-linear`."""
+    target_modules: tuple[str, ...] | str = "all-linear"
+    """Which linear layers get an adapter: a list of names (the end of their path: `q_proj`, `self_attn.q_proj`), a regular expression for the whole path (`model.layers.3.self_attn.q_proj`), or `all-linear`."""
+    rank_pattern: dict[str, Rank] = Field({})
+    """Other ranks: a regular expression for the end of a path, and the rank there; the first that matches counts."""
+    alpha_pattern: dict[str, Alpha] = Field({})
+    """Other values of `alpha`, likewise."""
     use_rslora: bool = False
     """Rank-stabilized scale, arXiv 2312.03732."""
+    use_dora: bool = False
+    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353). Slower, and takes more memory."""
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
@@ -53,6 +72,11 @@ class LoraSettings(Section):
             raise ValueError(
                 "target_modules has an empty name or none at all: name at least one linear layer, or all-linear"
             )
+        expressions = {"target_modules": [self.target_modules], "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}  # fmt: skip
+        for key, given in expressions.items():
+            for expression in given:
+                if isinstance(expression, str):
+                    _check_expression(key, expression)
         return self
 
 
