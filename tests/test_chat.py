@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import CHAT_TEMPLATE, ROLES, TEXTS, tiny_tokenizer
@@ -372,6 +372,21 @@ def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> N
     with pytest.raises(RowError) as caught:
         encode(tokenizer, hostile, refusal + CHAT_TEMPLATE)
     assert str(caught.value) == r"refused by the chat template: \x1b[2J\u202e"
+
+
+@pytest.mark.parametrize("sample", [CHAT, "plain text"])
+def test_bos_that_the_tokenizer_adds_by_itself_is_not_doubled(tmp_path: Any, sample: Any) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A <|end|>",
+        special_tokens=[(t, tokenizer.convert_tokens_to_ids(t)) for t in ("<|begin|>", "<|end|>")],
+    )
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert tokenizer("x")["input_ids"][0] == bos
+    ids = encode(tokenizer, sample).ids.tolist()
+    assert ids.count(bos) == 1
+    assert ids[0] == bos
+    assert ids[-2:] != [eos, eos]
 
 
 def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path: Any) -> None:

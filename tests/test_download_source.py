@@ -235,8 +235,12 @@ def test_model_without_safetensors_says_what_was_found(tmp_path: Path) -> None:
     assert "Name a repository with a Transformers model in safetensors files" in message
 
 
-@pytest.mark.parametrize("path", ["../evil.safetensors", "/etc/evil", "a//b", "a\\..\\b"])
-def test_path_that_leaves_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["../evil.safetensors", "/etc/evil", "a//b", "a\\..\\b", "\x1b[2J.json"]
+)
+def test_path_that_leaves_the_folder_or_speaks_to_the_terminal_is_refused(
+    tmp_path: Path, path: str
+) -> None:
     with start_hub({"owner/name": HubRepo(SMALL | {path: b"evil"})}) as endpoint:
         message = refusal(endpoint, tmp_path / "out")
     assert f"lists the unsafe path {path!r}" in message

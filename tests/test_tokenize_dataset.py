@@ -396,6 +396,20 @@ def test_folder_without_tokenizer_stops(stage: Stage) -> None:
         stage.run()
 
 
+def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "unpadded"
+    eos = tiny_tokenizer(stage.tokenizer, pad=False).eos_token_id
+    store = stage.run(packing=False)
+    assert store.manifest["pad_token_origin"] == "eos_token"
+    trained_ends = [
+        np.count_nonzero(ids[mask] == eos)
+        for ids, mask in zip(store.input_ids, store.loss_mask, strict=True)
+    ]
+    assert trained_ends == [1] * NUM_TRAIN
+    assert all(row[-1] == eos for row in store.input_ids)
+    assert not store.loss_mask[:, -1].any()
+
+
 def test_rows_of_several_files_keep_their_file_and_line(stage: Stage) -> None:
     stage.heldout = None
     folder = stage.folder / "parts"

@@ -105,7 +105,8 @@ def list_files(source: Source, *, commit: str) -> list[HubFile]:
         if isinstance(entry, RepoFile)
     ]
     for file in files:
-        if "\\" in file.path or any(part in ("", ".", "..") for part in file.path.split("/")):
+        leaves = "\\" in file.path or any(p in ("", ".", "..") for p in file.path.split("/"))
+        if leaves or not file.path.isprintable():  # it is logged: a terminal would obey escapes
             raise source.error(
                 f"the repository lists the unsafe path {file.path!r}",
                 "Do not use this repository",
