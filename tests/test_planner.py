@@ -26,8 +26,6 @@ from workflow.lib.planner import (
     Machine,
     attention_kind,
     budget,
-    candidates,
-    choose,
     divisors,
     make_setup,
     micro_batch_sizes,
@@ -36,6 +34,7 @@ from workflow.lib.planner import (
 )
 from workflow.lib.preflight import Decision, check_tokens, decide, document
 from workflow.lib.remedies import remedies
+from workflow.lib.search import LEVELS, Candidate, candidates, checkpointing_levels, choose
 from workflow.lib.shapes import ModelShape
 
 llama_8b = llama_shape(
@@ -64,8 +63,15 @@ def message(**arguments: Any) -> str:
     return str(caught.value)
 
 
+def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
+    """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090."""
+    return candidates(
+        llama_8b, setup(), machine(), sizes=[1, 2, 4], levels=levels, rows=4, trained_share=1.0, limits=limits
+    )  # fmt: skip
+
+
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
-    decision = decided(train={"global_batch_size": 48})
+    decision = decided(train={"global_batch_size": 48, "activation_checkpointing": True})
     fitting = [c.micro_batch_size for c in decision.found if c.fits]
     refused = [c.micro_batch_size for c in decision.found if not c.fits]
     assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 24]
@@ -82,7 +88,8 @@ def test_margin_slack_and_context_count() -> None:
 def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
     chosen = [
         decided(
-            hardware={"memory_margin_gib": gib}, train={"global_batch_size": 128}
+            hardware={"memory_margin_gib": gib},
+            train={"global_batch_size": 128, "activation_checkpointing": True},
         ).chosen.micro_batch_size
         for gib in (0.0, 1.0, 4.0, 9.0)
     ]
@@ -92,7 +99,7 @@ def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
 
 def test_fixed_micro_batch_is_respected() -> None:
     decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
-    assert [c.micro_batch_size for c in decision.found] == [2]
+    assert {c.micro_batch_size for c in decision.found} == {2}
 
 
 def test_fixed_micro_batch_that_does_not_divide_lists_the_valid() -> None:
@@ -253,13 +260,12 @@ def test_setup_follows_the_settings() -> None:
     run = run_config(
         lora={"r": 7, "dropout": 0.1, "target_modules": ["v_proj"]},
         quantize={"block_size": 128, "double_quant": False},
-        train={"activation_checkpointing": False},
         hardware={"reshard_after_forward": False},
     )
     found = make_setup(run, llama_8b, machine())
     expected = setup(
         rank=7, dropout=True, targets=("v_proj",), block_size=128, double_quant=False,
-        activation_checkpointing=False, reshard_after_forward=False, accumulates=True,
+        reshard_after_forward=False, accumulates=True,
     )  # fmt: skip
     assert found == expected
 
@@ -275,7 +281,7 @@ def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
 
 def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
     limits = budget(HardwareConfig(), machine())
-    found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)
+    found = searched(limits, levels=[True])
     assert [c.setup.accumulates for c in found] == [True, True, False]
 
 
@@ -307,8 +313,53 @@ def test_replicas_that_do_not_fit_may_become_one() -> None:
 
 def test_smallest_candidate_is_shown_when_none_fits() -> None:
     limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
-    found = candidates(llama_8b, setup(), sizes=[1, 2, 4], rows=4, limits=limits)
-    assert choose(found, device="cuda").micro_batch_size == 1
+    smallest = choose(searched(limits, levels=[*LEVELS]), device="cuda")
+    assert (smallest.micro_batch_size, smallest.recomputation) == (1, "every layer")
+
+
+def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows() -> None:
+    peaks = {}
+    for gib in (10, 16, 24, 40, 96):
+        limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
+        found = searched(limits, levels=[*LEVELS])
+        chosen = choose(found, device="cuda")
+        assert chosen.fits
+        assert chosen.step_s == min(c.step_s for c in found if c.fits)
+        peaks[gib] = (chosen.recomputation, chosen.micro_batch_size)
+    assert peaks[10][0] == "every layer"
+    assert peaks[96] == ("none", 4)
+
+
+def test_more_memory_never_makes_the_plan_slower() -> None:
+    seconds = []
+    for gib in range(10, 100, 4):
+        limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
+        seconds.append(choose(searched(limits, levels=[*LEVELS]), device="cuda").step_s)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize(("wanted", "levels"), [(True, [True]), (False, [False]), (3, [3]), ("auto", [*LEVELS])])  # fmt: skip
+def test_recomputation_that_is_set_is_respected(
+    wanted: bool | int | str, levels: list[bool | int]
+) -> None:
+    assert checkpointing_levels(wanted) == levels
+
+
+def test_gpu_that_no_table_knows_still_gets_a_plan() -> None:
+    on = machine(gpu_names=("NVIDIA Future 9000",) * 2, gpu_bytes=96 * GIB)
+    assert decided(on=on).chosen.recomputation == "none"
+
+
+def test_every_candidate_says_why_it_was_not_chosen() -> None:
+    run = run_config()
+    tokens = manifest(seq_len=2048)
+    decision = decide(run, llama_8b, machine(), tokens, disk_free_bytes=10**12)
+    told = document(decision, run, llama_8b, machine(), tokens)["candidates"]
+    assert [c["why"] for c in told].count("chosen") == 1
+    for candidate in told:
+        assert candidate["why"] == "chosen" or candidate["why"].endswith(
+            "slower" if candidate["fits"] else "GiB too much"
+        )
 
 
 @given(st.integers(1, 100_000))
@@ -333,7 +384,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "shard_size": 2,
         "micro_batch_size": size,
         "accumulation_steps": 10 // size,
-        "activation_checkpointing": True,
+        "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
         "reshard_after_forward": True,
         "gpu_memory_bytes": None,
         "compute_dtype": "bfloat16",

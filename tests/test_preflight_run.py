@@ -77,7 +77,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
         "shard_size": 3,
         "micro_batch_size": 4,
         "accumulation_steps": 1,
-        "activation_checkpointing": True,
+        "activation_checkpointing": False,
         "reshard_after_forward": True,
         "gpu_memory_bytes": None,
         "compute_dtype": "float32",
@@ -101,7 +101,7 @@ def test_run_that_does_not_fit_exits_1_with_the_table_in_the_log(stage: Stage) -
     assert stage.document()["verdict"] == "does_not_fit"
     log = stage.log.read_text()
     assert "saved_activations" in log
-    assert "run demo does not fit: micro-batch 1 needs" in log
+    assert "run demo does not fit: micro-batch 1 (recomputation: every layer) needs" in log
     assert "Any one of these would fit: hardware.cpu_processes = 2 (peak" in log
 
 

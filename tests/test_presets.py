@@ -15,15 +15,14 @@ import yaml
 
 from tests.preflight_examples import llama_shape
 from workflow.lib.config import Config, RunConfig, check_local_paths, is_hub_id, load_config, merge
-from workflow.lib.memory import GIB, MIB
+from workflow.lib.gpus import BY_NAME
+from workflow.lib.memory import GIB
 from workflow.lib.planner import Machine
 from workflow.lib.preflight import Decision, decide
 from workflow.lib.shapes import ModelShape
 
 PRESETS = sorted((Path(__file__).resolve().parents[1] / "workflow" / "presets").glob("*.yaml"))
 
-# What the NVIDIA driver reports, MiB.
-CARDS = {"NVIDIA GeForce RTX 4090": 24564, "NVIDIA H100 80GB HBM3": 81559}
 HOST_BYTES = 128 * GIB
 DISK_BYTES = 2**42
 
@@ -88,7 +87,7 @@ def machine_of(promise: Promise) -> Machine:
         device="cuda",
         processes=promise.num_gpus,
         gpu_names=(promise.card,) * promise.num_gpus,
-        gpu_bytes=CARDS[promise.card] * MIB,
+        gpu_bytes=int(BY_NAME[promise.card].memory_gib * GIB),
         host_bytes=HOST_BYTES,
         flash_attention=False,
     )
@@ -99,7 +98,7 @@ def decided(promise: Promise, run: RunConfig) -> Decision:
     manifest = {
         "seq_len": run.data.seq_len,
         "splits": {
-            "train": {"packed_rows": 10**6 // run.data.seq_len},
+            "train": {"packed_rows": 10**6 // run.data.seq_len, "trained_tokens": 10**6},
             "heldout": {"tokens": 10**5},
         },
     }
@@ -120,7 +119,7 @@ def promised(name: str) -> str:
     peak = chosen.prediction.peak_bytes
     return (
         f"# Predicted for {promise.num_gpus} x {promise.card}, not run there: "
-        f"micro-batch {chosen.micro_batch_size}, {limits.needed_bytes(peak) / GIB:.1f} of "
+        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, {limits.needed_bytes(peak) / GIB:.1f} of "
         f"{limits.capacity_bytes / GIB:.1f} GiB."
     )
 

@@ -76,6 +76,11 @@ def gpu_seconds(work: Work, gpu: GpuModel) -> float:
     return max(busy, work.layer_passes * LAUNCH_S)
 
 
+def cpu_seconds(work: Work) -> float:
+    """Seconds of a micro-batch in one CPU process."""
+    return (work.product_flops + work.attention_flops) / CPU_FLOPS
+
+
 def estimate(
     work: Work,
     *,
@@ -99,7 +104,7 @@ def estimate(
         micro_s = max(gpu_seconds(work, BY_NAME[name]) for name in gpu_names)
         basis = f"uncalibrated roofline for {', '.join(sorted(set(gpu_names)))}; constants measured on H200"
     else:
-        micro_s = (work.product_flops + work.attention_flops) / CPU_FLOPS
+        micro_s = cpu_seconds(work)
         basis = f"rough: {CPU_FLOPS / 1e9:.0f} GFLOP/s per CPU process, measured on one machine"
     step_s = micro_s * accumulation_steps
     total_h = step_s * num_steps / 3600

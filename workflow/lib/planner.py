@@ -1,22 +1,19 @@
-"""From settings, shapes and a machine to a plan that fits: processes, micro-batch size, and the verdict.
+"""From settings, shapes and a machine to what a plan is searched among (`search`): setup, sizes, and the budget.
 
-Every candidate is predicted in closed form (`memory`), held against the budget, and the largest one that
-fits is taken. Nothing here reads a file or asks the machine: the caller passes `Machine`.
+Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workflow.lib import memory
 from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
-from workflow.lib.memory import GIB, Prediction
+from workflow.lib.memory import GIB
 from workflow.lib.memory_terms import Attention, Setup
 from workflow.lib.shapes import ModelShape
 from workflow.lib.targets import adapter_ranks
 
-# Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
-LARGEST_CPU_MICRO_BATCH = 8
 # Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB after
 # the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL included.
 CPU_PROCESS_BYTES = int(0.7 * GIB)
@@ -59,16 +56,6 @@ class Budget:
     def holds(self, peak_bytes: int) -> bool:
         """Whether a predicted peak fits."""
         return self.needed_bytes(peak_bytes) <= self.capacity_bytes
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A micro-batch size and what it takes."""
-
-    micro_batch_size: int
-    setup: Setup
-    prediction: Prediction
-    fits: bool
 
 
 def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
@@ -172,7 +159,7 @@ def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) ->
 
 
 def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
-    """Translate settings into what the bytes depend on, for a micro-batch of one row.
+    """Translate settings into what the bytes depend on, for a micro-batch of one row with recomputation.
 
     Raises `UserError` if a LoRA target is no linear of the model.
     """
@@ -190,7 +177,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         dropout=run.lora.dropout > 0,
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
-        activation_checkpointing=run.train.activation_checkpointing,
+        activation_checkpointing=True,
         reshard_after_forward=run.hardware.reshard_after_forward,
         accumulates=True,
         compute_bytes=2 if dtype == "bfloat16" else 4,
@@ -210,33 +197,12 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
     return largest
 
 
-def candidates(
-    shape: ModelShape, setup: Setup, *, sizes: list[int], rows: int, limits: Budget
-) -> list[Candidate]:
-    """Predict every micro-batch size for `rows` rows per process and step."""
-    found = []
-    for size in sizes:
-        sized = replace(setup, micro_batch_size=size, accumulates=size < rows)
-        prediction = memory.predict(shape, sized)
-        found.append(Candidate(size, sized, prediction, limits.holds(prediction.peak_bytes)))
-    return found
-
-
-def choose(found: list[Candidate], *, device: str) -> Candidate:
-    """Return the largest candidate that fits (on the CPU: of at most 8 rows); the smallest one if none does."""
-    fitting = [candidate for candidate in found if candidate.fits]
-    if not fitting:
-        return found[0]
-    small = [c for c in fitting if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
-    return (small or fitting)[-1] if device == "cpu" else fitting[-1]
-
-
-def host_bytes(shape: ModelShape, chosen: Candidate, machine: Machine) -> int:
-    """Return the host memory of all processes together at the peak.
+def host_bytes(shape: ModelShape, machine: Machine, *, peak_bytes: int) -> int:
+    """Return the host memory of all processes together at the peak, for a predicted peak of each.
 
     With GPUs: each process itself, and its slice of the largest tensor while the weights are loaded.
     """
     if machine.device == "cpu":
-        return machine.processes * chosen.prediction.peak_bytes
+        return machine.processes * peak_bytes
     largest = shape.vocab_size * shape.hidden_size * shape.source_bytes
     return machine.processes * GPU_PROCESS_BYTES + largest

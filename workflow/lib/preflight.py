@@ -14,11 +14,8 @@ from workflow.lib.memory import EXPLANATIONS, GIB
 from workflow.lib.memory_terms import lora_parameters
 from workflow.lib.planner import (
     Budget,
-    Candidate,
     Machine,
     budget,
-    candidates,
-    choose,
     compute_dtype,
     host_bytes,
     make_setup,
@@ -27,6 +24,7 @@ from workflow.lib.planner import (
 )
 from workflow.lib.remedies import remedies
 from workflow.lib.schedule import total_steps
+from workflow.lib.search import Candidate, candidates, checkpointing_levels, choose, explain
 from workflow.lib.shapes import ModelShape
 from workflow.lib.storage import disk_bytes
 
@@ -116,7 +114,7 @@ def decide(
     *,
     disk_free_bytes: int | None,
 ) -> Decision:
-    """Choose the micro-batch size and say whether the run fits GPU (or host) memory and disk.
+    """Choose micro-batch size and recomputation and say whether the run fits GPU (or host) memory and disk.
 
     `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot work with this
     model or machine, whatever its memory.
@@ -125,9 +123,18 @@ def decide(
     rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
     sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
     setup = make_setup(run, shape, machine)
-    found = candidates(shape, setup, sizes=sizes, rows=rows, limits=limits)
+    found = candidates(
+        shape,
+        setup,
+        machine,
+        sizes=sizes,
+        levels=checkpointing_levels(run.train.activation_checkpointing),
+        rows=rows,
+        trained_share=trained_share(manifest),
+        limits=limits,
+    )
     chosen = choose(found, device=machine.device)
-    host = host_bytes(shape, chosen, machine)
+    host = host_bytes(shape, machine, peak_bytes=chosen.prediction.peak_bytes)
     disk = disk_bytes(shape, chosen.setup, manifest, keep_checkpoints=run.train.keep_checkpoints)
     lack = _memory_lack(run, shape, machine, chosen, limits)
     lack = lack or _host_lack(host, limits, machine)
@@ -145,11 +152,17 @@ def decide(
     )
 
 
+def trained_share(manifest: Mapping[str, Any]) -> float:
+    """Return the share of the training rows' tokens that reach the loss."""
+    train = manifest["splits"]["train"]
+    return float(min(1.0, train["trained_tokens"] / (train["packed_rows"] * manifest["seq_len"])))
+
+
 def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     needed = limits.needed_bytes(chosen.prediction.peak_bytes)
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     return (
-        f"micro-batch {chosen.micro_batch_size} needs {needed / GIB:.2f} of "
+        f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs {needed / GIB:.2f} of "
         f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {chosen.prediction.peak_phase})"
     )
 
@@ -206,7 +219,6 @@ def document(
     train = manifest["splits"]["train"]
     num_steps = total_steps(run.train, num_rows=train["packed_rows"])
     accumulation = decision.rows // chosen.micro_batch_size
-    share = min(1.0, train["trained_tokens"] / (train["packed_rows"] * manifest["seq_len"]))
     enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
     return {
         "verdict": "fits" if decision.fits else "does_not_fit",
@@ -240,7 +252,7 @@ def document(
         "disk_bytes": decision.disk_bytes,
         "disk_free_bytes": decision.disk_free_bytes,
         "time": duration.estimate(
-            duration.micro_batch_work(shape, setup, trained_share=share),
+            duration.micro_batch_work(shape, setup, trained_share=trained_share(manifest)),
             gpu_names=machine.gpu_names,
             tokens=setup.tokens,
             accumulation_steps=accumulation,
@@ -250,8 +262,12 @@ def document(
         "candidates": [
             {
                 "micro_batch_size": candidate.micro_batch_size,
+                "activation_checkpointing": candidate.setup.activation_checkpointing,
+                "recomputation": candidate.recomputation,
                 "peak_bytes": candidate.prediction.peak_bytes,
+                "relative_time": candidate.step_s / chosen.step_s,
                 "fits": candidate.fits,
+                "why": explain(candidate, chosen),
             }
             for candidate in decision.found
         ],

@@ -7,14 +7,17 @@ from rich.console import Console
 from rich.table import Table
 
 from workflow.lib.memory import GIB, MIB
+from workflow.lib.search import VERDICTS_OF_CHOSEN
 
 WIDTH = 100  # columns
+FASTER_PLANS, SLOWER_PLANS = 6, 3  # lines of the table of plans on either side of the chosen one
 
 
 def render(document: dict[str, Any], *, run: str) -> str:
     """Return the tables of a preflight document as plain text."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
     console.print(_terms(document, run=run))
+    console.print(_plans(document))
     console.print(_facts(document))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
@@ -42,6 +45,24 @@ def _terms(document: dict[str, Any], *, run: str) -> Table:
     return table
 
 
+def _plans(document: dict[str, Any]) -> Table:
+    """The chosen plan between the nearest that would be faster and the next that are slower."""
+    ordered = sorted(document["candidates"], key=lambda c: (c["relative_time"], c["peak_bytes"]))
+    place = next(i for i, c in enumerate(ordered) if c["why"] in VERDICTS_OF_CHOSEN)
+    shown = ordered[max(0, place - FASTER_PLANS) : place + 1 + SLOWER_PLANS]
+    table = Table(title=f"plans: {len(shown)} of {len(ordered)}", title_justify="left")
+    table.add_column("micro-batch", justify="right")
+    table.add_column("recomputation")
+    table.add_column("peak", justify="right")
+    table.add_column("time of a step", justify="right")
+    table.add_column("")
+    for plan in shown:
+        relative = f"{100 * plan['relative_time']:.1f}%"
+        size, peak = str(plan["micro_batch_size"]), _size(plan["peak_bytes"])
+        table.add_row(size, plan["recomputation"], peak, relative, plan["why"])
+    return table
+
+
 def _facts(document: dict[str, Any]) -> Table:
     """Everything else, a line each."""
     plan, time = document["plan"], document["time"]
@@ -54,8 +75,6 @@ def _facts(document: dict[str, Any]) -> Table:
     )
     phases = document["phases"].items()
     table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
-    sizes = (f"{c['micro_batch_size']}: {_size(c['peak_bytes'])}" for c in document["candidates"])
-    table.add_row("micro-batches", ", ".join(sizes))
     host = _size(document["host_bytes"])
     if document["host_capacity_bytes"] is not None:
         host += f" of {_size(document['host_capacity_bytes'])}"

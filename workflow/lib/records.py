@@ -142,9 +142,12 @@ class Estimate(Record):
 
 
 class Candidate(Record):
-    """A micro-batch size that preflight tried."""
+    """A plan that preflight tried; `relative_time` is that of a step, 1 for the chosen one."""
 
     micro_batch_size: int
+    recomputation: str
+    relative_time: float
+    why: str
     peak_bytes: int
     fits: bool
 

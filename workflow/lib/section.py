@@ -1,7 +1,7 @@
 """What every section of the settings shares: its model, and the types that several sections use."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -59,8 +59,10 @@ class Section(BaseModel):
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("true_for_number", "must be a number, not true or false")
-        if bool in kinds and isinstance(value, str) and kinds & {int, float}:
-            raise PydanticCustomError("bool_or_number", "must be true, false or a number")
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if bool in kinds and isinstance(value, str) and kinds & {int, float} and value not in words:
+            allowed = ", ".join(["must be true", "false", *words]) + " or a number"
+            raise PydanticCustomError("bool_or_number", allowed)
         if bool in kinds and not isinstance(value, bool | None) and not kinds & {int, float}:
             raise PydanticCustomError("bool_type", "must be true or false")
         return value

@@ -92,7 +92,7 @@ class TrainConfig(Section):
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Rows per process and forward pass; `auto` = the largest that preflight fits. A divisor of the rows per process."""
+    """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that fits. A divisor of the rows per process."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -111,8 +111,8 @@ class TrainConfig(Section):
     """AdamW denominator term."""
     max_grad_norm: float | None = Field(1.0, gt=0.0)
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
-    activation_checkpointing: bool | int = True
-    """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer. Does not change the result."""
+    activation_checkpointing: bool | int | Literal["auto"] = "auto"
+    """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not change the result."""
     checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
     """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can be. Does not change the result."""
     checkpoint_every_minutes: float | None = Field(20.0, gt=0.0, le=100_000.0)
@@ -141,7 +141,8 @@ class TrainConfig(Section):
                 f"micro_batch_size = {self.micro_batch_size}: must be between 1 and "
                 f"global_batch_size = {self.global_batch_size}. Lower it, or set auto"
             )
-        if self.activation_checkpointing < 1 and self.activation_checkpointing is not False:
+        level = self.activation_checkpointing
+        if level != "auto" and level < 1 and level is not False:
             raise ValueError(
                 f"activation_checkpointing = {self.activation_checkpointing}: a number of layers must be at least 1. "
                 "Set it to false to recompute none"
