@@ -1,8 +1,13 @@
 """The stage from end to end: files in, tokens folder out, every row accounted for, mistakes explained."""
 
+import contextlib
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,11 @@ import pytest
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts import file_sha256, read_jsonl
 from workflow.lib.config import DataConfig
+from workflow.lib.corpus import FEW_CHUNKS
 from workflow.lib.errors import UserError
 from workflow.lib.tokens import ARRAYS, TokenStore
 from workflow.scripts.command import stage_parser
-from workflow.scripts.tokenize_dataset import main
+from workflow.scripts.tokenize_dataset import main, make_splits
 
 SEQ_LEN = 61  # prime
 NUM_TRAIN, NUM_HELDOUT = 53, 7
@@ -54,21 +60,25 @@ class Stage:
         )
         self.output = folder / "tokens"
         self.rejects = folder / "tokens.rejects.jsonl"
+        self.processes = 1
 
     def config(self, **settings: Any) -> dict[str, Any]:
         heldout = None if self.heldout is None else str(self.heldout)
         names = {"train": str(self.train), "heldout": heldout, "seq_len": SEQ_LEN}
+        names["near_duplicates"] = "keep"  # these rows are all alike
         return {"data": DataConfig.model_validate(names | settings).model_dump(mode="json")}
 
     def run(self, **settings: Any) -> TokenStore:
         parser = stage_parser("")
         for option in ("dataset", "tokenizer", "output"):
             parser.add_argument(f"--{option}", type=Path, default=Path())
+        parser.add_argument("--processes", type=int)
         main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
         return TokenStore.open(self.output)
 
     def options(self) -> list[str]:
-        return ["--tokenizer", str(self.tokenizer), "--output", str(self.output)]
+        folders = ["--tokenizer", str(self.tokenizer), "--output", str(self.output)]
+        return [*folders, "--processes", str(self.processes)]
 
 
 @pytest.fixture
@@ -261,6 +271,25 @@ def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage: Stage) -> 
     assert store.manifest["splits"]["train"]["rows_dropped"] == 1
 
 
+def test_overlong_row_that_is_split_becomes_several_documents(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG, LONG_PROMPT])
+    store = stage.run(overlong="split")
+    full = expected_ids(stage, LONG)
+    pieces = [tuple(full[start : start + SEQ_LEN]) for start in range(0, len(full), SEQ_LEN)]
+    assert len(pieces) > 2
+    assert set(pieces) <= documents_of(store).keys()
+    whole, prompt = read_jsonl(stage.output / "truncated.jsonl")
+    assert (whole["tokens"], whole["documents"], whole["kept"]) == (
+        len(full),
+        len(pieces),
+        len(full),
+    )
+    assert prompt["documents"] == 1  # what comes before the answer trains nothing
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_kept"], train["truncated"]) == (NUM_TRAIN + 2, 2)
+    assert train["documents"] == NUM_TRAIN + len(pieces) + 1
+
+
 def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage: Stage) -> None:
     save_rows(stage.train, [*rows(NUM_TRAIN), LONG_PROMPT])
     store = stage.run(max_rejected_share=0.0)
@@ -301,6 +330,48 @@ def test_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
     assert first["row"] == NUM_HELDOUT + 1
     assert first["reason"] == "duplicate of a training row"
     assert "Question 0?" in first["preview"]
+
+
+STORY = (
+    "In a village by the sea there lived an old fisherman who mended nets every evening while his "
+    "daughter read him letters from far away, and nobody knew who had written them or why."
+)
+STRANGER = "Matrices that are symmetric have real eigenvalues and orthogonal eigenvectors, always."
+
+
+def stories(stage: Stage) -> None:
+    """Save one training row that a held-out row nearly repeats, among rows that nothing repeats."""
+    assert stage.heldout is not None
+    save_rows(stage.train, [*rows(NUM_TRAIN), {"prompt": "Tell.", "completion": STORY}])
+    changed = STORY.replace("old fisherman", "OLD, tired fisherman")
+    pairs = [("Tell.", changed), ("Explain.", STRANGER)]
+    save_rows(stage.heldout, [{"prompt": p, "completion": c} for p, c in pairs])
+
+
+def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
+    stories(stage)
+    store = stage.run(near_duplicates="remove", seq_len=256)
+    assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (1, 1)
+    (line,) = read_jsonl(stage.output / "rejects.jsonl")
+    assert line["row"] == 1
+    assert f"row {NUM_TRAIN + 1} of {stage.train}" in line["reason"]
+    assert store.manifest["dropped_by_reason"] == {"near-duplicate of a training row": 1}
+
+
+def test_near_duplicates_can_be_refused_or_kept(stage: Stage) -> None:
+    stories(stage)
+    with pytest.raises(
+        UserError, match=r"data\.near_duplicates = 'refuse': 1 held-out rows .*\n  row 1: "
+    ):
+        stage.run(near_duplicates="refuse", seq_len=256)
+    store = stage.run(near_duplicates="keep", seq_len=256)
+    assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (2, 1)
+
+
+def test_threshold_decides_what_is_a_near_duplicate(stage: Stage) -> None:
+    stories(stage)
+    settings = {"near_duplicates": "remove", "near_duplicate_threshold": 0.95, "seq_len": 256}
+    assert stage.run(**settings).num_heldout_documents == 2
 
 
 def test_duplicates_are_counted_and_kept(stage: Stage) -> None:
@@ -452,11 +523,140 @@ def test_sources_of_different_formats_are_trained_together(stage: Stage) -> None
     assert store.manifest["splits"]["train"]["documents"] == NUM_TRAIN + 1
 
 
-def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
+def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    manifest = stage.run().manifest
+    train = manifest["splits"]["train"]
+    histogram, full = train["length_histogram"], len(expected_ids(stage, LONG))
+    assert sum(histogram["counts"]) == NUM_TRAIN + 1
+    assert (histogram["edges"][-2:], histogram["counts"][-1]) == ([SEQ_LEN + 1, full + 1], 1)
+    assert len(histogram["edges"]) == len(histogram["counts"]) + 1
+    assert train["longest"][0] == {"file": str(stage.train), "row": NUM_TRAIN + 1, "tokens": full}
+    first, second = manifest["sources"]
+    assert (first["tokens"], first["trained_tokens"]) == (train["tokens"], train["trained_tokens"])
+    assert (first["token_share"], second["token_share"], second["split"]) == (1.0, 1.0, "heldout")
+
+
+def many_files(stage: Stage) -> str:
+    """Save more chunks than one process encodes alone; return their glob."""
+    for number in range(2 * FEW_CHUNKS):
+        save_rows(stage.folder / f"part{number:02d}.jsonl", [*rows(5, start=5 * number), "{broken"])
+    return str(stage.folder / "part*.jsonl")
+
+
+def digests(stage: Stage) -> dict[str, str]:
+    """The digests of what the stage wrote, provenance aside."""
+    return {path.name: file_sha256(path) for path in stage.output.glob("*.[nj]*[yl]")}
+
+
+def test_any_number_of_processes_writes_the_same_bytes(stage: Stage) -> None:
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    written = []
+    for processes in (1, 3):
+        stage.processes = processes
+        stage.run(**settings)
+        written.append(digests(stage))
+    assert len(written[0]) == len(ARRAYS) + 2
+    assert written[0] == written[1]
+
+
+def test_killed_run_goes_on_without_encoding_finished_shards_again(stage: Stage) -> None:
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    stage.run(**settings)
+    undisturbed = digests(stage)
+    shutil.rmtree(stage.output)
+
+    stage.processes = 2
+    work = stage.folder / f".{stage.output.name}.work"
+    killed = subprocess.Popen(command_line(stage, **settings), stderr=subprocess.DEVNULL)
+    while len(list(work.glob("*/*.facts.json"))) < FEW_CHUNKS and killed.poll() is None:
+        time.sleep(0.001)
+    workers = children(killed.pid)
+    killed.kill()
+    killed.wait()
+    wait_until(lambda: not any(alive(pid) for pid in workers))  # no orphan goes on writing
+    finished = {path: path.stat().st_mtime_ns for path in work.glob("*/*.facts.json")}
+    assert finished
+    assert not stage.output.exists()
+
+    again = resumed_times(stage, settings, finished)
+    assert again == finished
+    assert digests(stage) == undisturbed
+    assert not work.exists()
+
+
+def resumed_times(
+    stage: Stage, settings: dict[str, Any], finished: dict[Path, int]
+) -> dict[Path, int]:
+    """Run to the end; return when the shards in `finished` were last written, seen before they go."""
+    seen: dict[Path, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "workflow.scripts.tokenize_dataset.make_splits",
+            lambda *args, **kwargs: (
+                seen.update({path: path.stat().st_mtime_ns for path in finished})
+                or make_splits(*args, **kwargs)
+            ),
+        )
+        stage.run(**settings)
+    return seen
+
+
+def test_parts_of_other_data_are_not_taken_up(stage: Stage) -> None:
+    stale = stage.folder / f".{stage.output.name}.work" / "0123456789ab"
+    stale.mkdir(parents=True)
+    (stale / "train-00000-0000000.facts.json").write_text("{}")
+    assert len(documents_of(stage.run())) == NUM_TRAIN
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_leaves_no_process_behind(stage: Stage, stop: signal.Signals) -> None:
+    stage.processes = 2
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    run = subprocess.Popen(command_line(stage, **settings), stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(children(run.pid)) >= 3 or run.poll() is not None)
+    family = children(run.pid)
+    run.send_signal(stop)
+    assert run.wait(60) != 0 or not family
+    wait_until(lambda: not any(alive(pid) for pid in family))
+
+
+def children(pid: int) -> list[int]:
+    """All processes below `pid`, by /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = path.read_text()
+            parents[int(path.parent.name)] = int(text.rsplit(")", 1)[1].split()[1])
+    found = [pid]
+    for number in found:
+        found += [child for child, parent in parents.items() if parent == number]
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def command_line(stage: Stage, **settings: Any) -> list[str]:
     module = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
     options = ["--config", json.dumps(stage.config(**settings)), *stage.options()]
-    log = ["--log", str(stage.folder / "log" / "tokenize.log")]
-    return subprocess.run([*module, *options, *log], capture_output=True, text=True, check=False)
+    return [*module, *options, "--log", str(stage.folder / "log" / "tokenize.log")]
+
+
+def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
+    line = command_line(stage, **settings)
+    return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
 def test_command_logs_the_derived_facts(stage: Stage) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from workflow.lib.errors import UserError
 from workflow.lib.packing import Packing
-from workflow.lib.tokens import FORMAT_VERSION, TokenStore, write_heldout, write_train
+from workflow.lib.tokens import FORMAT_VERSION, TokenStore, Window, write_heldout, write_train
 
 SEQ_LEN = 7
 PAD = 9
@@ -32,10 +32,21 @@ HELDOUT = [document(40, 41, trained=1), document(50, 51, 52, trained=2)]
 PACKING = Packing(documents=np.array([2, 1, 0]), offsets=np.array([0, 2, 3]))
 
 
+def window(documents: list[tuple[np.ndarray, np.ndarray]], packing: Packing) -> Window:
+    lengths = np.array([len(ids) for ids, _ in documents])
+    return Window(
+        ids=np.concatenate([ids for ids, _ in documents]),
+        mask=np.concatenate([mask for _, mask in documents]),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        packing=packing,
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_train(tmp_path, TRAIN, packing=PACKING, seq_len=SEQ_LEN, pad_token_id=PAD)
-    write_heldout(tmp_path, HELDOUT)
+    write_train(tmp_path, [window(TRAIN, PACKING)], seq_len=SEQ_LEN, pad_token_id=PAD)
+    write_heldout(tmp_path, [(ids, mask, np.array([len(ids)])) for ids, mask in HELDOUT])
     save_manifest(tmp_path)
     return tmp_path
 
@@ -98,7 +109,19 @@ def test_document_whose_first_token_is_a_target_is_refused(tmp_path: Path) -> No
     wrong = [document(1, 2, trained=2)]
     packing = Packing(documents=np.array([0]), offsets=np.array([0, 1]))
     with pytest.raises(AssertionError, match="first token"):
-        write_train(tmp_path, wrong, packing=packing, seq_len=SEQ_LEN, pad_token_id=PAD)
+        write_train(tmp_path, [window(wrong, packing)], seq_len=SEQ_LEN, pad_token_id=PAD)
+
+
+def test_windows_and_blocks_are_written_behind_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workflow.lib.tokens.BLOCK_TOKENS", SEQ_LEN)  # one row at a time
+    windows = [window(TRAIN, PACKING)] * 3
+    assert write_train(tmp_path, windows, seq_len=SEQ_LEN, pad_token_id=PAD) == 6
+    ids = np.load(tmp_path / "train.input_ids.npy")
+    assert (ids[:2] == ids[2:4]).all()
+    assert (ids[:2] == ids[4:]).all()
+    assert ids[1].tolist() == [10, 11, 12, PAD, PAD, PAD, PAD]
 
 
 def cut(path: Path) -> None:

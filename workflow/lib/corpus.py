@@ -1,34 +1,64 @@
-"""The files of a split to documents: every row is encoded or dropped with a reason, and counted either way.
+"""The files of a split to shards: every row is encoded or dropped with a reason, and counted either way.
 
-A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop the run. A row that
-is only too long is dropped or cut as `data.overlong` says, and stops nothing.
+One process reads the files and hands out chunks of bytes, all others parse and encode them into shards of the
+work folder. A chunk whose shard is finished there is passed over, so a killed run loses what was
+in work and no more. A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop the
+run. A row that is only too long is dropped or cut as `data.overlong` says, and stops nothing.
 """
 
+import logging
 import sys
+import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from workflow.lib.chat import Encoded
+from workflow.lib.artifacts import file_sha256
+from workflow.lib.chat import Encoded, SampleEncoder
+from workflow.lib.chunks import Chunk
 from workflow.lib.config import DataConfig
-from workflow.lib.dataset import read_rows
-from workflow.lib.documents import Documents
+from workflow.lib.data_config import DataColumns, Format
+from workflow.lib.dataset import read_chunks
+from workflow.lib.encoded_shards import Shard, ShardFacts, encode_rows, is_finished, read_facts
 from workflow.lib.errors import setting_error
 from workflow.lib.listing import Listing
-from workflow.lib.messages import RowError
-from workflow.lib.rows import BrokenRow, Row
-from workflow.lib.sources import Source, SourceFile
+from workflow.lib.rows import Row
+from workflow.lib.samples import to_sample
+from workflow.lib.sources import Source
+from workflow.lib.tokenizer import load_tokenizer
+from workflow.lib.workers import map_in_order
+
+logger = logging.getLogger("workflow")
 
 FIRST_REASONS = 5  # unusable rows that an error message quotes
+FEW_CHUNKS = 8  # about 8,000 rows, or 32 MiB: a few seconds, as long as processes take to start
+LOG_SECONDS = 60  # between two lines of progress in the log
 
 
-class TooLongError(RowError):
-    """A usable row that does not fit into `seq_len`."""
+@dataclass(frozen=True)
+class Encoding:
+    """What a process needs to encode rows; formats and columns by number of the source."""
+
+    tokenizer: Path
+    chat_template: str | None
+    formats: tuple[Format, ...]
+    columns: tuple[DataColumns, ...]
+    settings: DataConfig
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """A chunk of a source to be encoded to the shard at `stem`; None where that is finished."""
+
+    source: int
+    chunk: Chunk | None
+    stem: Path
 
 
 @dataclass
@@ -38,102 +68,149 @@ class FileRows:
     source: int
     path: Path
     file: str
+    sha256: str
     rows_read: int = 0
     unusable: int = 0
     first_reasons: list[str] = field(default_factory=list)
     special_texts: int = 0
-    """Documents whose text spells a special token, which was encoded as ordinary text."""
+    """Rows whose text spells a special token, which was encoded as ordinary text."""
+
+    def add(self, facts: ShardFacts) -> None:
+        """Count the rows of one shard."""
+        self.rows_read += facts.rows_read
+        self.special_texts += facts.special_texts
+        self.unusable += facts.unusable
+        room = FIRST_REASONS - len(self.first_reasons)
+        self.first_reasons += [f"row {r['row']}: {r['reason']}" for r in facts.rejects[:room]]
 
 
 @dataclass
 class Corpus:
-    """What became of the files of one split: its documents, and the numbers of its dropped rows among all read."""
+    """What became of the files of one split: shards in the order of sources, files and rows."""
 
-    sources: list[Source]
-    files: list[FileRows] = field(default_factory=list)
+    sources: Sequence[Source]
+    files: list[FileRows]
+    shards: list[Shard] = field(default_factory=list)
     rows_read: int = 0
-    documents: Documents = field(default_factory=Documents)
-    dropped: "array[int]" = field(default_factory=lambda: array("q"))
 
-    @property
-    def source_of_documents(self) -> npt.NDArray[np.int64]:
-        """Number of the source that each document came from, shape (documents,)."""
-        return np.array([file.source for file in self.files], dtype=np.int64)[self.documents.files]
-
-
-def read_corpus(
-    encoders: Mapping[Source, Callable[[Row], Encoded]],
-    *,
-    setting: str,
-    settings: DataConfig,
-    listing: Listing,
-) -> Corpus:
-    """Encode every row of the sources, each by its own encoder; `setting` is their key for messages."""
-    corpus = Corpus(sources=list(encoders))
-    for number, (source, encode) in enumerate(encoders.items()):
-        for file in source.files:
-            corpus.files.append(FileRows(source=number, path=file.path, file=file.file))
-            _read_file(corpus, file, setting, settings, encode, listing)
-    assert corpus.rows_read == len(corpus.documents) + len(corpus.dropped)
-    return corpus
+    def add(self, stem: Path, file: int) -> ShardFacts:
+        """Append the finished shard at `stem` of file number `file`."""
+        facts = read_facts(stem)
+        shard = Shard(stem, file, self.rows_read, facts.rows_read, facts.documents, facts.tokens)
+        self.shards.append(shard)
+        self.files[file].add(facts)
+        self.rows_read += facts.rows_read
+        return facts
 
 
-def _read_file(
-    corpus: Corpus,
-    file: SourceFile,
-    setting: str,
-    settings: DataConfig,
-    encode: Callable[[Row], Encoded],
-    listing: Listing,
+def open_corpora(splits: Mapping[str, Sequence[Source]]) -> dict[str, Corpus]:
+    """Return the corpus of each split, no row read yet, its files hashed."""
+    return {
+        split: Corpus(
+            sources=sources,
+            files=[
+                FileRows(number, file.path, file.file, file_sha256(file.path))
+                for number, source in enumerate(sources)
+                for file in source.files
+            ],
+        )
+        for split, sources in splits.items()
+    }
+
+
+def encode_corpus(
+    corpus: Corpus, *, split: str, encoding: Encoding, work: Path, processes: int
 ) -> None:
-    rows = read_rows(file.path, setting=setting, file_type=file.file_type)
-    for row in tqdm(rows, desc=file.file, unit="row", disable=None, file=sys.stderr):
-        corpus.rows_read += 1
-        corpus.files[-1].rows_read += 1
-        try:
-            _keep(corpus, row, settings, encode, listing)
-        except RowError as error:
-            _drop(corpus, row, error, listing)
-
-
-def _keep(
-    corpus: Corpus,
-    row: Row | BrokenRow,
-    settings: DataConfig,
-    encode: Callable[[Row], Encoded],
-    listing: Listing,
-) -> None:
-    """Add a row's document, cut if need be. Raises `RowError` if there is none."""
-    if isinstance(row, BrokenRow):
-        raise RowError(row.reason)
-    encoded = encode(row)
-    ids, mask, length = encoded.ids, encoded.mask, len(encoded.ids)
-    if length > settings.seq_len:
-        if settings.overlong == "drop":
-            raise TooLongError(f"overlong: {length} tokens, seq_len is {settings.seq_len}")
-        ids, mask = ids[: settings.seq_len], mask[: settings.seq_len]
-        if not mask.any():
-            raise TooLongError(f"no trained token within seq_len: {length} tokens in all")
-        listing.cut(file=corpus.files[-1].file, row=row.number, tokens=length)
-    corpus.documents.append(
-        ids,
-        mask,
-        file=len(corpus.files) - 1,
-        row=row.number,
-        ordinal=corpus.rows_read - 1,
-        full_length=length,
+    """Encode every row of a split's files into shards of the folder `work`."""
+    stems: dict[Path, int] = {}
+    tasks = _tasks(corpus, split, work, stems)
+    done = map_in_order(
+        tasks,
+        prepare=partial(make_encoder, encoding),
+        processes=processes,
+        alone=FEW_CHUNKS,
+        preload=[__name__],
     )
-    corpus.files[-1].special_texts += encoded.held_special_text
+    with Progress(f"data.{split}") as progress:
+        for stem in done:
+            progress.add(corpus.add(stem, stems.pop(stem)).rows_read)
 
 
-def _drop(corpus: Corpus, row: Row | BrokenRow, error: RowError, listing: Listing) -> None:
-    file = corpus.files[-1]
-    corpus.dropped.append(corpus.rows_read - 1)
-    listing.drop(file=file.file, row=row.number, reason=str(error), preview=row.preview)
-    if not isinstance(error, TooLongError):
-        file.unusable += 1
-        if len(file.first_reasons) < FIRST_REASONS:
-            file.first_reasons.append(f"row {row.number}: {error}")
+def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> Iterator[ChunkTask]:
+    """Yield a task per chunk, and note in `stems` which file it belongs to."""
+    types = [file.file_type for source in corpus.sources for file in source.files]
+    for number, (file, file_type) in enumerate(zip(corpus.files, types, strict=True)):
+        chunks = read_chunks(file.path, setting=f"data.{split}", file_type=file_type)
+        for place, chunk in enumerate(chunks):
+            stem = work / f"{split}-{number:05d}-{place:07d}"
+            stems[stem] = number
+            yield ChunkTask(file.source, None if is_finished(stem) else chunk, stem)
+
+
+def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
+    """Load the tokenizer, and return what writes the shard of a task."""
+    settings = encoding.settings
+    encoder = SampleEncoder(
+        load_tokenizer(encoding.tokenizer),
+        chat_template=encoding.chat_template,
+        loss_on=settings.loss_on,
+    )
+
+    def encode_row(source: int, row: Row) -> Encoded:
+        format, columns = encoding.formats[source], encoding.columns[source]
+        return encoder.encode(to_sample(row.value, format=format, columns=columns))
+
+    def encode(task: ChunkTask) -> Path:
+        if task.chunk is not None:
+            encode_rows(
+                task.chunk.rows(),
+                encode=partial(encode_row, task.source),
+                seq_len=settings.seq_len,
+                overlong=settings.overlong,
+                stem=task.stem,
+            )
+        return task.stem
+
+    return encode
+
+
+class Progress:
+    """Shows how many rows are done: a bar on a terminal, and a line a minute in the log. A context manager."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar = tqdm(desc=name, unit="row", disable=None, file=sys.stderr)
+        self._rows, self._began = 0, time.monotonic()
+        self._logged = self._began
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, rows: int) -> None:
+        """Count `rows` more."""
+        self._bar.update(rows)
+        self._rows += rows
+        now = time.monotonic()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            rate = self._rows / (now - self._began)
+            logger.info("%s: %d rows done, %.0f a second", self._name, self._rows, rate)
+
+
+def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
+    """List the rows that were dropped or cut; return the ordinals of those that were dropped."""
+    dropped = array("q")
+    for shard in corpus.shards:
+        facts, file = shard.facts(), corpus.files[shard.file].file
+        for line in facts.rejects:
+            listing.drop(file=file, **line)
+        for line in facts.cuts:
+            listing.cut(file=file, **line)
+        dropped.extend(shard.first_ordinal + ordinal for ordinal in facts.dropped)
+    return np.array(dropped, dtype=np.int64)
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:

@@ -108,8 +108,12 @@ class DataConfig(Section):
     """Length of a training row, tokens."""
     packing: bool = True
     """Pack several documents into a row; attention never crosses from one to another."""
-    overlong: Literal["truncate", "drop"] = "truncate"
-    """Documents longer than `seq_len`: cut at the end, or dropped; both are counted and listed."""
+    overlong: Literal["truncate", "split", "drop"] = "truncate"
+    """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped; all are counted and listed."""
+    near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
+    """Held-out rows that nearly repeat a training row: removed, an error, or kept; counted in any case."""
+    near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
+    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six tokens over those that either has; 1 = the same words."""
     max_rejected_share: Share = 0.01
     """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run stops."""
     seed: int = Field(0, ge=0, lt=2**31)

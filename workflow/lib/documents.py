@@ -1,79 +1,110 @@
-"""Encoded documents in memory: four bytes per token id and one per mask entry, in flat growing arrays."""
+"""The documents of a corpus in order: a few numbers of each in arrays on disk, its tokens in the shards.
 
-from array import array
+Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
+system may take its memory back at any time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from workflow.lib.encoded_shards import Shard
 from workflow.lib.tokens import Document
+
+COLUMNS = {
+    "length": "<u4",
+    "full_length": "<u4",
+    "trained": "<u4",
+    "ordinal": "<u8",
+    "digest": "<u8",
+}
+OPEN_SHARDS = 32  # shards whose arrays stay mapped between two documents
 
 
 class Documents:
-    """Documents of one split in order, each with the file and number of its row; Python lists would take ten times the memory."""
+    """All documents of a corpus.
 
-    def __init__(self) -> None:
-        self._ids = array("I")
-        self._mask = bytearray()
-        self._ends = array("q", [0])
-        self._files = array("q")
-        self._rows = array("q")
-        self._ordinals = array("q")
-        self._full_lengths = array("q")
+    Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole row, `trained` tokens,
+    `ordinals` number of the row among all rows read, `digests` of the token ids.
+    """
 
-    def append(
-        self,
-        ids: npt.NDArray[Any],
-        mask: npt.NDArray[Any],
-        *,
-        file: int,
-        row: int,
-        ordinal: int,
-        full_length: int,
-    ) -> None:
-        """Add a document that had `full_length` tokens before it was cut.
-
-        It is from row number `row` of file number `file`, which is number `ordinal` of all rows read.
-        """
-        self._ids.frombytes(ids.astype(np.uint32, copy=False).tobytes())
-        self._mask.extend(mask.astype(np.bool_, copy=False).tobytes())
-        self._ends.append(len(self._ids))
-        self._files.append(file)
-        self._rows.append(row)
-        self._ordinals.append(ordinal)
-        self._full_lengths.append(full_length)
+    def __init__(self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.shards = shards
+        self.lengths: npt.NDArray[np.uint32] = columns["length"]
+        self.full_lengths: npt.NDArray[np.uint32] = columns["full_length"]
+        self.trained: npt.NDArray[np.uint32] = columns["trained"]
+        self.ordinals: npt.NDArray[np.uint64] = columns["ordinal"]
+        self.digests: npt.NDArray[np.uint64] = columns["digest"]
+        self.shard_offsets = np.cumsum([0, *(shard.documents for shard in shards)])
+        self._open: OrderedDict[int, tuple[Any, Any, Any]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self.shard_offsets[-1])
 
     def __getitem__(self, index: int) -> Document:
-        """Return copies of document `index`: (token ids uint32, loss mask bool), shape (length,)."""
-        start, stop = self._ends[index], self._ends[index + 1]
-        ids = np.frombuffer(self._ids[start:stop], dtype=np.uint32)
-        return ids, np.frombuffer(self._mask[start:stop], dtype=np.bool_)
+        """Return document `index`: (token ids uint32, loss mask bool), shape (length,), mapped."""
+        shard, place = self._locate(index)
+        ids, mask, offsets = self._opened(shard)
+        span = slice(int(offsets[place]), int(offsets[place + 1]))
+        return ids[span], mask[span]
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document as kept."""
-        ends = np.array(self._ends, dtype=np.int64)
-        return ends[1:] - ends[:-1]
+    def origin(self, index: int) -> tuple[int, int]:
+        """Return the number of the file, and of the row in it, that document `index` came from."""
+        shard, place = self._locate(index)
+        return self.shards[shard].file, int(self.shards[shard].table()["row"][place])
 
-    @property
-    def full_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document before it was cut."""
-        return np.array(self._full_lengths, dtype=np.int64)
+    def files(self) -> npt.NDArray[np.int32]:
+        """Return the number of each document's file, shape (documents,)."""
+        counts = [shard.documents for shard in self.shards]
+        return np.repeat(np.array([s.file for s in self.shards], dtype=np.int32), counts)
 
-    @property
-    def files(self) -> npt.NDArray[np.int64]:
-        """Number of the file that each document came from."""
-        return np.array(self._files, dtype=np.int64)
+    def by_shard(
+        self, chosen: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each shard that holds some of the ascending `chosen` documents, with these."""
+        edges = np.searchsorted(chosen, self.shard_offsets)
+        for shard in np.flatnonzero(np.diff(edges)).tolist():
+            yield shard, chosen[edges[shard] : edges[shard + 1]]
 
-    @property
-    def ordinals(self) -> npt.NDArray[np.int64]:
-        """Number among all rows read of the row that each document came from."""
-        return np.array(self._ordinals, dtype=np.int64)
+    def _locate(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
+        return shard, index - int(self.shard_offsets[shard])
 
-    @property
-    def rows(self) -> npt.NDArray[np.int64]:
-        """Number of the row that each document came from."""
-        return np.array(self._rows, dtype=np.int64)
+    def _opened(self, number: int) -> tuple[Any, Any, Any]:
+        if number not in self._open:
+            shard = self.shards[number]
+            self._open[number] = (shard.ids(), shard.mask(), offsets_of(shard.table()["length"]))
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+
+def offsets_of(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return where each document begins, and behind the last where it ends."""
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Documents:
+    """Gather the shards' tables into arrays on disk, `<folder>/<name>.<column>.npy`."""
+    count = sum(shard.documents for shard in shards)
+    if not count:
+        return Documents(shards, columns={c: np.empty(0, dtype=t) for c, t in COLUMNS.items()})
+    columns = {
+        column: np.lib.format.open_memmap(
+            folder / f"{name}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
+        )
+        for column, kind in COLUMNS.items()
+    }
+    first = 0
+    for shard in shards:
+        table = shard.table()
+        for column, array in columns.items():
+            array[first : first + len(table)] = table[column]
+        columns["ordinal"][first : first + len(table)] += np.uint64(shard.first_ordinal)
+        first += len(table)
+    return Documents(shards, columns=columns)

@@ -5,7 +5,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Self
 
-OVERLAP = "duplicate of a training row"  # why a held-out row is dropped
+# Why a held-out row is dropped.
+OVERLAP = "duplicate of a training row"
+NEAR_DUPLICATE = "near-duplicate of a training row"
 
 
 class Listing:
@@ -33,7 +35,7 @@ class Listing:
         line = {"file": file, "row": row, "reason": reason, "preview": preview}
         self._rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def cut(self, *, file: str, row: int, tokens: int) -> None:
-        """List a row that was cut and had `tokens` tokens before."""
-        line = {"file": file, "row": row, "tokens": tokens}
+    def cut(self, *, file: str, row: int, tokens: int, documents: int, kept: int) -> None:
+        """List a row of `tokens` tokens that was cut: it became `documents` documents of `kept` tokens in all."""
+        line = {"file": file, "row": row, "tokens": tokens, "documents": documents, "kept": kept}
         self._truncated.write(json.dumps(line, ensure_ascii=False) + "\n")

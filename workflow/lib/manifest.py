@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts import file_sha256
 from workflow.lib.corpus import Corpus
+from workflow.lib.duplicates import NearDuplicates
 from workflow.lib.listing import OVERLAP, Listing
 from workflow.lib.splits import Split
 from workflow.lib.tokenizer import tokenizer_sha256
-from workflow.lib.tokens import ARRAYS, FORMAT_VERSION, REJECTS, TRUNCATED, Document
+from workflow.lib.tokens import ARRAYS, REJECTS, TRUNCATED, Document
 
+HISTOGRAM_BINS = 16
+LONGEST_ROWS = 5
 SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
 
 
@@ -36,35 +40,95 @@ def tokenizer_facts(
     }
 
 
-def source_facts(corpora: dict[str, Corpus]) -> list[dict[str, Any]]:
-    """Return split, source, weight, name, digest and rows of each data file."""
+def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[dict[str, Any]]:
+    """Return the facts on each data file: what it is, what was read of it, what it gives to its split."""
     return [
         {
-            "split": split,
+            "split": name,
             "source": corpus.sources[file.source].name,
             "weight": corpus.sources[file.source].weight,
             "file": file.file,
-            "sha256": file_sha256(file.path),
+            "sha256": file.sha256,
             "rows": file.rows_read,
             "special_token_texts": file.special_texts,
+            **counts,
         }
-        for split, corpus in corpora.items()
-        for file in corpus.files
+        for name, corpus in corpora.items()
+        for file, counts in zip(corpus.files, _counts_by_file(splits[name]), strict=True)
     ]
 
 
-def split_facts(train: Split, heldout: Split, packed_rows: int, *, seq_len: int) -> dict[str, Any]:
+def _counts_by_file(split: Split) -> list[dict[str, Any]]:
+    """Return documents, tokens and trained tokens of each file, repetitions by weight included."""
+    documents, chosen = split.documents, split.chosen
+    files, count = documents.files()[chosen], len(split.corpus.files)
+    sums = [
+        np.bincount(files, weights=weights, minlength=count).astype(np.int64)
+        for weights in (None, documents.lengths[chosen], documents.trained[chosen])
+    ]
+    total = max(1, int(sums[1].sum()))
+    return [
+        {"documents": d, "tokens": t, "trained_tokens": trained, "token_share": t / total}
+        for d, t, trained in zip(*(part.tolist() for part in sums), strict=True)
+    ]
+
+
+def splits_facts(
+    train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
+) -> dict[str, Any]:
     """Return the facts on both splits; `fill` is the share of a training row's places that documents take."""
-    facts = train.facts()
+    facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
-        "format_version": FORMAT_VERSION,
-        "seq_len": seq_len,
-        "splits": {
-            "train": {**facts, "packed_rows": packed_rows, "fill": fill},
-            "heldout": heldout.facts(),
-        },
+        "train": {**facts, "packed_rows": packed_rows, "fill": fill},
+        "heldout": split_facts(heldout, seq_len=seq_len, near_duplicates=near.heldout),
     }
+
+
+def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
+    """Return the facts on a split; lengths are those of the rows before any cut."""
+    documents, chosen, firsts = split.documents, split.chosen, split.first_of_row
+    lengths = documents.full_lengths[firsts].astype(np.int64)
+    return {
+        "rows_read": split.rows_read,
+        "rows_kept": split.rows_read - split.rows_dropped,
+        "rows_dropped": split.rows_dropped,
+        "documents": len(split),
+        "truncated": int((lengths > seq_len).sum()),
+        "tokens": int(documents.lengths[chosen].sum(dtype=np.int64)),
+        "trained_tokens": int(documents.trained[chosen].sum(dtype=np.int64)),
+        "length_percentiles": _percentiles(lengths),
+        "length_histogram": _histogram(lengths, seq_len=seq_len),
+        "longest": _longest(split, lengths),
+        "duplicates": len(firsts) - len(np.unique(documents.digests[firsts])),
+        "near_duplicates": near_duplicates,
+    }
+
+
+def _percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf")
+    return {"p50": int(p50), "p90": int(p90), "p99": int(p99), "max": int(lengths.max())}
+
+
+def _histogram(lengths: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
+    """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all beyond."""
+    edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
+    if lengths.max() > seq_len:
+        edges = np.append(edges, lengths.max() + 1)
+    places = np.searchsorted(edges, lengths, side="right") - 1
+    counts = np.bincount(places, minlength=len(edges) - 1)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
+
+
+def _longest(split: Split, lengths: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Return file, row and tokens of the longest rows."""
+    places = np.argsort(-lengths, kind="stable")[:LONGEST_ROWS]
+    origins = [split.origin(int(split.first_of_row[place])) for place in places]
+    return [
+        {"file": file, "row": row, "tokens": int(lengths[place])}
+        for (file, row), place in zip(origins, places, strict=True)
+    ]
 
 
 def drop_facts(listing: Listing) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The two splits: which documents each one holds, and that no held-out document is also trained on."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +15,18 @@ from workflow.lib.errors import UserError
 from workflow.lib.mixture import repeated
 from workflow.lib.tokens import Document
 
-DIGEST_BYTES = 16  # of a document's token ids: 128 bits, no accidental collision
+BLOCK = 2**20  # documents that are looked up at a time
 
 
 @dataclass(frozen=True)
 class Split(Sequence[Document]):
     """The documents of one split, by their numbers in a corpus, and how many rows it read and dropped.
 
-    A document of a weighted source may be chosen more than once, or not at all.
+    A document of a weighted source may be chosen more than once, or not at all. `chosen` is ascending.
     """
 
     name: str
-    files: Sequence[str]
+    corpus: Corpus
     documents: Documents
     chosen: npt.NDArray[np.int64]
     rows_read: int
@@ -46,91 +45,92 @@ class Split(Sequence[Document]):
         return self.documents[int(self.chosen[index])]
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document as kept."""
-        return self.documents.lengths[self.chosen]
+    def first_of_row(self) -> npt.NDArray[np.int64]:
+        """Numbers of the documents of which each is the first of its row, repetitions by weight left out."""
+        ordinals = self.documents.ordinals[self.chosen]
+        return self.chosen[np.flatnonzero(np.diff(ordinals, prepend=np.uint64(2**63)))]
 
-    @cached_property
-    def full_lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document before it was cut."""
-        return self.documents.full_lengths[self.chosen]
+    def origin(self, number: int) -> tuple[str, int]:
+        """Return the file and row that document `number` of the corpus came from."""
+        file, row = self.documents.origin(number)
+        return self.corpus.files[file].file, row
 
-    def origin(self, place: int) -> tuple[str, int]:
-        """Return the file and row that the document at `place` came from."""
-        number = self.chosen[place]
-        file = self.files[self.documents.files[number]]
-        return file, int(self.documents.rows[number])
-
-    @cached_property
-    def digests(self) -> list[bytes]:
-        """A digest of each document's token ids."""
-        return [
-            hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest() for ids, _ in self
-        ]
-
-    @property
-    def duplicates(self) -> int:
-        """Documents whose tokens equal those of an earlier one of the split, their repetitions by weight not counted."""
-        return len(np.unique(self.chosen)) - len(set(self.digests))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the manifest's facts on the documents; every row read is kept or dropped."""
-        return {
-            "rows_read": self.rows_read,
-            "rows_kept": self.rows_read - self.rows_dropped,
-            "rows_dropped": self.rows_dropped,
-            "documents": len(self),
-            "truncated": int((self.full_lengths > self.lengths).sum()),
-            "tokens": int(self.lengths.sum()),
-            "trained_tokens": sum(int(mask.sum()) for _, mask in self),
-            "length_percentiles": _percentiles(self.full_lengths),
-            "duplicates": self.duplicates,
-        }
+    def without_rows(self, ordinals: npt.NDArray[np.uint64]) -> "Split":
+        """Return the split without the documents of these rows, which count as dropped."""
+        lost = np.isin(self.documents.ordinals[self.chosen], ordinals)
+        return replace(
+            self,
+            chosen=self.chosen[~lost],
+            rows_dropped=self.rows_dropped + len(np.unique(ordinals)),
+        )
 
 
-def whole_corpus(name: str, corpus: Corpus) -> Split:
-    """Return a split of all documents of a corpus."""
-    return _split(name, corpus, np.arange(corpus.rows_read))
+def whole_corpus(
+    name: str, corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64]
+) -> Split:
+    """Return a split of all documents of a corpus; `dropped` are the ordinals of the rows that gave none."""
+    return _split(name, corpus, documents, dropped, np.ones(corpus.rows_read, dtype=np.bool_))
 
 
-def divide(corpus: Corpus, *, share: float, seed: int) -> tuple[Split, Split]:
+def divide(
+    corpus: Corpus,
+    documents: Documents,
+    dropped: npt.NDArray[np.int64],
+    *,
+    share: float,
+    seed: int,
+) -> tuple[Split, Split]:
     """Divide a corpus' rows into train and held-out: `share` of all rows (rounded, at least one) is held out.
 
     Which rows is a pure function of their number and `seed`, whatever their content.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(corpus.rows_read)
-    count = max(1, round(corpus.rows_read * share))
-    return _split("train", corpus, order[count:]), _split("heldout", corpus, order[:count])
-
-
-def weighted(split: Split, corpus: Corpus, *, seed: int) -> Split:
-    """Return the split as an epoch takes it: each source's documents as often as its weight says."""
-    weights = [source.weight for source in corpus.sources]
-    sources = corpus.source_of_documents[split.chosen]
-    return replace(split, chosen=split.chosen[repeated(sources, weights=weights, seed=seed)])
-
-
-def _split(name: str, corpus: Corpus, numbers: npt.NDArray[np.int64]) -> Split:
-    dropped = np.isin(np.array(corpus.dropped, dtype=np.int64), numbers)
-    chosen = np.flatnonzero(np.isin(corpus.documents.ordinals, numbers))
-    assert len(numbers) == len(chosen) + dropped.sum(), f"{name}: rows went missing"
-    return Split(
-        name=name,
-        files=[file.file for file in corpus.files],
-        documents=corpus.documents,
-        chosen=chosen,
-        rows_read=len(numbers),
-        rows_dropped=int(dropped.sum()),
+    held = np.zeros(corpus.rows_read, dtype=np.bool_)
+    held[order[: max(1, round(corpus.rows_read * share))]] = True
+    return (
+        _split("train", corpus, documents, dropped, ~held),
+        _split("heldout", corpus, documents, dropped, held),
     )
 
 
-def without_overlap(heldout: Split, train: Split) -> tuple[Split, list[int]]:
-    """Return `heldout` without the documents whose tokens a training document has, and their places in it."""
-    known = set(train.digests)
-    places = [place for place, digest in enumerate(heldout.digests) if digest in known]
-    kept = np.delete(heldout.chosen, places)
-    dropped = heldout.rows_dropped + len(places)
-    return replace(heldout, chosen=kept, rows_dropped=dropped), places
+def weighted(split: Split, *, seed: int) -> Split:
+    """Return the split as an epoch takes it: each source's documents as often as its weight says."""
+    weights = [source.weight for source in split.corpus.sources]
+    if set(weights) == {1.0}:
+        return split
+    source_of_file = np.array([file.source for file in split.corpus.files], dtype=np.int64)
+    sources = source_of_file[split.documents.files()[split.chosen]]
+    return replace(split, chosen=split.chosen[repeated(sources, weights=weights, seed=seed)])
+
+
+def _split(
+    name: str,
+    corpus: Corpus,
+    documents: Documents,
+    dropped: npt.NDArray[np.int64],
+    member: npt.NDArray[np.bool_],
+) -> Split:
+    """Return the documents of the rows that are `member`, shape (rows read,)."""
+    return Split(
+        name=name,
+        corpus=corpus,
+        documents=documents,
+        chosen=np.flatnonzero(member[documents.ordinals]),
+        rows_read=int(member.sum()),
+        rows_dropped=int(member[dropped].sum()),
+    )
+
+
+def overlap(heldout: Split, train: Split) -> npt.NDArray[np.int64]:
+    """Return the held-out documents whose tokens a training document has."""
+    digests = heldout.documents.digests[heldout.chosen]
+    known = np.unique(digests)
+    found = np.zeros(len(known), dtype=np.bool_)
+    for start in range(0, len(train), BLOCK):
+        block = train.documents.digests[train.chosen[start : start + BLOCK]]
+        places = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
+        found[places[known[places] == block]] = True
+    return heldout.chosen[found[np.searchsorted(known, digests)]]
 
 
 def check_not_empty(*splits: Split, rejects: Path) -> None:
@@ -138,14 +138,9 @@ def check_not_empty(*splits: Split, rejects: Path) -> None:
     for split in splits:
         if len(split) == 0:
             listed = f" (listed with reasons: {rejects})" if split.rows_dropped else ""
+            files = ", ".join(file.file for file in split.corpus.files[:3])
             raise UserError(
                 f"data.{split.name}: no document is left for the split {split.name}: {split.rows_read} rows of "
-                f"{', '.join(split.files[:3])} were read for it, {split.rows_dropped} of them dropped{listed}. "
+                f"{files} were read for it, {split.rows_dropped} of them dropped{listed}. "
                 "Give it more rows, or mend those."
             )
-
-
-def _percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Return lengths that occur, tokens: the smallest that is not below the given share of documents."""
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf")
-    return {"p50": int(p50), "p90": int(p90), "p99": int(p99), "max": int(lengths.max())}

@@ -98,6 +98,11 @@ def cores(run):
     return workflow.cores if device == "cpu" and workflow.local_exec else count
 
 
+def all_cores(_):
+    """All cores of this machine; of a cluster's node, whose cores are not known, four (`--set-threads` changes it)."""
+    return workflow.cores if workflow.local_exec else 4
+
+
 onerror:
     for cause in failure_causes(Path("logs"), since=STARTED):
         print(cause, file=sys.stderr)

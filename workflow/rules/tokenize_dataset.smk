@@ -21,7 +21,7 @@ rule tokenize_dataset:
     priority: FIRST
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(BY_TOKENS[w.tokens])
+    threads: all_cores
     params:
         config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
@@ -30,4 +30,4 @@ rule tokenize_dataset:
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"
-        " --output {params.folder:q} --log {log:q}"
+        " --output {params.folder:q} --processes {threads} --log {log:q}"

@@ -1,85 +1,99 @@
 """Turn a dataset into the tokens folder: token ids, loss masks and positions, packed, and a manifest of facts.
 
 Every row is used or listed with a reason in `rejects.jsonl`; nothing is dropped or cut in silence. The
-same files and settings give the same arrays, byte for byte. If unusable rows stop the run, their list is
-kept beside the output, as `<output>.rejects.jsonl`.
+same files and settings give the same arrays, byte for byte, whatever the number of processes. What is encoded is
+kept in a work folder beside the output until all is done, so a killed run goes on where it was. If unusable
+rows stop the run, their list is kept beside the output, as `<output>.rejects.jsonl`.
 """
 
 import argparse
 import logging
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib import manifest
-from workflow.lib.artifacts import provenance, put_in_place, write_json
-from workflow.lib.chat import Encoded, SampleEncoder
+from workflow.lib.artifacts import package_versions, provenance, short_hash, write_json
+from workflow.lib.chat import SampleEncoder
 from workflow.lib.config import DataConfig
-from workflow.lib.corpus import Corpus, check_rejected_share, read_corpus
+from workflow.lib.corpus import (
+    Corpus,
+    Encoding,
+    check_rejected_share,
+    encode_corpus,
+    list_rows,
+    open_corpora,
+)
 from workflow.lib.data_config import Format
 from workflow.lib.dataset import column_names
-from workflow.lib.errors import UserError
-from workflow.lib.listing import OVERLAP, Listing
-from workflow.lib.packing import one_per_row, pack
-from workflow.lib.rows import PREVIEW_CHARS, Row, preview
-from workflow.lib.samples import WITHOUT_TEMPLATE, choose_format, to_sample
+from workflow.lib.documents import collect_documents
+from workflow.lib.duplicates import NearDuplicates, find_near_duplicates, make_measure, write_keys
+from workflow.lib.encoded_shards import SHARD_VERSION
+from workflow.lib.errors import setting_error
+from workflow.lib.listing import NEAR_DUPLICATE, OVERLAP, Listing
+from workflow.lib.rows import PREVIEW_CHARS, preview
+from workflow.lib.samples import WITHOUT_TEMPLATE, choose_format
+from workflow.lib.shingles import piece_table
 from workflow.lib.sources import Source, resolve_splits
-from workflow.lib.splits import (
-    Split,
-    check_not_empty,
-    divide,
-    weighted,
-    whole_corpus,
-    without_overlap,
-)
+from workflow.lib.splits import Split, check_not_empty, divide, overlap, weighted, whole_corpus
 from workflow.lib.tokenizer import load_tokenizer, read_chat_template
-from workflow.lib.tokens import (
-    MANIFEST,
-    REJECTS,
-    TRUNCATED,
-    write_heldout,
-    write_train,
-)
+from workflow.lib.tokens import FORMAT_VERSION, MANIFEST, write_heldout, write_train
+from workflow.lib.windows import blocks, packing_windows
+from workflow.lib.work_folder import finished_folder, rejects_beside, work_folder
+from workflow.lib.workers import available_processes
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
+SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
+
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
-    splits = resolve_splits(settings, root=args.dataset)
-    formats = find_formats(splits)
+    sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    needs_template = not set(formats.values()) <= WITHOUT_TEMPLATE
-    template = read_chat_template(tokenizer, settings.chat_template) if needs_template else None
-    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)
+    encodings = find_encodings(args.tokenizer, tokenizer, sources, settings)
+    template = encodings["train"].chat_template
+    facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
+    corpora = open_corpora(sources)
+    rejects = rejects_beside(args.output)
 
-    with finished_folder(args.output) as (folder, listing):
-        corpora = read_files(splits, settings, formats, encoder, listing)
-        check_rejected_share(
-            corpora.values(),
-            largest=settings.max_rejected_share,
-            rejects=rejects_beside(args.output),
-        )
-        train, heldout = make_splits(corpora, settings, tokenizer, listing)
-        check_not_empty(train, heldout, rejects=rejects_beside(args.output))
-        place = pack if settings.packing else one_per_row
-        packing = place(train.lengths, seq_len=settings.seq_len, seed=settings.seed)
+    with (
+        work_folder(args.output, key=work_key(corpora, encodings, facts)) as work,
+        finished_folder(args.output) as (folder, listing),
+    ):
+        for split, corpus in corpora.items():
+            encode_corpus(
+                corpus, split=split, encoding=encodings[split], work=work, processes=args.processes
+            )
+        whole = make_splits(corpora, settings, listing, work=work)
+        check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
+        check_not_empty(*whole, rejects=rejects)
+        train, heldout = whole[0], drop_overlap(*whole, listing, tokenizer)
+        near = near_duplicates(train, heldout, settings, tokenizer, processes=args.processes)
+        heldout = drop_near_duplicates(heldout, train, near, settings, listing, tokenizer)
+        check_not_empty(train, heldout, rejects=rejects)
+        train = weighted(train, seed=settings.seed)
         listing.close()
 
-        facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
+        windows = packing_windows(
+            train, seq_len=settings.seq_len, seed=settings.seed, packing=settings.packing
+        )
         pad = facts["pad_token_id"]
-        write_train(folder, train, packing=packing, seq_len=settings.seq_len, pad_token_id=pad)
-        write_heldout(folder, heldout)
+        packed_rows = write_train(folder, windows, seq_len=settings.seq_len, pad_token_id=pad)
+        write_heldout(folder, blocks(heldout))
         facts |= {
-            "format": ", ".join(dict.fromkeys(formats.values())),
-            "sources": manifest.source_facts(corpora),
-            **manifest.split_facts(train, heldout, packing.num_rows, seq_len=settings.seq_len),
+            "format_version": FORMAT_VERSION,
+            "seq_len": settings.seq_len,
+            "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
+            "sources": manifest.source_facts(corpora, {"train": train, "heldout": heldout}),
+            "splits": manifest.splits_facts(
+                train, heldout, near, packed_rows=packed_rows, seq_len=settings.seq_len
+            ),
             **manifest.drop_facts(listing),
+            "train_heldout_near_duplicates": len(near.pairs),
             "samples": manifest.samples(train, tokenizer),
             "files": manifest.file_facts(folder),
             "provenance": provenance(),
@@ -88,103 +102,149 @@ def main(args: argparse.Namespace) -> None:
     log_facts(facts)
 
 
-def find_formats(splits: dict[str, list[Source]]) -> dict[Source, Format]:
-    """Return what a row of each source is."""
-    formats = {}
-    for split, sources in splits.items():
-        for source in sources:
-            setting = f"data.{split}"
-            found = column_names(source.files, setting=setting)
-            named = setting if len(sources) == 1 else f"{setting} ({source.name})"
-            formats[source] = choose_format(
-                found, format=source.format, columns=source.columns, setting=named
-            )
-    return formats
-
-
-def read_files(
+def find_encodings(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
     splits: dict[str, list[Source]],
     settings: DataConfig,
-    formats: dict[Source, Format],
-    encoder: SampleEncoder,
-    listing: Listing,
-) -> dict[str, Corpus]:
-    """Encode every row of every file."""
-
-    def row_encoder(source: Source) -> Callable[[Row], Encoded]:
-        columns, format = source.columns, formats[source]
-        return lambda row: encoder.encode(to_sample(row.value, format=format, columns=columns))
-
+) -> dict[str, Encoding]:
+    """Return how the rows of each split become tokens, once the template is known to serve."""
+    formats = {split: find_formats(split, sources) for split, sources in splits.items()}
+    chats = any(format not in WITHOUT_TEMPLATE for some in formats.values() for format in some)
+    template = read_chat_template(tokenizer, settings.chat_template) if chats else None
+    SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)  # checks it
     return {
-        split: read_corpus(
-            {source: row_encoder(source) for source in sources},
-            setting=f"data.{split}",
+        split: Encoding(
+            tokenizer=folder,
+            chat_template=template,
+            formats=formats[split],
+            columns=tuple(source.columns for source in sources),
             settings=settings,
-            listing=listing,
         )
         for split, sources in splits.items()
     }
 
 
+def find_formats(split: str, sources: list[Source]) -> tuple[Format, ...]:
+    """Return what a row of each source is."""
+    formats = []
+    for source in sources:
+        setting = f"data.{split}"
+        found = column_names(source.files, setting=setting)
+        named = setting if len(sources) == 1 else f"{setting} ({source.name})"
+        formats.append(
+            choose_format(found, format=source.format, columns=source.columns, setting=named)
+        )
+    return tuple(formats)
+
+
+def work_key(
+    corpora: dict[str, Corpus], encodings: dict[str, Encoding], facts: dict[str, Any]
+) -> str:
+    """Return what the encoded rows depend on, as one short hash."""
+    files = {split: [file.sha256 for file in corpus.files] for split, corpus in corpora.items()}
+    formats = {split: encoding.formats for split, encoding in encodings.items()}
+    settings = encodings["train"].settings.model_dump(mode="json")
+    return short_hash([SHARD_VERSION, files, formats, settings, facts, package_versions()])
+
+
 def make_splits(
-    corpora: dict[str, Corpus],
+    corpora: dict[str, Corpus], settings: DataConfig, listing: Listing, *, work: Path
+) -> tuple[Split, Split]:
+    """Return train and held-out as they were read, and list what was dropped."""
+    parts = [
+        (
+            corpus,
+            collect_documents(corpus.shards, folder=work, name=split),
+            list_rows(corpus, listing),
+        )
+        for split, corpus in corpora.items()
+    ]
+    if len(parts) == 1:
+        return divide(*parts[0], share=settings.heldout_share, seed=settings.seed)
+    return whole_corpus("train", *parts[0]), whole_corpus("heldout", *parts[1])
+
+
+def drop_overlap(
+    train: Split, heldout: Split, listing: Listing, tokenizer: PreTrainedTokenizerBase
+) -> Split:
+    """Return held-out without the rows that are also trained on."""
+    reasons = {int(number): OVERLAP for number in overlap(heldout, train)}
+    return drop_documents(heldout, reasons, listing, tokenizer)
+
+
+def near_duplicates(
+    train: Split,
+    heldout: Split,
     settings: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    processes: int,
+) -> NearDuplicates:
+    """Compare the documents of both splits with each other."""
+    measure = make_measure(
+        train, table=piece_table(tokenizer), threshold=settings.near_duplicate_threshold
+    )
+    write_keys([train, heldout], measure, processes=processes)
+    return find_near_duplicates(train, heldout, measure)
+
+
+def drop_near_duplicates(
+    heldout: Split,
+    train: Split,
+    near: NearDuplicates,
+    settings: DataConfig,
     listing: Listing,
-) -> tuple[Split, Split]:
-    """Return train, and held-out without what is also trained on."""
-    if "heldout" in corpora:
-        train, whole = (whole_corpus(name, corpus) for name, corpus in corpora.items())
-    else:
-        train, whole = divide(corpora["train"], share=settings.heldout_share, seed=settings.seed)
-    heldout, places = without_overlap(whole, train)
-    for place in places:
-        text = str(tokenizer.decode(whole[place][0][:PREVIEW_CHARS].tolist()))
-        file, row = whole.origin(place)
-        listing.drop(file=file, row=row, reason=OVERLAP, preview=preview(text))
-    return weighted(train, corpora["train"], seed=settings.seed), heldout
+    tokenizer: PreTrainedTokenizerBase,
+) -> Split:
+    """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
+    if not near.pairs or settings.near_duplicates == "keep":
+        return heldout
+    reasons = {}
+    for number, other, measured in near.pairs:
+        file, row = train.origin(other)
+        reasons[number] = f"{NEAR_DUPLICATE}: {measured:.2f} like row {row} of {file}"
+    if settings.near_duplicates == "refuse":
+        shown = [f"row {heldout.origin(number)[1]}: {reasons[number]}" for number in reasons]
+        raise setting_error(
+            "data.near_duplicates",
+            "refuse",
+            f"{len(reasons)} held-out rows nearly repeat training rows:\n  "
+            + "\n  ".join(shown[:SHOWN_PAIRS]),
+            "Take them out of the held-out data, set remove, or raise data.near_duplicate_threshold",
+        )
+    return drop_documents(heldout, reasons, listing, tokenizer)
 
 
-@contextmanager
-def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
-    """Yield a new folder, and the listing in it, that replaces `output` once complete.
-
-    On failure nothing is left but the list of dropped rows, if there is any, beside `output`.
-    """
-    partial = output.with_name(f".{output.name}.partial")
-    _remove(partial)
-    rejects_beside(output).unlink(missing_ok=True)  # of an earlier attempt
-    partial.mkdir(parents=True)
-    try:
-        with Listing(rejects=partial / REJECTS, truncated=partial / TRUNCATED) as listing:
-            yield partial, listing
-    except UserError:
-        if (partial / REJECTS).stat().st_size:
-            shutil.copyfile(partial / REJECTS, rejects_beside(output))
-        raise
-    else:
-        put_in_place(partial, output)
-    finally:
-        _remove(partial)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def rejects_beside(output: Path) -> Path:
-    """Return where the list of dropped rows is kept if they stop the run."""
-    return output.with_name(f"{output.name}.{REJECTS}")
+def drop_documents(
+    split: Split,
+    reasons: dict[int, str],
+    listing: Listing,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Split:
+    """Return the split without the rows of the documents that have a reason; each row is listed once."""
+    rows: dict[tuple[str, int], int] = {}
+    for number, reason in reasons.items():
+        origin = split.origin(number)
+        if origin not in rows:
+            text = str(tokenizer.decode(split.documents[number][0][:PREVIEW_CHARS].tolist()))
+            listing.drop(file=origin[0], row=origin[1], reason=reason, preview=preview(text))
+        rows[origin] = number
+    lost = split.documents.ordinals[np.fromiter(reasons, dtype=np.int64, count=len(reasons))]
+    return split.without_rows(lost)
 
 
 def log_facts(facts: dict[str, Any]) -> None:
     """Log what became of the rows, and what a reader should not miss."""
     for name, split in facts["splits"].items():
         logger.info(
-            "%s: %d rows read, %d kept, %d dropped, %d cut to %d tokens; %d tokens, %.1f%% trained",
+            "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% trained",
             name, split["rows_read"], split["rows_kept"], split["rows_dropped"], split["truncated"],
             facts["seq_len"], split["tokens"], 100 * split["trained_tokens"] / split["tokens"],
+        )  # fmt: skip
+        logger.info(
+            "%s: %d rows equal an earlier one, %d nearly do",
+            name, split["duplicates"], split["near_duplicates"],
         )  # fmt: skip
     train = facts["splits"]["train"]
     logger.info(
@@ -207,4 +267,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="tokens folder")
+    parser.add_argument(
+        "--processes", type=int, default=available_processes(), help="how many encode at once"
+    )
     run(main, parser)

@@ -1,0 +1,211 @@
+"""Shards: what became of one chunk of a data file, encoded by any process and kept on disk until all are done.
+
+A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and `.facts.json`, the
+last written last: with it the shard is finished, and a run that takes up the work
+again reads it instead of encoding the chunk anew. Its content depends on the chunk and the settings alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.artifacts import atomic_path, canonical_json, read_json, write_text
+from workflow.lib.chat import Encoded
+from workflow.lib.messages import RowError
+from workflow.lib.rows import BrokenRow, Row
+
+SHARD_VERSION = 1  # to be raised when the same chunk and settings give another shard
+DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
+
+# One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the file.
+TABLE = np.dtype(
+    [
+        ("length", "<u4"),
+        ("full_length", "<u4"),
+        ("trained", "<u4"),
+        ("ordinal", "<u4"),
+        ("row", "<u8"),
+        ("digest", "<u8"),
+    ]
+)
+
+Overlong = Literal["truncate", "split", "drop"]
+Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+
+
+class TooLongError(RowError):
+    """A usable row that does not fit into `seq_len`."""
+
+
+@dataclass
+class ShardFacts:
+    """What is known of a shard without its documents.
+
+    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped: ordinals of the
+    rows that became no document. special_texts: rows whose text spells a special token, encoded as text.
+    """
+
+    rows_read: int = 0
+    documents: int = 0
+    tokens: int = 0
+    unusable: int = 0
+    special_texts: int = 0
+    dropped: list[int] = field(default_factory=list)
+    rejects: list[dict[str, Any]] = field(default_factory=list)
+    cuts: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ShardBuilder:
+    """Collects the documents and facts of one chunk."""
+
+    def __init__(self, *, seq_len: int, overlong: Overlong) -> None:
+        self._seq_len = seq_len
+        self._overlong = overlong
+        self._pieces: list[Piece] = []
+        self._table: list[tuple[int, ...]] = []
+        self.facts = ShardFacts()
+
+    def add(self, row: Row | BrokenRow, encode: Callable[[Row], Encoded]) -> None:
+        """Turn a row into documents, or drop it with a reason."""
+        try:
+            if isinstance(row, BrokenRow):
+                raise RowError(row.reason)
+            self._keep(row.number, encode(row))
+        except RowError as error:
+            self._drop(row, error)
+        self.facts.rows_read += 1
+
+    def _keep(self, number: int, encoded: Encoded) -> None:
+        full = len(encoded.ids)
+        pieces = cut_to_length(encoded, seq_len=self._seq_len, overlong=self._overlong)
+        for ids, mask in pieces:
+            digest = hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+            trained = int(np.count_nonzero(mask))
+            self._pieces.append((ids, mask))
+            self._table.append(
+                (
+                    len(ids),
+                    full,
+                    trained,
+                    self.facts.rows_read,
+                    number,
+                    int.from_bytes(digest, "little"),
+                )
+            )
+        if full > self._seq_len:
+            kept = sum(len(ids) for ids, _ in pieces)
+            self.facts.cuts.append(
+                {"row": number, "tokens": full, "documents": len(pieces), "kept": kept}
+            )
+        self.facts.special_texts += encoded.held_special_text
+
+    def _drop(self, row: Row | BrokenRow, error: RowError) -> None:
+        self.facts.dropped.append(self.facts.rows_read)
+        self.facts.rejects.append({"row": row.number, "reason": str(error), "preview": row.preview})
+        self.facts.unusable += not isinstance(error, TooLongError)
+
+    def save(self, stem: Path) -> None:
+        """Write the shard's files; `stem` is their common path."""
+        table = np.array(self._table, dtype=TABLE)
+        self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
+        ids = [ids for ids, _ in self._pieces] or [np.empty(0, dtype=np.uint32)]
+        mask = [mask for _, mask in self._pieces] or [np.empty(0, dtype=np.bool_)]
+        save_array(stem, "ids", np.concatenate(ids).astype("<u4", copy=False))
+        save_array(stem, "mask", np.concatenate(mask))
+        save_array(stem, "table", table)
+        write_text(Path(f"{stem}.facts.json"), canonical_json(asdict(self.facts)))
+
+
+def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train something.
+
+    The first token of a document is no target: nothing stands before it. Raises `TooLongError` if nothing is left.
+    """
+    ids, mask = encoded.ids, encoded.mask
+    if len(ids) <= seq_len:
+        return [(ids, mask)]
+    if overlong == "drop":
+        raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
+    starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
+    pieces = [
+        (ids[start : start + seq_len], mask[start : start + seq_len].copy()) for start in starts
+    ]
+    for _, piece_mask in pieces:
+        piece_mask[0] = False
+    kept = [piece for piece in pieces if piece[1].any()]
+    if not kept:
+        raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
+    return kept
+
+
+def encode_rows(
+    rows: Iterable[Row | BrokenRow],
+    *,
+    encode: Callable[[Row], Encoded],
+    seq_len: int,
+    overlong: Overlong,
+    stem: Path,
+) -> None:
+    """Write the shard of a chunk's rows to `stem`."""
+    builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
+    for row in rows:
+        builder.add(row, encode)
+    builder.save(stem)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard; its arrays stay on disk until they are asked for."""
+
+    stem: Path
+    file: int
+    first_ordinal: int
+    rows_read: int
+    documents: int
+    tokens: int
+
+    def table(self) -> npt.NDArray[Any]:
+        """Return the documents' entries, `TABLE`, shape (documents,)."""
+        table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy")
+        return table
+
+    def ids(self) -> npt.NDArray[np.uint32]:
+        """Return the token ids of all documents behind each other, shape (tokens,), mapped."""
+        return mapped(f"{self.stem}.ids.npy")
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Return the loss mask that belongs to `ids`."""
+        return mapped(f"{self.stem}.mask.npy")
+
+    def facts(self) -> ShardFacts:
+        """Return its facts, read anew."""
+        return read_facts(self.stem)
+
+
+def save_array(stem: Path, name: str, array: npt.NDArray[Any]) -> None:
+    """Write one array of a shard, synced: the power may fail too."""
+    with atomic_path(Path(f"{stem}.{name}.npy")) as temporary, temporary.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+
+
+def is_finished(stem: Path) -> bool:
+    """Tell whether the shard at `stem` is complete."""
+    return Path(f"{stem}.facts.json").is_file()
+
+
+def read_facts(stem: Path) -> ShardFacts:
+    """Return the facts of a finished shard."""
+    return ShardFacts(**read_json(Path(f"{stem}.facts.json")))
+
+
+def mapped(path: str) -> npt.NDArray[Any]:
+    """Return a `.npy` file's array by memory map (an empty array cannot be mapped)."""
+    array: npt.NDArray[Any] = np.load(
+        path, mmap_mode="r" if Path(path).stat().st_size > 128 else None
+    )
+    return array
