@@ -86,12 +86,14 @@ def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
     mask = (draw.random((rows, seq_len)) < 0.5) & (positions > 0)
     mask[:, -3:] &= draw.random((rows, 1)) < 0.5
     offsets = np.array([0, 7, 29, 60])
+    heldout_mask = np.ones(60, dtype=bool)
+    heldout_mask[offsets[:-1]] = False
     arrays = {
         "train.input_ids.npy": ids,
         "train.loss_mask.npy": mask,
         "train.position_ids.npy": positions,
         "heldout.input_ids.npy": draw.integers(0, VOCAB, size=60, dtype=np.uint32),
-        "heldout.loss_mask.npy": np.ones(60, dtype=bool),
+        "heldout.loss_mask.npy": heldout_mask,
         "heldout.offsets.npy": offsets,
     }
     return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)

@@ -292,6 +292,25 @@ def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
         ) from None
 
 
+def load_adapter_(training: nn.Module, folder: Path) -> None:
+    """Read what `save_adapter` wrote into `training`; each process reads its part.
+
+    Raises `UserError` if the files are damaged or of another adapter.
+    """
+    pieces = {
+        name: piece_of(param.detach(), rank=dist.get_rank())
+        for name, param in trainable_parameters(training).items()
+    }
+    try:
+        index = read_index(folder)
+        check_files(folder, index)
+        read_into_(folder, index, pieces)
+    except (OSError, DamagedError) as error:
+        raise UserError(
+            f"the adapter in {folder} cannot be read ({error}). Set train.select to last, or train anew."
+        ) from None
+
+
 def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
     """Make a metrics file from the lines of `source` (default: itself) up to `step`; return them.
 

@@ -135,7 +135,10 @@ def decide(
     )
     chosen = choose(found, device=machine.device)
     host = host_bytes(shape, machine, peak_bytes=chosen.prediction.peak_bytes)
-    disk = disk_bytes(shape, chosen.setup, manifest, keep_checkpoints=run.train.keep_checkpoints)
+    disk = disk_bytes(
+        shape, chosen.setup, manifest,
+        keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
+    )  # fmt: skip
     lack = _memory_lack(run, shape, machine, chosen, limits)
     lack = lack or _host_lack(host, limits, machine)
     lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)

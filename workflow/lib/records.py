@@ -89,6 +89,7 @@ class Summary(Record):
     tokens_per_s: float
     peak_bytes: PeakBytes
     checks: list[Check]
+    selected_step: int | None = None
     provenance: Provenance
 
     @property
@@ -109,6 +110,7 @@ class Step(Record):
     tokens_per_s: float
     peak_bytes: int
     elapsed_s: float
+    heldout_loss: float | None = None
 
 
 class Plan(Record):

@@ -8,12 +8,18 @@ from workflow.lib.shapes import ModelShape
 
 
 def disk_bytes(
-    shape: ModelShape, setup: Setup, manifest: Mapping[str, Any], *, keep_checkpoints: int
+    shape: ModelShape,
+    setup: Setup,
+    manifest: Mapping[str, Any],
+    *,
+    keep_checkpoints: int,
+    keep_best: bool,
 ) -> dict[str, int]:
     """Return the bytes of every artifact of a run (headers and JSON are not counted).
 
     Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
-    is the fp32 adapter and both moments. The adapter lies there twice: sharded, and as PEFT's file.
+    is the fp32 adapter and both moments. The adapter lies there twice: sharded, and as PEFT's file. The best adapters
+    are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
     tensors = layer_tensors(shape, setup)
     quantized = sum(
@@ -26,5 +32,5 @@ def disk_bytes(
         "tokens": rows * int(manifest["seq_len"]) * (4 + 1 + 4) + int(heldout["tokens"]) * (4 + 1),
         "base": shape.num_layers * quantized + shape.source_bytes * shape.plain_weights,
         "checkpoints": 3 * adapter * (keep_checkpoints + 1),
-        "adapter": 2 * adapter,
+        "adapter": (2 + (keep_checkpoints + 1 if keep_best else 0)) * adapter,
     }

@@ -50,9 +50,10 @@ class Journal:
         """Seconds trained so far, over all invocations."""
 
     def add(self, metrics: StepMetrics) -> None:
-        """Record a step: to disk every `log_every` steps and at the first, to the log now and then."""
+        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to the log now and then."""
         self.elapsed_s = metrics.elapsed_s
-        if metrics.step % self._log_every and metrics.step != 1:
+        measured = metrics.heldout_loss is not None
+        if metrics.step % self._log_every and metrics.step != 1 and not measured:
             return
         self.rows.append(metrics.as_dict())
         if not self._world.is_main:
@@ -65,8 +66,9 @@ class Journal:
 
     def line(self, metrics: StepMetrics) -> str:
         """Return the facts of a step for the progress bar."""
+        heldout = metrics.heldout_loss
         return (
-            f"loss {metrics.loss:.3f}, |g| {metrics.grad_norm:.2f}, "
+            f"loss {metrics.loss:.3f}, {'' if heldout is None else f'held-out {heldout:.3f}, '}|g| {metrics.grad_norm:.2f}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
         )
 
@@ -126,6 +128,7 @@ def summarize(
     predicted_bytes: int,
     peak_bytes: int,
     checks: list[dict[str, Any]],
+    selected_step: int,
 ) -> dict[str, Any]:
     """Return `summary.json` without its provenance. Called on the main process."""
     losses = [row["loss"] for row in journal.rows]
@@ -162,6 +165,7 @@ def summarize(
             "measured": peak_bytes,
             "kind": "cuda_allocated" if cuda else "host_rss",
         },
+        "selected_step": selected_step,
         "checks": [
             *checks,
             {

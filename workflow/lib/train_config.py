@@ -113,6 +113,12 @@ class TrainConfig(Section):
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
     activation_checkpointing: bool | int | Literal["auto"] = "auto"
     """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not change the result."""
+    evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
+    """Optimizer steps between measurements of the held-out loss, also made after the last step; null = none."""
+    evaluate_documents: int | None = Field(256, ge=1, le=10**9)
+    """Held-out documents measured on at most, drawn by `seed`; null = all."""
+    select: Literal["last", "best"] = "last"
+    """Which adapter is the result: that of the `last` step, or the one with the lowest held-out loss (`best`; needs `evaluate_every_steps`)."""
     checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
     """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can be. Does not change the result."""
     checkpoint_every_minutes: float | None = Field(20.0, gt=0.0, le=100_000.0)
@@ -140,6 +146,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"micro_batch_size = {self.micro_batch_size}: must be between 1 and "
                 f"global_batch_size = {self.global_batch_size}. Lower it, or set auto"
+            )
+        if self.select == "best" and self.evaluate_every_steps is None:
+            raise ValueError(
+                "select = best: the best adapter is the one with the lowest held-out loss, and evaluate_every_steps is "
+                "null. Set it to a number of steps, or set select to last"
             )
         level = self.activation_checkpointing
         if level != "auto" and level < 1 and level is not False:

@@ -44,10 +44,12 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     elapsed_s: float
+    heldout_loss: float | None = None
+    """Measured after the step; None where it was not, and then not in the line."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line as a JSON object."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def make_optimizer(

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from workflow.lib.launch import launch_workers
 from workflow.lib.locks import exclusive
 from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import save_logits, trained_logits
+from workflow.lib.selection import open_best, open_heldout
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
 from workflow.lib.stopping import StopRequest, on_any
 from workflow.lib.summary import Journal, summarize
@@ -83,8 +85,8 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             args.base, config, plan, world, compute_dtype=dtype, attention=attention
         )
         checks = startup_checks(model, store, args.base, world)
-        journal = train(args, config, plan, world, store, model)
-        write_results(args, config, plan, world, store, model, journal, checks)
+        journal, selected_step = train(args, config, plan, world, store, model)
+        write_results(args, config, plan, world, store, model, journal, checks, selected_step)
 
 
 def train(
@@ -94,8 +96,11 @@ def train(
     world: World,
     store: TokenStore,
     model: TrainingModel,
-) -> Journal:
-    """Train from the newest checkpoint to the end; a signal saves one more checkpoint and stops."""
+) -> tuple[Journal, int]:
+    """Train from the newest checkpoint to the end, and leave the selected adapter in the model; return its step too.
+
+    A signal saves one more checkpoint and stops.
+    """
     settings, identity = config.train, run_identity(args)
     optimizer = make_optimizer(model.training, settings, device=world.device)
     resumed = resume_(args.checkpoints, model.training, optimizer, identity=identity, world=world)
@@ -107,6 +112,10 @@ def train(
     )  # fmt: skip
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
     num_steps = plan["num_steps"]
+    heldout = open_heldout(
+        store, settings, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"]
+    )
+    best = open_best(args.checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
     bar = tqdm(
@@ -121,7 +130,12 @@ def train(
     with StopRequest() as stop, writer.finishing(), bar:
         for metrics in stepping:
             step, last = metrics.step, metrics.step == num_steps
+            if heldout is not None and heldout.due(step):
+                loss = heldout.loss(model.training, world=world)
+                metrics = replace(metrics, heldout_loss=loss)
             journal.add(metrics)
+            if best is not None and metrics.heldout_loss is not None:
+                best.offer(model.training, loss=metrics.heldout_loss, step=step)
             bar.update()
             bar.set_postfix_str(journal.line(metrics), refresh=False)
             due = last or cadence.due(step=step, last_saved_s=writer.last_saved_s)
@@ -134,7 +148,13 @@ def train(
                     "stopped after step %d of %d as asked; checkpoint saved", step, num_steps
                 )
                 sys.exit(os.EX_TEMPFAIL)
-    return journal
+    if best is not None and best.step != num_steps:
+        best.load_(model.training)
+        logger.info(
+            "the adapter of step %d has the lowest held-out loss, %.4f", best.step, best.loss
+        )
+        return journal, best.step
+    return journal, num_steps
 
 
 def run_identity(args: argparse.Namespace) -> str:
@@ -152,6 +172,7 @@ def write_results(
     model: TrainingModel,
     journal: Journal,
     checks: list[dict[str, Any]],
+    selected_step: int,
 ) -> None:
     """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as a whole."""
     partial = args.output.with_name(f".{args.output.name}.partial")
@@ -169,7 +190,7 @@ def write_results(
     journal.copy_to(partial / "metrics.jsonl")
     summary = summarize(
         journal, run=args.run, fingerprint=run_identity(args), config=config, plan=plan, store=store, model=model, world=world,
-        predicted_bytes=read_json(args.preflight)["peak_bytes"], peak_bytes=peak, checks=checks,
+        predicted_bytes=read_json(args.preflight)["peak_bytes"], peak_bytes=peak, checks=checks, selected_step=selected_step,
     )  # fmt: skip
     write_json(partial / "summary.json", summary | {"provenance": provenance()})
     put_in_place(partial, args.output)
