@@ -1,5 +1,6 @@
 """Reading data files: every row is yielded with its number, whole or broken; other files are refused."""
 
+import contextlib
 import gzip
 import json
 import pickle
@@ -107,6 +108,22 @@ def test_chunks_of_any_size_are_the_same_rows_after_a_journey_to_another_process
         assert all(len(chunk.rows()) <= size for chunk in chunks)
         sent = pickle.loads(pickle.dumps(chunks))
         assert [row for chunk in sent for row in chunk.rows()] == EXPECTED
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_damaged_file_gives_rows_or_a_user_error_and_nothing_else(
+    make: Any, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    whole = path.read_bytes()
+    dice = random.Random(0)
+    for _ in range(40):
+        damaged = bytearray(whole[: dice.randrange(1, 2 * len(whole))])
+        for _ in range(dice.choice([0, 1, 3, 30])):
+            damaged[dice.randrange(len(damaged))] = dice.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            assert all(row.preview.isprintable() for row in read(path))
 
 
 def test_two_compressed_files_behind_each_other_are_one(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from workflow.lib.data_config import DataColumns
 from workflow.lib.errors import UserError
 from workflow.lib.messages import Conversation, RowError
-from workflow.lib.samples import TokenRow, choose_format, to_sample
+from workflow.lib.samples import REQUIRED, TokenRow, choose_format, to_sample
 
 EXCHANGE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -273,3 +275,42 @@ def test_padding_of_ready_tokens_is_left_out() -> None:
 
 def test_tokens_without_targets_say_nothing_of_training() -> None:
     assert sample({"input_ids": [1, 2]}, "tokens") == TokenRow([1, 2], None)
+
+
+KEYS = [
+    "messages", "prompt", "completion", "text", "tools", "input_ids", "labels", "loss_mask", "attention_mask",
+    "role", "from", "content", "value", "weight", "tool_calls", "function_call", "function", "name", "arguments",
+]  # fmt: skip
+WORDS = [
+    "user",
+    "assistant",
+    "tool",
+    "gpt",
+    "function_call",
+    "f",
+    "",
+    "{}",
+    "[]",
+    '{"name": "f"}',
+    "\ud800",
+    "\x1b",
+]
+SCALARS = st.sampled_from([None, True, 0, 1, -100, 10**30, 0.5, float("nan"), *WORDS])
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), st.sampled_from(list(REQUIRED)))
+def test_no_row_fails_otherwise_than_by_a_printable_reason(
+    value: dict[str, Any], format: Any
+) -> None:
+    try:
+        sample(value, format)
+    except RowError as error:
+        assert str(error).isprintable()

@@ -44,6 +44,7 @@ def read_arrow(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
     with _arrow_source(path) as source:
         try:
             for batch in _batches(source):
+                batch.validate(full=True)  # pyarrow believes a damaged file, and crashes
                 step = _rows_that_fit(batch.nbytes, batch.num_rows, rows_per_chunk)
                 for start in range(0, batch.num_rows, step):
                     part = batch.slice(start, step)
