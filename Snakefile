@@ -53,7 +53,7 @@ rule train:
 rule evaluate:
     input:
         rules.train.input,
-        expand(rules.evaluate_run.output, run=RUNS),
+        evaluations(),
         expand(rules.write_card.output, run=RUNS),
 
 

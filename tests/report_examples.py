@@ -170,6 +170,20 @@ def parity() -> dict[str, Any]:
     }
 
 
+def metric(value: float, stderr: float | None) -> dict[str, Any]:
+    return {"value": value, "stderr": stderr, "higher_is_better": True}
+
+
+def difference(value: float, ci95: list[float] | None, p_value: float | None) -> dict[str, Any]:
+    paired = {"difference": value, "difference_ci95": ci95, "p_value": p_value}
+    counts = dict.fromkeys(("test", "gained", "lost"))
+    return (
+        paired | counts
+        if ci95 is None
+        else paired | {"test": "exact McNemar", "gained": 140, "lost": 20}
+    )
+
+
 def evaluation(run: str, subject: str) -> dict[str, Any]:
     tuned = subject == "tuned"
     answers = {
@@ -185,13 +199,14 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
             "perplexity": 4.5373 if tuned else 19.8391,
             "documents": 127,
             "trained_tokens": 6131,
-            "per_document": [{"loss_sum": 71.25, "tokens": 47}],
+            "sources": {},
+            "per_document": [{"document": 0, "source": "qa", "loss_sum": 71.25, "tokens": 47}],
         },
         "tasks": {
             "pydocs_mc": {
                 "metrics": {
-                    "acc": {"value": 0.6137 if tuned else 0.2519, "stderr": 0.0241},
-                    "acc_norm": {"value": 0.6331 if tuned else 0.2777, "stderr": None},
+                    "acc": metric(0.6137 if tuned else 0.2519, 0.0241),
+                    "acc_norm": metric(0.6331 if tuned else 0.2777, None),
                 },
                 "items": 331,
                 "version": 1,
@@ -203,6 +218,7 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
                 "prompt": f"Write the docstring of this function.\n\ndef sort_{number}(values, *, reverse=False):\n    return sorted(values, reverse=reverse)",
                 "reference": "Return a new sorted list from the items in values.",
                 "answer": answers[subject],
+                "drawn": None,
             }
             for number in (3, 11, 29)
         ],
@@ -214,10 +230,11 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
             "loss_difference_ci95": [1.3711, 1.5802],
             "p_value": 0.000999,
             "documents": 127,
+            "sources": {},
             "tasks": {
                 "pydocs_mc": {
-                    "acc": {"difference": 0.3618, "difference_ci95": [0.3021, 0.4214]},
-                    "acc_norm": {"difference": 0.3554, "difference_ci95": None},
+                    "acc": difference(0.3618, [0.3021, 0.4214], 0.00021),
+                    "acc_norm": difference(0.3554, None, None),
                 }
             },
         }

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_harness import task_file
+from tests.test_harness import WRITE, task_file
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.tiny_export import random_documents, tiny_adapter, tiny_base, tiny_tokens
-from workflow.lib.artifacts import canonical_json
+from tests.tiny_export import random_documents, tiny_adapter, tiny_base, tiny_merged, tiny_tokens
+from workflow.lib.artifacts import canonical_json, read_json, write_checksums
 from workflow.lib.config import EvaluateConfig
-from workflow.lib.records import Evaluation, TunedEvaluation
+from workflow.lib.records import Evaluation, MergedEvaluation, TunedEvaluation
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[1]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
     tiny_tokenizer(folder / "base", chat_template=False)
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
     (folder / "template.jinja").write_text(CHAT_TEMPLATE)
     tiny_tokens(folder / "tokens", random_documents(7))
     (folder / "tasks").mkdir()
@@ -28,9 +31,10 @@ def folder(tmp_path_factory):
 
 def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
     config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
-    outputs = {"output-base": output / "base.json", "output-tuned": output / "tuned.json"}
-    inputs = {name: folder / name for name in ("base", "adapter", "tokens")}
+    outputs = {f"output-{name}": output / f"{name}.json" for name in ("base", "tuned", "merged")}
+    inputs = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
     options = inputs | outputs | {"log": output / "log", "run": "demo", "config": config}
+    options["archive"] = output / "archive"
     options["chat-template"] = folder / "template.jinja"
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return subprocess.run(
@@ -44,11 +48,15 @@ def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
 
 
 @pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory):
+def settings(folder):
+    task_file(folder / "tasks", "writes", template=WRITE)
+    local = task_file(folder / "tasks", "local")
+    return local.model_copy(update={"samples": 2, "max_new_tokens": 4, "sample_temperature": 0.7})
+
+
+@pytest.fixture(scope="module")
+def finished(folder, settings, tmp_path_factory):
     output = tmp_path_factory.mktemp("output")
-    settings = task_file(folder / "tasks", "local").model_copy(
-        update={"samples": 2, "max_new_tokens": 4}
-    )
     return evaluate(folder, output, settings), output
 
 
@@ -58,7 +66,9 @@ def test_stage_succeeds_and_writes_both_artifacts_as_the_report_reads_them(finis
     assert process.returncode == 0, process.stderr
     base = Evaluation.model_validate_json((output / "base.json").read_text())
     tuned = TunedEvaluation.model_validate_json((output / "tuned.json").read_text())
+    merged = MergedEvaluation.model_validate_json((output / "merged.json").read_text())
     assert (base.run, base.subject, tuned.subject) == ("demo", "base", "tuned")
+    assert (merged.subject, merged.merging.documents) == ("merged", 7)
     assert base.provenance.stage == "evaluate_run"
     assert tuned.comparison.documents == 7
     assert list(tuned.tasks) == ["local"]
@@ -69,6 +79,42 @@ def test_log_tells_what_is_measured_and_what_came_out(finished):
     assert "loss of 7 of 7 held-out documents, 2 samples, tasks: local" in log
     assert "held-out loss " in log
     assert "local acc " in log
+
+
+def numbers(output: Path) -> dict[str, float]:
+    """Every number of the artifacts that a model computed, by its path."""
+    found = {}
+    for subject in ("base", "tuned", "merged"):
+        content = read_json(output / f"{subject}.json")
+        for document in content["heldout"]["per_document"]:
+            found[f"{subject} document {document['document']}"] = document["loss_sum"]
+        for task, scores in content["tasks"].items():
+            for metric, score in scores["metrics"].items():
+                found[f"{subject} {task} {metric}"] = score["value"]
+    return found
+
+
+def texts(output: Path) -> list[tuple[str, str]]:
+    """Both answers to every sample prompt, of all subjects."""
+    found = [read_json(output / f"{subject}.json")["samples"] for subject in ("base", "tuned")]
+    return [(sample["answer"], sample["drawn"]) for samples in found for sample in samples]
+
+
+def test_two_processes_and_other_batches_give_the_same_numbers(
+    folder, settings, finished, tmp_path
+):
+    """fp32 sums in another order; 7 documents and 13 items do not divide by 2."""
+    tasks = {"tasks": ("local", "writes")}
+    one = settings.model_copy(update={**tasks, "batch_size": "auto"})
+    evaluate(folder, finished[1], one)
+    two = settings.model_copy(update={**tasks, "processes": 2, "batch_size": 3})
+    process = evaluate(folder, tmp_path, two)
+    assert process.returncode == 0, process.stderr
+    assert "2 process(es): loss of 7 of 7" in process.stderr
+    assert numbers(tmp_path) == pytest.approx(numbers(finished[1]), rel=2e-5, abs=1e-4)
+    assert texts(tmp_path) == texts(finished[1])
+    known = (finished[1] / "log").read_text().splitlines()
+    assert sum("tuned: measured task-writes, 4 of 5 parts known before" in line for line in known)
 
 
 def test_no_bars_are_drawn_without_a_terminal(finished):

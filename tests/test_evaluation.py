@@ -1,19 +1,25 @@
 import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.test_harness import task_file
-from tests.tiny_export import random_documents, tiny_adapter, tiny_base, tiny_tokens
-from workflow.lib.artifacts import provenance
-from workflow.lib.config import EvaluateConfig
+from tests.tiny_export import random_documents, tiny_adapter, tiny_base, tiny_merged, tiny_tokens
+from workflow.lib.archive import Archive
+from workflow.lib.artifacts import provenance, write_checksums
+from workflow.lib.config import EvaluateConfig, ModelConfig
 from workflow.lib.errors import UserError
-from workflow.lib.evaluation import artifact, compare, measure, prepare, summary_lines
+from workflow.lib.evaluation import measure, parts, prepare
 from workflow.lib.heldout import heldout_losses
-from workflow.lib.inference import load_adapter, load_base
-from workflow.lib.records import Evaluation, TunedEvaluation
+from workflow.lib.inference import load_base
+from workflow.lib.outcome import artifacts, summary_lines
+from workflow.lib.records import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.subjects import load_options, machine_facts, subjects
 from workflow.lib.tokenizer import load_tokenizer
 from workflow.lib.tokens import TokenStore
 
@@ -25,6 +31,9 @@ DOCUMENTS = random_documents(9)
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
     tiny_tokens(folder / "tokens", DOCUMENTS)
     tiny_tokens(folder / "one", DOCUMENTS[:1])
     return folder
@@ -49,18 +58,39 @@ def load(folder):
     return load_base(folder / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
+class Evaluator:
+    """Evaluates the folder's models against an archive; tells which parts were measured, by subject."""
+
+    def __init__(self, folder, archive, tokenizer):
+        self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer
+
+    def __call__(self, settings, world=None):
+        questions = prepare(store(self.folder), tokenizer=self.tokenizer, settings=settings)
+        options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
+        asked = parts(questions, world=world)
+        measured, new = {}, {}
+        for subject in subjects(
+            base=self.folder / "base",
+            adapter=self.folder / "adapter",
+            merged=self.folder / "merged",
+            options=options,
+        ):
+            measured[subject.name], new[subject.name] = measure(
+                subject, asked, archive=self.archive, machine=machine_facts(options), world=world
+            )
+        return questions, measured, artifacts(measured, questions, run="demo"), new
+
+
 @pytest.fixture(scope="module")
-def evaluated(folder, settings, tokenizer):
-    """Questions, both measurements and both artifacts of one evaluation."""
-    questions = prepare(store(folder), tokenizer=tokenizer, settings=settings)
-    model = load_adapter(load(folder), folder / "adapter")
-    with model.disable_adapter():
-        before = measure(model, questions, subject="base")
-    after = measure(model, questions, subject="tuned")
-    base = artifact(before, questions, subject="base", run="demo")
-    tuned = artifact(after, questions, subject="tuned", run="demo")
-    tuned["comparison"] = compare(before, after, settings=settings)
-    return questions, before, after, base, tuned
+def evaluator(folder, tokenizer):
+    return Evaluator(folder, folder / "archive", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def evaluated(evaluator, settings):
+    """Questions, base's and tuned's measurements and artifacts of one evaluation."""
+    questions, measured, found, _ = evaluator(settings)
+    return questions, measured["base"], measured["tuned"], found["base"], found["tuned"]
 
 
 def test_base_with_the_adapter_off_measures_as_the_plain_base(folder, evaluated):
@@ -76,11 +106,23 @@ def test_tuned_measures_otherwise_than_base(evaluated):
     assert before.answers != after.answers
 
 
-def test_artifacts_are_what_the_report_reads(evaluated):
-    *_, base, tuned = evaluated
-    made_by = {"provenance": provenance()}
-    Evaluation.model_validate_json(json.dumps(base | made_by, allow_nan=False))
-    TunedEvaluation.model_validate_json(json.dumps(tuned | made_by, allow_nan=False))
+def test_artifacts_are_what_the_report_reads(evaluator, evaluated, settings):
+    *_, found, _ = evaluator(settings)
+    kinds = {"base": Evaluation, "tuned": TunedEvaluation, "merged": MergedEvaluation}
+    for name, kind in kinds.items():
+        content = found[name] | {"provenance": provenance()}
+        kind.model_validate_json(json.dumps(content, allow_nan=False))
+
+
+def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
+    """The merged weights are rounded to bf16, which costs a little and is not nothing."""
+    *_, found, _ = evaluator(settings)
+    cost = found["merged"]["heldout"]["loss"] - found["tuned"]["heldout"]["loss"]
+    assert found["merged"]["merging"]["loss_difference"] == pytest.approx(-cost)
+    assert 0 < abs(cost) < 0.01
+    gain = found["tuned"]["comparison"]["loss_difference"]
+    assert found["merged"]["comparison"]["loss_difference"] == pytest.approx(gain - cost)
+    assert any(line.startswith("merged: held-out loss ") for line in summary_lines(found))
 
 
 def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
@@ -123,25 +165,72 @@ def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evalua
 
 def test_summary_names_loss_and_task_with_signed_differences(evaluated):
     *_, base, tuned = evaluated
-    loss, task = summary_lines(base, tuned)
+    loss, task = summary_lines({"base": base, "tuned": tuned})
     assert loss.startswith(f"held-out loss {base['heldout']['loss']:.4f} -> ")
     assert f"base - tuned {tuned['comparison']['loss_difference']:+.4f} (95% interval " in loss
     assert task.startswith("local acc 0.")
 
 
-def test_what_is_switched_off_is_null_or_empty(folder, tokenizer):
-    off = EvaluateConfig(heldout=False, tasks=(), samples=0)
-    questions = prepare(store(folder), tokenizer=tokenizer, settings=off)
-    nothing = measure(load(folder), questions, subject="base")
-    written = artifact(nothing, questions, subject="base", run="demo")
+def test_what_is_switched_off_is_null_or_empty(evaluator):
+    *_, found, new = evaluator(EvaluateConfig(heldout=False, tasks=(), samples=0))
+    written = found["base"]
     assert (written["heldout"], written["tasks"], written["samples"]) == (None, {}, [])
-    assert compare(nothing, nothing, settings=off) == {
+    assert new == {"base": [], "tuned": [], "merged": []}
+    assert found["tuned"]["comparison"] == {
         "loss_difference": None,
         "loss_difference_ci95": None,
         "p_value": None,
         "documents": 0,
+        "sources": {},
         "tasks": {},
     }
+
+
+def test_new_task_is_measured_alone(evaluator, evaluated, settings):
+    folder = Path(settings.tasks_dir)
+    task_file(folder, "added")
+    more = settings.model_copy(update={"tasks": ("local", "added")})
+    _, _, found, new = evaluator(more)
+    assert new == {name: ["task-added"] for name in ("base", "tuned", "merged")}
+    assert found["tuned"]["tasks"]["local"] == evaluated[4]["tasks"]["local"]
+    assert evaluator(more)[3] == {"base": [], "tuned": [], "merged": []}
+
+
+def test_other_resamples_measure_no_loss_again(evaluator, evaluated, settings):
+    other = settings.model_copy(update={"tasks": (), "bootstrap_resamples": 300, "batch_size": 1})
+    assert evaluator(other)[3] == {"base": [], "tuned": [], "merged": []}
+
+
+def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settings):
+    warm = settings.model_copy(update={"sample_temperature": 2.0})
+    _, _, found, new = evaluator(warm)
+    assert new["base"] == ["drawn"]
+    greedy, drawn = (
+        [sample[key] for sample in found["base"]["samples"]] for key in ("answer", "drawn")
+    )
+    assert greedy == [sample["answer"] for sample in evaluated[3]["samples"]]
+    assert drawn != greedy
+
+
+def test_base_is_not_measured_again_for_another_adapter(
+    folder, tokenizer, evaluated, settings, tmp_path
+):
+    shutil.copytree(folder / "base", tmp_path / "base")
+    tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
+    shutil.copytree(folder / "merged", tmp_path / "merged")
+    shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    write_checksums(tmp_path / "adapter")
+    *_, new = Evaluator(tmp_path, folder / "archive", tokenizer)(
+        settings.model_copy(update={"tasks": ()})
+    )
+    assert new == {"base": [], "tuned": ["heldout", "samples"], "merged": []}
+
+
+def test_losses_by_source_add_up(evaluated):
+    heldout = evaluated[3]["heldout"]
+    sums = sum(part["loss"] * part["trained_tokens"] for part in heldout["sources"].values())
+    assert sums == pytest.approx(heldout["loss"] * heldout["trained_tokens"])
+    assert sum(part["documents"] for part in heldout["sources"].values()) == heldout["documents"]
 
 
 def test_max_documents_bounds_the_documents(folder, tokenizer):
@@ -156,15 +245,18 @@ def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
         prepare(store(folder, "one"), tokenizer=tokenizer, settings=EvaluateConfig(tasks=()))
 
 
-def test_broken_weights_are_named_as_such(folder, tokenizer):
-    model = load_adapter(load(folder), folder / "adapter")
-    for name, parameter in model.named_parameters():
-        if "layers.1.mlp.down_proj.lora_B" in name:
-            parameter.data.fill_(float("nan"))
+def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
+    broken = tmp_path / "broken"
+    for name in ("base", "tokens", "merged"):
+        shutil.copytree(folder / name, broken / name)
+    shutil.copytree(folder / "adapter", broken / "adapter")
+    tensors = load_file(broken / "adapter" / "adapter_model.safetensors")
+    name = min(n for n in tensors if "layers.1.mlp.down_proj.lora_B" in n)
+    tensors[name].fill_(float("nan"))
+    save_file(tensors, broken / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_checksums(broken / "adapter")
     loss_only = EvaluateConfig(tasks=(), samples=0, bootstrap_resamples=100)
-    questions = prepare(store(folder), tokenizer=tokenizer, settings=loss_only)
-    measured = measure(model, questions, subject="tuned")
     with pytest.raises(
-        UserError, match=r"held-out loss of the tuned model is nan.*lower train\.learning_rate"
+        UserError, match=r"held-out loss of tuned is nan.*lower train\.learning_rate"
     ):
-        artifact(measured, questions, subject="tuned", run="demo")
+        Evaluator(broken, tmp_path / "archive", tokenizer)(loss_only)

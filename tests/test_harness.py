@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError
-from workflow.lib.harness import TaskScores, load_tasks, run_tasks, task_differences
+from workflow.lib.harness import load_tasks, run_tasks, task_facts
+from workflow.lib.task_scores import TaskScores
 
 WORDS = ["fox", "dog", "lazy", "brown", "question", "answer", "prompt", "rows", "train", "forty"]
 GENERATOR = np.random.default_rng(0)
@@ -99,7 +100,7 @@ def load(settings, tokenizer):
 
 
 def scores(model, tokenizer, settings) -> TaskScores:
-    tasks = load(settings, tokenizer)
+    (tasks,) = load(settings, tokenizer).values()
     return run_tasks(model, tasks, tokenizer=tokenizer, settings=settings)
 
 
@@ -154,7 +155,7 @@ def test_limit_is_kept(model, tokenizer, tmp_path):
 def test_the_same_tasks_run_again_give_the_same_items(model, tokenizer, tmp_path):
     """Examples are drawn; the keys hold the hash of the whole prompt."""
     settings = task_file(tmp_path, "again").model_copy(update={"num_fewshot": 2})
-    tasks = load(settings, tokenizer)
+    (tasks,) = load(settings, tokenizer).values()
     first, second = (
         run_tasks(model, tasks, tokenizer=tokenizer, settings=settings) for _ in range(2)
     )
@@ -187,13 +188,11 @@ def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
     values = {name: score["metrics"]["acc"]["value"] for name, score in found.scores.items()}
     assert values["family"] == pytest.approx((values["member_a"] + values["member_b"]) / 2)
     assert found.scores["family"]["items"] == 26
-    difference = task_differences(found, found, resamples=100, seed=0)["family"]["acc"]
-    assert difference == {"difference": 0.0, "difference_ci95": None}
+    assert sorted(task for task, _ in found.items) == ["member_a", "member_b"]
 
 
-def test_no_tasks_need_no_folder_and_give_no_scores(model, tokenizer):
-    settings = EvaluateConfig(tasks=(), tasks_dir=None)
-    assert scores(model, tokenizer, settings) == TaskScores(scores={}, items={})
+def test_no_tasks_need_no_folder(tokenizer):
+    assert load(EvaluateConfig(tasks=(), tasks_dir=None), tokenizer) == {}
 
 
 def test_unknown_task_is_refused_with_the_nearest_name(tokenizer, tmp_path):
@@ -209,7 +208,7 @@ def test_task_without_its_data_file_is_refused(tokenizer, tmp_path):
     settings = task_file(tmp_path, "bare", data=False)
     with pytest.raises(
         UserError,
-        match=r"they cannot be loaded \(FileNotFoundError.*bare\.jsonl.*Mend the task's file",
+        match=r"bare cannot be loaded \(FileNotFoundError.*bare\.jsonl.*Mend the task's file",
     ):
         load(settings, tokenizer)
 
@@ -249,26 +248,41 @@ def test_chat_template_other_than_the_one_trained_on_is_refused(tokenizer, tmp_p
     load_tasks(raw, tokenizer=tokenizer, trained_template_sha256=digest)
 
 
-def made(values, *, value=None):
-    items = {(n, "document", "prompt"): v for n, v in enumerate(values)}
-    metrics = {"acc": {"value": float(np.mean(values)) if value is None else value, "stderr": None}}
-    return TaskScores(
-        scores={"t": {"metrics": metrics, "items": len(values), "version": None}},
-        items={("t", "acc"): items} if value is None else {},
+def facts(settings, tokenizer):
+    (tasks,) = load(settings, tokenizer).values()
+    return task_facts(tasks, settings=settings, tokenizer=tokenizer)
+
+
+def test_facts_of_a_task_are_those_of_its_content(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "content")
+    first = facts(settings, tokenizer)
+    assert facts(settings, tokenizer) == first
+    task_file(tmp_path, "neighbour")
+    assert facts(settings, tokenizer) == first, "another task in the folder is no fact of this one"
+    batched = settings.model_copy(
+        update={"batch_size": 1, "samples": 3, "tasks_dir": f"{tmp_path}/."}
     )
+    assert facts(batched, tokenizer) == first
 
 
-def test_difference_is_tuned_minus_base_with_an_interval_over_paired_items():
-    base, tuned = made([0.0, 1.0] * 50), made([0.5, 1.5] * 50)
-    found = task_differences(base, tuned, resamples=100, seed=0)
-    assert found == {"t": {"acc": {"difference": 0.5, "difference_ci95": [0.5, 0.5]}}}
+@pytest.mark.parametrize(
+    "change", [{"num_fewshot": 2}, {"task_limit": 3}, {"seed": 1}, {"apply_chat_template": False}]
+)
+def test_facts_of_a_task_change_with_its_settings(tokenizer, tmp_path, change):
+    settings = task_file(tmp_path, "settings")
+    assert facts(settings.model_copy(update=change), tokenizer) != facts(settings, tokenizer)
 
 
-def test_metric_that_is_no_mean_over_items_has_no_interval():
-    found = task_differences(made([0.0], value=2.0), made([0.0], value=3.0), resamples=100, seed=0)
-    assert found == {"t": {"acc": {"difference": 1.0, "difference_ci95": None}}}
-
-
-def test_items_that_differ_between_base_and_tuned_are_a_defect():
-    with pytest.raises(AssertionError, match="did not answer the same items"):
-        task_differences(made([0.0, 1.0]), made([0.0, 1.0, 1.0]), resamples=100, seed=0)
+def test_facts_of_a_task_change_with_its_files(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "edited")
+    found = [facts(settings, tokenizer)]
+    file = tmp_path / "edited.jsonl"
+    file.write_text(file.read_text().replace("What", "Which", 1))
+    found.append(facts(settings, tokenizer))
+    file.with_suffix(".yaml").write_text(
+        file.with_suffix(".yaml").read_text() + "description: Answer.\n"
+    )
+    found.append(facts(settings, tokenizer))
+    (tmp_path / "functions.py").write_text("LIMIT = 3\n")
+    found.append(facts(settings, tokenizer))
+    assert len({json.dumps(f, sort_keys=True) for f in found}) == 4

@@ -44,7 +44,7 @@ def test_failure_names_the_process_that_failed_first_and_why(
         launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
     assert str(caught.value) == (
         f"training stopped: process 1 of 2 failed first ({cause}); its message stands above and in the log. "
-        "Repeat the command to continue from the last checkpoint."
+        "Repeat the command to continue from what is finished."
     )
     assert time.monotonic() - began < 45, "the other process, asleep, is not waited for"
 

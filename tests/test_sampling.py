@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.tiny_export import random_documents
-from workflow.lib.sampling import Prompt, choose_prompts, greedy_answers, stop_token_ids
+from workflow.lib.sampling import Prompt, choose_prompts, generate_answers, stop_token_ids
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -32,7 +32,7 @@ def model():
 
 
 def answers(model, *, stop_ids=(), batch_size=3, max_new_tokens=9):
-    return greedy_answers(
+    return generate_answers(
         model,
         PROMPTS,
         stop_ids=list(stop_ids),
@@ -115,7 +115,8 @@ def test_fewer_documents_than_samples_are_all_chosen():
 
 def test_no_prompts_give_no_answers(model):
     assert (
-        greedy_answers(model, [], stop_ids=[EOS], max_new_tokens=3, batch_size=2, device=CPU) == []
+        generate_answers(model, [], stop_ids=[EOS], max_new_tokens=3, batch_size=2, device=CPU)
+        == []
     )
 
 

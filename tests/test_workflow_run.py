@@ -42,6 +42,8 @@ ARTIFACTS = {
     "results/base/tiny-*/quantization.json",
     "results/base/tiny-*/tokenizer.json",
     "results/base/tiny-*/tokenizer_config.json",
+    "results/evaluations/*/heldout-*.json",
+    "results/evaluations/*/samples-*.json",
     "results/report/comparison.csv",
     "results/report/figures/heldout.png",
     "results/report/figures/loss.png",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -65,6 +65,17 @@ def tiny_adapter(base: PreTrainedModel, folder: Path, *, rank: int = 3) -> None:
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(folder)
+
+
+def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
+    """Save the adapter merged into the dequantized weights of `base`, in bf16, by stock PEFT."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
+    merged = PeftModel.from_pretrained(model.dequantize(), adapter).merge_and_unload()
+    original = base.with_name(base.name + "-original")
+    plain = AutoModelForCausalLM.from_pretrained(original)  # its config knows of no quantization
+    plain.load_state_dict(merged.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer(folder)
 
 
 def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:

@@ -2,9 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from workflow.lib.section import Section
+
+HELDOUT_LOSS = "heldout_loss"
 
 
 class ExportConfig(Section):
@@ -40,13 +42,47 @@ class EvaluateConfig(Section):
     apply_chat_template: bool = True
     """Wrap task items in the tokenizer's chat template."""
     samples: int = Field(8, ge=0, le=1000)
-    """Held-out prompts answered by base and tuned, greedily, for reading side by side."""
+    """Held-out prompts that every subject answers, greedily, for reading side by side."""
+    sample_temperature: float | None = Field(None, gt=0.0, le=10.0)
+    """Also draw an answer to each sample prompt at this temperature, with `seed`; null = greedy answers alone."""
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
-    batch_size: int = Field(16, ge=1, le=4096)
-    """Sequences per forward pass."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where memory runs out."""
+    processes: int | Literal["auto"] = "auto"
+    """Processes that share the items, each with a copy of the model; `auto` = one per GPU if the model fits on one, else 1, spread over all."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of bootstrap and choice of samples."""
+    """Seed of bootstrap, choice of samples and drawn answers."""
+    require: dict[str, float] = Field({})
+    """Least gain of tuned over base, by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails after everything is made."""
+    require_by: Literal["estimate", "interval"] = "estimate"
+    """What must reach it: the gain itself, or the lower end of its 95% interval."""
+
+    @model_validator(mode="after")
+    def _counts_are_positive(self) -> "EvaluateConfig":
+        for name, count, most in (
+            ("batch_size", self.batch_size, 4096),
+            ("processes", self.processes, 64),
+        ):
+            if count != "auto" and not 1 <= count <= most:
+                raise ValueError(
+                    f"{name} = {count}: must be between 1 and {most}. Change it, or set auto"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _requirements_are_measured(self) -> "EvaluateConfig":
+        for name in self.require:
+            if name == HELDOUT_LOSS and not self.heldout:
+                raise ValueError(
+                    f"require = {name}: the held-out loss is not measured (heldout = False). "
+                    "Set heldout to true, or remove the requirement"
+                )
+            if name != HELDOUT_LOSS and not all(name.partition("/")):
+                raise ValueError(
+                    f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. Correct the name"
+                )
+        return self
 
 
 class ReportConfig(Section):

@@ -1,45 +1,80 @@
-"""What is measured on base and tuned, and the two JSON artifacts made of it (fields: docs/design.md).
+"""What is asked of every subject, part by part: held-out loss, sample answers, and each task.
 
-`prepare` settles the questions before any weight is loaded, `measure` puts them to one subject, and
-`artifact` and `compare` turn measurements into JSON. Both subjects get exactly the same questions.
+`prepare` settles the questions before any weight is loaded; `parts` are the questions as independent measurements;
+`measure` puts to one subject those that the archive does not hold, and returns the answers to all. The JSON
+artifacts are made of measurements in `outcome`.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.bootstrap import estimate_ratio
+from workflow.lib.archive import Archive
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError, setting_error
-from workflow.lib.harness import LoadedTasks, TaskScores, load_tasks, run_tasks, task_differences
+from workflow.lib.harness import LoadedTasks, load_tasks, run_tasks, task_facts
 from workflow.lib.heldout import choose_documents, heldout_losses
-from workflow.lib.sampling import Prompt, choose_prompts, greedy_answers, stop_token_ids
+from workflow.lib.parallel import World
+from workflow.lib.sampling import Prompt, choose_prompts, generate_answers, stop_token_ids
+from workflow.lib.sharing import agreed, shared_out
+from workflow.lib.task_scores import NO_SCORES, TaskScores
 from workflow.lib.tokens import Document, TokenStore
+
+HELDOUT = "heldout"
+Model = PeftModel | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps loading it)."""
+
+    name: str
+    key: str
+    opened: Callable[[], AbstractContextManager[Model]]
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What both subjects are asked. `losses_of`: documents whose loss is measured, by number; may be none."""
+    """What all subjects are asked.
+
+    `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of these is from.
+    """
 
     settings: EvaluateConfig
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[Document]
     losses_of: list[int]
+    sources: list[str]
     prompts: list[Prompt]
-    tasks: LoadedTasks
+    tasks: dict[str, LoadedTasks]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement: its name, what its result depends on besides the subject, and how to make it (JSON)."""
+
+    name: str
+    facts: dict[str, Any]
+    compute: Callable[[Model], Any]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, one text per prompt."""
+    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by prompt.
+
+    `drawn`: the answers at a temperature; empty if none were asked for.
+    """
 
     losses: list[tuple[float, int]]
     tasks: TaskScores
     answers: list[str]
+    drawn: list[str]
 
 
 def prepare(
@@ -59,11 +94,13 @@ def prepare(
             f"an interval needs at least 2 held-out documents with trained tokens, and there are {len(chosen)}",
             "Raise evaluate.max_documents, hold out more rows (data.heldout or data.heldout_share), or set it to false",
         )
+    losses_of = chosen if settings.heldout else []
     return Questions(
         settings=settings,
         tokenizer=tokenizer,
         documents=documents,
-        losses_of=chosen if settings.heldout else [],
+        losses_of=losses_of,
+        sources=["heldout"] * len(losses_of),
         prompts=choose_prompts(documents, chosen, count=settings.samples, seed=settings.seed),
         tasks=load_tasks(
             settings,
@@ -73,113 +110,138 @@ def prepare(
     )
 
 
-def measure(model: PeftModel, questions: Questions, *, subject: str) -> Measurement:
-    """Put the questions to `model` as it is now (adapter on or off)."""
-    settings, tokenizer = questions.settings, questions.tokenizer
-    losses = heldout_losses(
-        model,
-        [questions.documents[number] for number in questions.losses_of],
-        batch_size=settings.batch_size,
-        device=model.device,
-        description=f"{subject}: held-out loss",
-    )
-    answers = greedy_answers(
-        model,
-        questions.prompts,
-        stop_ids=stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model),
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch_size,
-        device=model.device,
-        description=f"{subject}: samples",
-    )
-    tasks = run_tasks(model, questions.tasks, tokenizer=tokenizer, settings=settings)
-    texts = [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
-    return Measurement(losses=losses, tasks=tasks, answers=texts)
+def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
+    """Return the measurements that the questions ask for. `world`: the processes that share each; None = alone."""
+    settings = questions.settings
+    found = []
+    if questions.losses_of:
+        found.append(_losses(questions, world=world))
+    if questions.prompts:
+        found.append(_samples(questions, temperature=0.0, world=world))
+    if questions.prompts and settings.sample_temperature is not None:
+        found.append(_samples(questions, temperature=settings.sample_temperature, world=world))
+    return found + [_task(name, questions, world=world) for name in questions.tasks]
 
 
-def artifact(
-    measured: Measurement, questions: Questions, *, subject: str, run: str
-) -> dict[str, Any]:
-    """Return the fields that both artifacts share; raises `UserError` if a loss is not finite."""
-    decode = questions.tokenizer.decode
-    return {
-        "subject": subject,
-        "run": run,
-        "heldout": _heldout(measured, questions, subject=subject),
-        "tasks": measured.tasks.scores,
-        "samples": [
-            {
-                "document": prompt.document,
-                "prompt": decode(prompt.prompt),
-                "reference": decode(prompt.reference, skip_special_tokens=True),
-                "answer": answer,
-            }
-            for prompt, answer in zip(questions.prompts, measured.answers, strict=True)
-        ],
-    }
+def _losses(questions: Questions, *, world: World | None) -> Part:
+    documents = [questions.documents[number] for number in questions.losses_of]
+
+    def compute(model: Model) -> list[tuple[float, int]]:
+        def of(mine: list[Document]) -> list[tuple[float, int]]:
+            return heldout_losses(
+                model, mine, batch_size=questions.settings.batch_size, device=model.device
+            )
+
+        return shared_out(documents, of, world=world)
+
+    return Part(HELDOUT, {"documents": _digest(documents)}, compute)
 
 
-def _heldout(measured: Measurement, questions: Questions, *, subject: str) -> dict[str, Any] | None:
-    if not measured.losses:
-        return None
-    sums, tokens = zip(*measured.losses, strict=True)
-    loss = sum(sums) / sum(tokens)
+def _digest(documents: Sequence[Document]) -> str:
+    digest = hashlib.sha256()
+    for ids, mask in documents:
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + mask.tobytes())
+    return digest.hexdigest()
+
+
+def _check_finite(losses: list[tuple[float, int]], *, subject: str) -> None:
+    """Raise `UserError` if the mean loss is no number, or its exponential too large for one."""
+    loss = sum(loss_sum for loss_sum, _ in losses) / sum(tokens for _, tokens in losses)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(
-            f"The held-out loss of the {subject} model is {loss}: its weights are broken. "
+            f"The held-out loss of {subject} is {loss}: its weights are broken. "
             "If only the tuned model's is, training diverged: lower train.learning_rate."
         )
-    estimate = estimate_ratio(
-        sums, tokens, resamples=questions.settings.bootstrap_resamples, seed=questions.settings.seed
-    )
-    return {
-        "loss": loss,
-        "loss_ci95": list(estimate.ci95),
-        "perplexity": math.exp(loss),
-        "documents": len(sums),
-        "trained_tokens": sum(tokens),
-        "per_document": [
-            {"document": number, "loss_sum": loss_sum, "tokens": count}
-            for number, (loss_sum, count) in zip(questions.losses_of, measured.losses, strict=True)
-        ],
+
+
+def _samples(questions: Questions, *, temperature: float, world: World | None) -> Part:
+    settings, tokenizer = questions.settings, questions.tokenizer
+    name = "drawn" if temperature else "samples"
+
+    def compute(model: Model) -> list[str]:
+        stop_ids = stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model)
+
+        def of(mine: list[Prompt]) -> list[list[int]]:
+            return generate_answers(
+                model,
+                mine,
+                stop_ids=stop_ids,
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                device=model.device,
+                temperature=temperature,
+                seed=settings.seed,
+                description=name,
+            )
+
+        answers = shared_out(questions.prompts, of, world=world)
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    facts = {
+        "prompts": [[p.document, p.prompt, p.reference[-1]] for p in questions.prompts],
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": temperature,
+        "seed": settings.seed if temperature else None,
     }
+    return Part(name, facts, compute)
 
 
-def compare(base: Measurement, tuned: Measurement, *, settings: EvaluateConfig) -> dict[str, Any]:
-    """Return the artifact's `comparison`; the loss fields are None if no loss was measured."""
-    resamples, seed = settings.bootstrap_resamples, settings.seed
-    tasks = task_differences(base.tasks, tuned.tasks, resamples=resamples, seed=seed)
-    loss: dict[str, Any] = dict.fromkeys(
-        ("loss_difference", "loss_difference_ci95", "p_value"), None
-    )
-    if base.losses:
-        gains = [b - t for (b, _), (t, _) in zip(base.losses, tuned.losses, strict=True)]
-        tokens = [count for _, count in base.losses]
-        estimate = estimate_ratio(gains, tokens, resamples=resamples, seed=seed)
-        loss["loss_difference"] = estimate.value
-        loss["loss_difference_ci95"] = list(estimate.ci95)
-        loss["p_value"] = estimate.p_value
-    return {**loss, "documents": len(base.losses), "tasks": tasks}
+def _task(name: str, questions: Questions, *, world: World | None) -> Part:
+    tasks, tokenizer = questions.tasks[name], questions.tokenizer
 
-
-def summary_lines(base: dict[str, Any], tuned: dict[str, Any]) -> list[str]:
-    """Return the comparison as lines of text: what, base -> tuned, the signed difference and its interval."""
-    comparison = tuned["comparison"]
-    lines = []
-    if tuned["heldout"] is not None:
-        gain = _signed(comparison["loss_difference"], comparison["loss_difference_ci95"])
-        lines.append(
-            f"held-out loss {base['heldout']['loss']:.4f} -> {tuned['heldout']['loss']:.4f}: base - tuned {gain}, "
-            f"p = {comparison['p_value']:.2g}, {comparison['documents']} documents"
+    def compute(model: Model) -> dict[str, Any]:
+        scores = run_tasks(
+            model, tasks, tokenizer=tokenizer, settings=questions.settings, world=world
         )
-    for task, metrics in comparison["tasks"].items():
-        for metric, paired in metrics.items():
-            before, after = (a["tasks"][task]["metrics"][metric]["value"] for a in (base, tuned))
-            gain = _signed(paired["difference"], paired["difference_ci95"])
-            lines.append(f"{task} {metric} {before:.4f} -> {after:.4f}: tuned - base {gain}")
-    return lines
+        return scores.to_json()
+
+    facts = task_facts(tasks, settings=questions.settings, tokenizer=tokenizer)
+    return Part(f"task-{name}", facts, compute)
 
 
-def _signed(value: float, ci95: list[float] | None) -> str:
-    interval = "no interval" if ci95 is None else f"95% interval {ci95[0]:+.4f} to {ci95[1]:+.4f}"
-    return f"{value:+.4f} ({interval})"
+def measure(
+    subject: Subject,
+    asked: Sequence[Part],
+    *,
+    archive: Archive,
+    machine: dict[str, Any],
+    world: World | None = None,
+) -> tuple[Measurement, list[str]]:
+    """Return what the subject answers, and the names of the parts that were measured now.
+
+    machine: what the numbers depend on besides subject and part (types, attention, package versions). The subject
+    is opened only if a part is not archived. Collective over `world`: only the main process reads and writes files.
+    """
+    is_main = world is None or world.is_main
+    found = agreed(
+        {
+            part.name: archive.find(subject.key, part.name, machine | part.facts)
+            for part in asked
+            if is_main
+        },
+        world=world,
+    )
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        with subject.opened() as model:
+            for part in (part for part in asked if part.name in missing):
+                value = part.compute(model)
+                if part.name == HELDOUT:
+                    _check_finite(value, subject=subject.name)
+                if is_main:
+                    archive.keep(subject.key, part.name, machine | part.facts, value)
+                found[part.name] = value
+    return _measurement(found), missing
+
+
+def _measurement(found: dict[str, Any]) -> Measurement:
+    tasks = NO_SCORES
+    for name, value in found.items():
+        if name.startswith("task-"):
+            tasks |= TaskScores.from_json(value)
+    return Measurement(
+        losses=[(float(loss_sum), int(tokens)) for loss_sum, tokens in found.get(HELDOUT, [])],
+        tasks=tasks,
+        answers=list(found.get("samples", [])),
+        drawn=list(found.get("drawn", [])),
+    )

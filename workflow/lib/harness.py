@@ -1,51 +1,39 @@
 """Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
 
 Local task files come first; the thousands of shipped ones are indexed only if a task is not local.
-Base and tuned run the same task objects with the same seeds, so their items pair up one to one.
-The harness gives a mean's standard error; the interval of a paired difference is ours (`bootstrap`).
+Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which others run.
+All subjects run the same task objects with the same seeds, so their items pair up one to one.
 """
 
 import difflib
 import hashlib
+import json
 import logging
 import math
 import random
-import sys
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.metrics import mean
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.bootstrap import estimate_ratio
+from workflow.lib.artifacts import file_sha256
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError, setting_error
+from workflow.lib.harness_model import SharingHFLM
 from workflow.lib.local_tasks import local_task_names, refuse_code
+from workflow.lib.parallel import World
 from workflow.lib.sandbox import sandbox_task_templates
+from workflow.lib.task_scores import MetricItems, TaskScores
 
 logger = logging.getLogger("workflow")
 
-_NO_TERMINAL = not sys.stderr.isatty()
 LoadedTasks = dict[str, Any]  # the harness's TaskDict: `tasks`, `groups`, `group_map`
-Item = tuple[int, str, str]  # document number, hash of the document, hash of the prompt
-
-
-@dataclass(frozen=True)
-class TaskScores:
-    """What one subject scored.
-
-    `scores`: the artifact's `tasks`. `items`: by (task, metric), the values whose mean the metric is;
-    metrics that are no mean over items (corpus-level ones, groups) are not in it.
-    """
-
-    scores: dict[str, dict[str, Any]]
-    items: dict[tuple[str, str], dict[Item, float]]
 
 
 def load_tasks(
@@ -53,8 +41,8 @@ def load_tasks(
     *,
     tokenizer: PreTrainedTokenizerBase,
     trained_template_sha256: str | None,
-) -> LoadedTasks:
-    """Load every task of `evaluate.tasks` with its data.
+) -> dict[str, LoadedTasks]:
+    """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its name.
 
     `trained_template_sha256`: digest of the chat template that made the tokens; None for plain text. Raises
     `UserError` for an unknown task, one whose file or data cannot be loaded, and one that cannot
@@ -70,11 +58,50 @@ def load_tasks(
     for name in settings.tasks:
         if name not in manager.all_tasks:
             raise _unknown_task(name, known=manager.all_tasks, settings=settings)
-    loaded = _load(manager, settings, shipped)
-    for name, task in loaded["tasks"].items():
+    loaded = {name: _load(name, manager, settings, shipped) for name in settings.tasks}
+    for name, task in (pair for tasks in loaded.values() for pair in tasks["tasks"].items()):
         _refuse_unrunnable(name, task, settings)
         task.set_config(key="num_fewshot", value=settings.num_fewshot)
     return loaded
+
+
+def task_facts(
+    tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return what the scores of loaded tasks depend on besides the model: a JSON value for `archive`.
+
+    Definitions and items count by content, so a task file or its data edited in place is run again; so do Python files
+    of `evaluate.tasks_dir`, whose functions a definition may call.
+    """
+    folder = settings.tasks_dir
+    code = sorted(Path(folder).rglob("*.py")) if folder else []
+    template = tokenizer.chat_template if settings.apply_chat_template else None
+    return {
+        "definitions": {name: _definition(task) for name, task in tasks["tasks"].items()},
+        "groups": sorted(tasks.get("groups", {})),
+        "code": [file_sha256(path) for path in code],
+        "chat_template": template,
+        "lm_eval": lm_eval.__version__,
+        **settings.model_dump(
+            mode="json",
+            include={"num_fewshot", "task_limit", "bootstrap_resamples", "seed"},
+        ),
+    }
+
+
+def _definition(task: Any) -> str:
+    """Return a digest of a task's settings, items and examples."""
+    digest = hashlib.sha256(_text(task.dump_config()))
+    for item in task.eval_docs:
+        digest.update(_text(item))
+    if task.get_config("num_fewshot"):
+        for example in task.fewshot_docs():
+            digest.update(_text(example))
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | None) -> None:
@@ -108,21 +135,23 @@ def _unknown_task(name: str, *, known: list[str], settings: EvaluateConfig) -> U
     )
 
 
-def _load(manager: TaskManager, settings: EvaluateConfig, shipped: list[str]) -> LoadedTasks:
+def _load(
+    name: str, manager: TaskManager, settings: EvaluateConfig, shipped: list[str]
+) -> LoadedTasks:
     """Load definitions and data; whatever a task file or its data set raises is the user's to mend."""
     try:
-        return dict(manager.load(list(settings.tasks)))
+        return dict(manager.load([name]))
     except Exception as error:
         change = (
-            f"{', '.join(shipped)}: shipped tasks load their data from the Hugging Face hub. Run where it can be "
+            f"{name}: shipped tasks load their data from the Hugging Face hub. Run where it can be "
             "reached once, or put a task file with local data into evaluate.tasks_dir"
-            if shipped
+            if name in shipped
             else f"Mend the task's file in {settings.tasks_dir}; paths in it count from the folder you run in"
         )
         raise setting_error(
             "evaluate.tasks",
             list(settings.tasks),
-            f"they cannot be loaded ({type(error).__name__}: {error})",
+            f"{name} cannot be loaded ({type(error).__name__}: {error})",
             change,
         ) from error
 
@@ -150,13 +179,15 @@ def run_tasks(
     *,
     tokenizer: PreTrainedTokenizerBase,
     settings: EvaluateConfig,
+    world: World | None = None,
 ) -> TaskScores:
-    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by `evaluate.seed`."""
-    if not tasks["tasks"]:
-        return TaskScores(scores={}, items={})
+    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by `evaluate.seed`.
+
+    Collective over `world`, whose processes share the requests; None = alone.
+    """
     _seed(settings.seed, tasks)
     results = lm_eval.evaluate(
-        lm=_TerminalHFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size),
+        lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),
         task_dict=tasks,
         limit=settings.task_limit,
         bootstrap_iters=settings.bootstrap_resamples,
@@ -164,19 +195,6 @@ def run_tasks(
         fewshot_as_multiturn=settings.apply_chat_template,
     )
     return TaskScores(scores=_scores(results), items=_items(results["samples"], tasks["tasks"]))
-
-
-class _TerminalHFLM(HFLM):  # type: ignore[misc]
-    """The harness's model, its bars (which are always on) on terminals only."""
-
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or _NO_TERMINAL)
-
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm or _NO_TERMINAL)
-
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        return super().generate_until(requests, disable_tqdm=disable_tqdm or _NO_TERMINAL)
 
 
 def _seed(seed: int, tasks: LoadedTasks) -> None:
@@ -191,7 +209,9 @@ def _seed(seed: int, tasks: LoadedTasks) -> None:
 def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: {
-            "metrics": _metrics(name, result),
+            "metrics": _metrics(
+                name, result, higher_is_better=results["higher_is_better"].get(name) or {}
+            ),
             "items": int(result["sample_len"]),
             "version": results["versions"][name],
         }
@@ -200,9 +220,11 @@ def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _metrics(task: str, result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return {metric: {value, stderr}} of one task from the harness's `metric,filter` keys."""
-    metrics: dict[str, dict[str, float | None]] = {}
+def _metrics(
+    task: str, result: dict[str, Any], *, higher_is_better: dict[str, bool | None]
+) -> dict[str, dict[str, Any]]:
+    """Return {metric: {value, stderr, higher_is_better}} of one task from the harness's `metric,filter` keys."""
+    metrics: dict[str, dict[str, Any]] = {}
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")
         if not comma or metric.endswith("_stderr"):
@@ -214,6 +236,7 @@ def _metrics(task: str, result: dict[str, Any]) -> dict[str, dict[str, float | N
         metrics[_metric_name(metric, filtered)] = {
             "value": float(value),
             "stderr": float(stderr) if _is_finite(stderr) else None,
+            "higher_is_better": higher_is_better.get(metric),
         }
     return metrics
 
@@ -226,11 +249,9 @@ def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float | np.number) and math.isfinite(value)
 
 
-def _items(
-    samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]
-) -> dict[tuple[str, str], dict[Item, float]]:
+def _items(samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]) -> MetricItems:
     """Return the per-item values of every metric that is their mean."""
-    items: dict[tuple[str, str], dict[Item, float]] = {}
+    items: MetricItems = {}
     for name, rows in samples.items():
         means = {metric for metric, how in tasks[name].aggregation().items() if how is mean}
         for row in rows:
@@ -240,39 +261,3 @@ def _items(
                     of_metric = items.setdefault((name, _metric_name(metric, row["filter"])), {})
                     of_metric[item] = float(row[metric])
     return items
-
-
-def task_differences(
-    base: TaskScores, tuned: TaskScores, *, resamples: int, seed: int
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by task and metric `difference` (tuned - base) and `difference_ci95` over the paired items.
-
-    The interval is None where there are no two items, or where the metric is no mean over items.
-    """
-    differences: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, score in tuned.scores.items():
-        before = base.scores[name]["metrics"]
-        shared = [metric for metric in score["metrics"] if metric in before]
-        differences[name] = {
-            metric: {
-                "difference": score["metrics"][metric]["value"] - before[metric]["value"],
-                "difference_ci95": _paired_interval(
-                    base.items.get((name, metric), {}),
-                    tuned.items.get((name, metric), {}),
-                    resamples=resamples,
-                    seed=seed,
-                ),
-            }
-            for metric in shared
-        }
-    return differences
-
-
-def _paired_interval(
-    base: dict[Item, float], tuned: dict[Item, float], *, resamples: int, seed: int
-) -> list[float] | None:
-    assert base.keys() == tuned.keys(), "base and tuned did not answer the same items"
-    if len(base) < 2:
-        return None
-    paired = [tuned[item] - base[item] for item in base]
-    return list(estimate_ratio(paired, [1.0] * len(paired), resamples=resamples, seed=seed).ci95)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from workflow.lib.batch_size import fitting_batch_size, halving
 from workflow.lib.tokens import Document
 
 LOGITS_BYTES = (
@@ -34,15 +35,35 @@ def heldout_losses(
     model: nn.Module,
     documents: Sequence[Document],
     *,
-    batch_size: int,
+    batch_size: int | str,
     device: torch.device,
     description: str = "held-out loss",
 ) -> list[tuple[float, int]]:
     """Return (summed -log p in nats, predicted tokens) of each document, in order.
 
-    `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size` (documents)
-    bounds memory and changes results by rounding only. Every document has trained tokens.
+    `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size` (documents, or `auto`)
+    bounds memory and changes results by rounding only; it is halved where memory runs out. Every document has
+    trained tokens.
     """
+    if not documents:
+        return []
+    longest = max(len(ids) for ids, _ in documents)
+    start = fitting_batch_size(batch_size, config=model.config, device=device, tokens=longest)
+
+    def with_size(size: int) -> list[tuple[float, int]]:
+        return _losses(model, documents, batch_size=size, device=device, description=description)
+
+    return halving(with_size, start=start, what=description)
+
+
+def _losses(
+    model: nn.Module,
+    documents: Sequence[Document],
+    *,
+    batch_size: int,
+    device: torch.device,
+    description: str,
+) -> list[tuple[float, int]]:
     losses = [(0.0, 0)] * len(documents)
     vocab_size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))

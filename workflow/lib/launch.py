@@ -24,11 +24,12 @@ def launch_workers(
     processes: int,
     grace_s: float = 60.0,
     deterministic: bool = False,
+    what: str = "training",
 ) -> None:
     """Run `python -m module arguments` in `processes` torchrun workers on this machine; return when all have ended well.
 
     Raises `UserError` naming the rank that failed first, and `StoppedError` if stopped by a signal
-    (workers get the signal and `grace_s` to save a checkpoint).
+    (workers get the signal and `grace_s` to save a checkpoint). what: the work, for the message.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
@@ -61,8 +62,8 @@ def launch_workers(
             else f"exit status {failure.exitcode}"
         )
         raise UserError(
-            f"training stopped: process {rank} of {processes} failed first ({cause}); its message stands above and "
-            "in the log. Repeat the command to continue from the last checkpoint."
+            f"{what} stopped: process {rank} of {processes} failed first ({cause}); its message stands above and "
+            "in the log. Repeat the command to continue from what is finished."
         ) from None
     except SignalException:
         raise StoppedError(STOPPED) from None

@@ -189,14 +189,21 @@ class Parity(Record):
     argmax_agreement: float
 
 
-class Heldout(Record):
-    """Loss on the held-out documents, nats per trained token."""
+class SourceLoss(Record):
+    """Loss on some held-out documents, nats per trained token; one document has no interval."""
 
     loss: float
-    loss_ci95: Interval
+    loss_ci95: Interval | None
     perplexity: float
     documents: int
     trained_tokens: int
+
+
+class Heldout(SourceLoss):
+    """Loss on all held-out documents, and by their source."""
+
+    loss_ci95: Interval
+    sources: dict[str, SourceLoss]
 
 
 class Metric(Record):
@@ -204,6 +211,7 @@ class Metric(Record):
 
     value: float
     stderr: float | None
+    higher_is_better: bool | None
 
 
 class Task(Record):
@@ -215,35 +223,46 @@ class Task(Record):
 
 
 class Sample(Record):
-    """A held-out prompt with the answer of one subject."""
+    """A held-out prompt with the answer of one subject; `drawn` at `evaluate.sample_temperature`, if that is set."""
 
     document: int
     prompt: str
     reference: str
     answer: str
+    drawn: str | None
 
 
 class MetricDifference(Record):
-    """Paired difference of a task metric, tuned - base."""
+    """Paired difference of a task metric, tuned - base; `gained` and `lost` count items where right is 1 and wrong 0."""
 
     difference: float
     difference_ci95: Interval | None
+    p_value: float | None
+    test: str | None
+    gained: int | None
+    lost: int | None
 
 
-class Comparison(Record):
-    """Paired comparison over documents; the loss difference is base - tuned, so positive is better."""
+class LossDifference(Record):
+    """Paired difference over documents, base - tuned, so positive is better; None where nothing was measured."""
 
     loss_difference: float | None
     loss_difference_ci95: Interval | None
     p_value: float | None
     documents: int
+
+
+class Comparison(LossDifference):
+    """Paired comparison of two subjects: all documents, by source, and tasks."""
+
+    sources: dict[str, LossDifference]
     tasks: dict[str, dict[str, MetricDifference]]
 
 
 class Evaluation(Record):
     """`evaluate_run/base.json`."""
 
-    subject: Literal["base", "tuned"]
+    subject: Literal["base", "tuned", "merged"]
     run: str
     heldout: Heldout | None
     tasks: dict[str, Task]
@@ -255,6 +274,12 @@ class TunedEvaluation(Evaluation):
     """`evaluate_run/tuned.json`."""
 
     comparison: Comparison
+
+
+class MergedEvaluation(TunedEvaluation):
+    """`evaluate_run/merged.json`, where `export.merged` is set; `merging` compares with tuned: what merging cost."""
+
+    merging: Comparison
 
 
 class Source(Record):

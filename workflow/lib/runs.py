@@ -14,6 +14,8 @@ from workflow.lib.config import ReportConfig, RunConfig, is_hub_id
 from workflow.lib.sources import resolve_splits
 
 RESULTS = PurePosixPath("results")
+# Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs before a job.
+EVALUATIONS = str(RESULTS / "evaluations")
 
 # Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are edited.
 OPERATIONAL_KEYS = frozenset(
@@ -176,9 +178,17 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Keys of these sections that a stage does not read, so that editing them does not run it again.
+UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
+    "evaluate_run": {"evaluate": {"require", "require_by"}},
+}
+
+
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
-    """Return the settings that a stage receives: exactly its sections."""
-    settings: dict[str, Any] = run.model_dump(mode="json", include=set(STAGE_SECTIONS[stage]))
+    """Return the settings that a stage receives: exactly its sections, less the keys that it does not read."""
+    settings: dict[str, Any] = run.model_dump(
+        mode="json", include=set(STAGE_SECTIONS[stage]), exclude=UNREAD_KEYS.get(stage)
+    )
     return settings
 
 

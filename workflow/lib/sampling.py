@@ -1,19 +1,29 @@
-"""Greedy answers to held-out prompts, for a person to read base and tuned side by side.
+"""Answers to held-out prompts, for a person to read base and tuned side by side.
 
 A document's prompt is what precedes its first trained token, and its reference is the first unbroken run
-of trained tokens: in a conversation, the first answer.
+of trained tokens: in a conversation, the first answer. Answers are greedy, or drawn at a temperature T: adding
+T times Gumbel noise to the logits makes their argmax a draw from softmax(logits / T) (Gumbel 1954). The noise
+is a function of (seed, document, place) alone, so a draw depends on neither batch nor number of processes, and all
+subjects answer with the same luck.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from peft import PeftModel
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from workflow.lib.batch_size import fitting_batch_size, halving
 from workflow.lib.tokens import Document
 
 
@@ -57,7 +67,7 @@ def stop_token_ids(
     The end tokens of tokenizer and model, and the special tokens that end the references: a chat
     template may close a turn with another token than the tokenizer's `eos_token`.
     """
-    config = model.generation_config
+    config: GenerationConfig | None = model.generation_config
     named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
     ids = {i for value in named for i in (value if isinstance(value, list) else [value])}
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -65,17 +75,40 @@ def stop_token_ids(
     return sorted(i for i in ids if i is not None)
 
 
-def greedy_answers(
+class GumbelNoise(LogitsProcessor):
+    """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the row's own."""
+
+    def __init__(self, documents: Sequence[int], *, temperature: float, seed: int) -> None:
+        self._temperature = temperature
+        self._generators = [np.random.default_rng([seed, document]) for document in documents]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, (rows, vocabulary), with noise; one call a generated token."""
+        noise = np.stack([g.gumbel(size=scores.shape[-1]) for g in self._generators])
+        return scores.float() + self._temperature * torch.from_numpy(noise).to(
+            device=scores.device, dtype=torch.float32
+        )
+
+
+def generate_answers(
     model: PeftModel | PreTrainedModel,
     prompts: Sequence[Prompt],
     *,
     stop_ids: list[int],
     max_new_tokens: int,
-    batch_size: int,
+    batch_size: int | str,
     device: torch.device,
+    temperature: float = 0.0,
+    seed: int = 0,
     description: str = "samples",
 ) -> list[list[int]]:
-    """Return the most likely continuation of each prompt, token by token, without the token that ended it."""
+    """Return a continuation of each prompt, token by token, without the token that ended it.
+
+    temperature: 0 takes the most likely token; above 0, tokens are drawn with `seed`. `batch_size` (prompts, or
+    `auto`) is halved where memory runs out.
+    """
+    if not prompts:
+        return []
     settings = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -84,21 +117,62 @@ def greedy_answers(
         eos_token_id=stop_ids or None,
         pad_token_id=stop_ids[0] if stop_ids else 0,
     )
-    answers: list[list[int]] = [[]] * len(prompts)
+    start = fitting_batch_size(
+        batch_size,
+        config=model.config,
+        device=device,
+        tokens=max(len(prompt.prompt) for prompt in prompts) + max_new_tokens,
+        keeps_cache=True,
+    )
+
+    def with_size(size: int) -> list[list[int]]:
+        found: list[list[int]] = [[]] * len(prompts)
+        for batch in _batches(prompts, size=size, description=description):
+            chosen = [prompts[index] for index in batch]
+            noise = _noise(chosen, temperature=temperature, seed=seed)
+            for index, row in zip(
+                batch, _continue(model, chosen, settings, noise, device=device), strict=True
+            ):
+                found[index] = _until_stop(row, stop_ids)
+        return found
+
+    return halving(with_size, start=start, what=description)
+
+
+def _batches(prompts: Sequence[Prompt], *, size: int, description: str) -> Iterator[list[int]]:
+    """Group prompts of similar length, longest first: what does not fit in memory fails at once."""
     by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].prompt))
     for first in tqdm(
-        range(0, len(prompts), batch_size),
-        desc=description, unit="batch", disable=None, file=sys.stderr,
-    ):  # fmt: skip
-        batch = by_length[first : first + batch_size]
-        ids, mask = _left_padded([prompts[index].prompt for index in batch], device=device)
-        with torch.inference_mode():
-            output = model.generate(  # type: ignore[operator]
-                input_ids=ids, attention_mask=mask, generation_config=settings
-            )
-        for index, row in zip(batch, output[:, ids.shape[1] :].tolist(), strict=True):
-            answers[index] = _until_stop(row, stop_ids)
-    return answers
+        range(0, len(prompts), size), desc=description, unit="batch", disable=None, file=sys.stderr
+    ):
+        yield by_length[first : first + size]
+
+
+@torch.inference_mode()
+def _continue(
+    model: PeftModel | PreTrainedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerationConfig,
+    noise: LogitsProcessorList | None,
+    *,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt of one batch, what follows an end included."""
+    ids, mask = _left_padded([prompt.prompt for prompt in prompts], device=device)
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=noise
+    )
+    rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return rows
+
+
+def _noise(
+    prompts: Sequence[Prompt], *, temperature: float, seed: int
+) -> LogitsProcessorList | None:
+    if temperature == 0.0:
+        return None
+    documents = [prompt.document for prompt in prompts]
+    return LogitsProcessorList([GumbelNoise(documents, temperature=temperature, seed=seed)])
 
 
 def _left_padded(

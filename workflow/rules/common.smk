@@ -39,6 +39,9 @@ BY_DOWNLOAD = {
     for kind, folder in layout.download_dirs(run).items()
 }
 
+# Runs whose merged model is exported and evaluated too.
+MERGED = [name for name, run in RUNS.items() if run.export.merged]
+
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
 # run that cannot work stops within minutes.
 FIRST = 10
@@ -49,10 +52,15 @@ if workflow.is_main_process and workflow.local_exec and visible_gpus():
         workflow.register_resource("gpu", len(visible_gpus()))
 
 
+def any_of(names):
+    """A pattern that matches these names; without names, nothing."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
 wildcard_constraints:
-    run="|".join(map(re.escape, RUNS)),
-    tokens="|".join(map(re.escape, BY_TOKENS)),
-    base="|".join(map(re.escape, BY_BASE)),
+    run=any_of(RUNS),
+    tokens=any_of(BY_TOKENS),
+    base=any_of(BY_BASE),
     kind="model|dataset",
 
 
@@ -101,6 +109,24 @@ def cores(run):
 def all_cores(_):
     """All cores of this machine; of a cluster's node, whose cores are not known, four (`--set-threads` changes it)."""
     return workflow.cores if workflow.local_exec else 4
+
+
+def merged_options(name):
+    """The evaluation's options for the merged model, if one is exported."""
+    if name not in MERGED:
+        return []
+    folder = layout.stage_dir(name, "consolidate")
+    output = layout.stage_dir(name, "evaluate_run")
+    return ["--merged", f"{folder}/merged", "--output-merged", f"{output}/merged.json"]
+
+
+def evaluations(runs=RUNS):
+    """The artifacts of the evaluation: one a subject."""
+    return [
+        f"{layout.stage_dir(name, 'evaluate_run')}/{subject}.json"
+        for name in runs
+        for subject in ["base", "tuned", *(["merged"] if name in MERGED else [])]
+    ]
 
 
 onerror:

@@ -1,3 +1,4 @@
+# Two rules, one stage: where a merged model is exported, it is one more subject and one more output.
 rule evaluate_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),
@@ -11,6 +12,8 @@ rule evaluate_run:
         tuned="results/runs/{run}/evaluate_run/tuned.json",
     log:
         "logs/evaluate_run/{run}.log",
+    wildcard_constraints:
+        run=any_of(run for run in RUNS if run not in MERGED),
     conda:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
@@ -20,6 +23,9 @@ rule evaluate_run:
         config=lambda w: layout.stage_json("evaluate_run", RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
+        # Not an output: Snakemake would delete what was measured before.
+        archive=layout.EVALUATIONS,
+        merged=lambda w: merged_options(w.run),
         chat_template=lambda w: [
             part
             for path in [RUNS[w.run].data.chat_template]
@@ -30,4 +36,14 @@ rule evaluate_run:
         "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
         " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
+        " --archive {params.archive:q} {params.merged:q}"
         " --output-base {output.base:q} --output-tuned {output.tuned:q} --log {log:q}"
+
+
+use rule evaluate_run as evaluate_run_and_merged with:
+    output:
+        base="results/runs/{run}/evaluate_run/base.json",
+        tuned="results/runs/{run}/evaluate_run/tuned.json",
+        merged="results/runs/{run}/evaluate_run/merged.json",
+    wildcard_constraints:
+        run=any_of(MERGED),

@@ -4,11 +4,7 @@ rule render_report:
         summary=expand("results/runs/{run}/finetune/summary.json", run=RUNS),
         metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=RUNS),
         parity=expand("results/runs/{run}/consolidate/parity.json", run=RUNS),
-        evaluation=expand(
-            "results/runs/{run}/evaluate_run/{subject}.json",
-            run=RUNS,
-            subject=["base", "tuned"],
-        ),
+        evaluation=evaluations(),
         tokens=[f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
     output:
         page="results/report/report.html",

@@ -1,64 +1,110 @@
-"""Measure the exported adapter and its base: held-out loss, harness tasks, sample answers.
+"""Measure the exported adapter, its base and, if there is one, the merged model: held-out loss, tasks, sample answers.
 
-Reads the NF4 base, the exported adapter and the held-out tokens, all through stock Transformers and
-PEFT; one copy of the weights serves both subjects, with the adapter switched off and on. Writes `base.json` and
-`tuned.json`. Works without a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
+Reads exported files only, through stock Transformers and PEFT. What was measured before on the same model under the
+same settings (a folder of results, `--archive`) is not measured again. Several processes share the work where the
+model fits on one GPU; a larger one is spread over all of them. Writes `base.json`, `tuned.json` and, with `--merged`,
+`merged.json`. Works without a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
 """
 
 import argparse
 import logging
 import os
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from workflow.lib.artifacts import provenance, write_json
 from workflow.lib.config import EvaluateConfig, ModelConfig
+from workflow.lib.environment import is_worker
+from workflow.lib.hardware import visible_gpus
 from workflow.lib.local_tasks import environment
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
+TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another
 
 
 def main(args: argparse.Namespace) -> None:
-    model_settings = ModelConfig.model_validate(args.config["model"])
     settings = EvaluateConfig.model_validate(args.config["evaluate"])
     # Hugging Face libraries read these variables when they are imported, so they are imported after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
-    from workflow.lib import evaluation, inference
+    from workflow.lib.inference import choose_device
+    from workflow.lib.launch import launch_workers
+    from workflow.lib.sharing import evaluation_processes
+
+    gpus = visible_gpus() if choose_device().type == "cuda" else []
+    processes = evaluation_processes(
+        settings.processes,
+        folders=[folder for folder in (args.base, args.merged) if folder],
+        gpu_bytes=[gpu.total_bytes for gpu in gpus],
+    )
+    if processes == 1 or is_worker():
+        work(args, settings)
+    else:
+        launch_workers(
+            "workflow.scripts.evaluate_run", sys.argv[1:], processes=processes, what="evaluation"
+        )
+
+
+def work(args: argparse.Namespace, settings: EvaluateConfig) -> None:
+    """Be one process of the evaluation."""
+    from workflow.lib import evaluation, inference, outcome, subjects
+    from workflow.lib.archive import Archive
+    from workflow.lib.parallel import process_group
+    from workflow.lib.sharing import main_first
     from workflow.lib.tokenizer import load_tokenizer, read_chat_template
     from workflow.lib.tokens import TokenStore
 
-    device = inference.choose_device()
-    dtype = inference.resolve_dtype(model_settings.compute_dtype, device)
-    attention = inference.resolve_attention(
-        model_settings.attention,
-        device,
-        compute_dtype=dtype,
-        softcapped=inference.softcaps_attention(args.base),
-    )
-    tokenizer = load_tokenizer(args.base)
-    if args.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
-    store = TokenStore.open(args.tokens)
-    questions = evaluation.prepare(store, tokenizer=tokenizer, settings=settings)
-    logger.info(
-        "%s, %s, %s: loss of %d of %d held-out documents, %d samples, tasks: %s",
-        device.type, str(dtype).removeprefix("torch."), attention, len(questions.losses_of), store.num_heldout_documents,
-        len(questions.prompts), ", ".join(questions.tasks["tasks"]) or "none",
-    )  # fmt: skip
+    with ExitStack() as stack:
+        device, world = inference.choose_device(), None
+        if is_worker():
+            world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
+            device = world.device
+            if not world.is_main:
+                logger.setLevel(logging.CRITICAL)  # what the settings break is told once
+        options = subjects.load_options(
+            args.base, device=device, settings=ModelConfig.model_validate(args.config["model"])
+        )
+        with main_first(world):
+            tokenizer = load_tokenizer(args.base)
+            if args.chat_template is not None:
+                tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
+            store = TokenStore.open(args.tokens)
+            questions = evaluation.prepare(store, tokenizer=tokenizer, settings=settings)
+            models = subjects.subjects(
+                base=args.base, adapter=args.adapter, merged=args.merged, options=options
+            )
+        logger.setLevel(logging.DEBUG if world is None or world.is_main else logging.ERROR)
+        machine = subjects.machine_facts(options)
+        logger.info(
+            "%s, %s, %s, %d process(es): loss of %d of %d held-out documents, %d samples, tasks: %s",
+            machine["device"], machine["compute_dtype"], machine["attention"], world.size if world else 1,
+            len(questions.losses_of), store.num_heldout_documents, len(questions.prompts),
+            ", ".join(questions.tasks) or "none",
+        )  # fmt: skip
+        asked = evaluation.parts(questions, world=world)
+        archive = Archive(args.archive)
+        measured = {}
+        for model in models:
+            measured[model.name], new = evaluation.measure(
+                model, asked, archive=archive, machine=machine, world=world
+            )
+            logger.info(
+                "%s: measured %s, %d of %d parts known before",
+                model.name, ", ".join(new) or "nothing", len(asked) - len(new), len(asked),
+            )  # fmt: skip
+        if world is None or world.is_main:
+            write(args, outcome.artifacts(measured, questions, run=args.run))
 
-    base = inference.load_base(args.base, device=device, compute_dtype=dtype, attention=attention)
-    model = inference.load_adapter(base, args.adapter)
-    with model.disable_adapter():
-        before = evaluation.measure(model, questions, subject="base")
-    after = evaluation.measure(model, questions, subject="tuned")
 
-    base_json = evaluation.artifact(before, questions, subject="base", run=args.run)
-    tuned_json = evaluation.artifact(after, questions, subject="tuned", run=args.run)
-    tuned_json["comparison"] = evaluation.compare(before, after, settings=settings)
-    made_by = {"provenance": provenance()}
-    write_json(args.output_base, base_json | made_by)
-    write_json(args.output_tuned, tuned_json | made_by)
-    for line in evaluation.summary_lines(base_json, tuned_json):
+def write(args: argparse.Namespace, artifacts: dict[str, dict[str, object]]) -> None:
+    """Write one file a subject, and tell what came out."""
+    from workflow.lib.outcome import summary_lines
+
+    for subject, content in artifacts.items():
+        path: Path = getattr(args, f"output_{subject}")
+        write_json(path, content | {"provenance": provenance()})
+    for line in summary_lines(artifacts):
         logger.info("%s", line)
 
 
@@ -69,8 +115,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--adapter", type=Path, required=True, help="folder of the exported adapter"
     )
+    parser.add_argument("--merged", type=Path, help="folder of the merged model; default: none")
     parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
+    parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
     parser.add_argument("--output-base", type=Path, required=True, help="base.json to write")
     parser.add_argument("--output-tuned", type=Path, required=True, help="tuned.json to write")
+    parser.add_argument("--output-merged", type=Path, help="merged.json to write")
     parser.add_argument("--chat-template", help="Jinja file; default: the tokenizer's own template")
     run(main, parser)

@@ -1,0 +1,81 @@
+from functools import partial
+
+import pytest
+
+from tests.distributed import run_distributed
+from workflow.lib.errors import UserError
+from workflow.lib.parallel import process_group
+from workflow.lib.sharing import agreed, evaluation_processes, main_first, shared_out
+
+GIB = 2**30
+
+
+def squares(items):
+    return [item * item for item in items]
+
+
+def share(file):
+    """One process's view: shared results of 7, 1 and 0 items, an agreed value, and the order in the block."""
+    with process_group("cpu", timeout_s=60.0) as world:
+        results = [shared_out(list(range(n)), squares, world=world) for n in (7, 1, 0)]
+        with main_first(world), file.open("a") as log:
+            log.write(f"{world.rank}\n")
+        return results, agreed(f"of {world.rank}", world=world)
+
+
+def test_shares_come_together_in_order_and_the_main_process_goes_first(tmp_path):
+    found = run_distributed(partial(share, tmp_path / "log"), world_size=3)
+    expected = [squares(range(7)), [0], []]
+    assert found == [(expected, "of 0")] * 3
+    assert (tmp_path / "log").read_text().startswith("0\n")
+
+
+def fail_first(file):
+    """One process's view of a main process that fails in the block."""
+    with process_group("cpu", timeout_s=60.0) as world:
+        try:
+            with main_first(world):
+                if world.is_main:
+                    raise UserError("the cause")
+                file.touch()
+        except UserError as error:
+            return str(error)
+    return "went on"
+
+
+def test_failure_of_the_main_process_stops_the_others_before_the_block(tmp_path):
+    found = run_distributed(partial(fail_first, tmp_path / "reached"), world_size=2)
+    assert found == ["the cause", "The main process failed; its message tells why."]
+    assert not (tmp_path / "reached").exists()
+
+
+def test_one_process_needs_no_group():
+    assert shared_out([3, 1], squares, world=None) == [9, 1]
+    assert agreed("value", world=None) == "value"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder whose weights are said to be 10 GiB: a sparse file."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10 * GIB)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("count", "gib", "expected"), [(0, 0, 1), (1, 24, 1), (4, 24, 4), (4, 16, 1)]
+)
+def test_auto_is_a_process_a_gpu_if_the_model_fits_on_one(model, count, gib, expected):
+    gpus = [gib * GIB] * count
+    assert evaluation_processes("auto", folders=[model], gpu_bytes=gpus) == expected
+
+
+def test_copies_that_do_not_fit_are_refused(model):
+    with pytest.raises(
+        UserError, match=r"evaluate\.processes = 2: 10\.0 GiB of weights leave room for 1 process"
+    ):
+        evaluation_processes(2, folders=[model], gpu_bytes=[16 * GIB] * 4)
+
+
+def test_cpu_takes_the_number_that_is_asked_for(model):
+    assert evaluation_processes(3, folders=[model], gpu_bytes=[]) == 3

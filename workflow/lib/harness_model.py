@@ -1,0 +1,102 @@
+"""The harness's view of a loaded model (lm_eval 0.4.13): its requests shared by processes, in batches that fit.
+
+All processes hold all requests, and each asks the model for its share; the harness itself knows of one process only,
+so its scores are computed from the same answers whatever their number.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.batch_size import fitting_batch_size, halving
+from workflow.lib.parallel import World
+from workflow.lib.sharing import shared_out
+
+_NO_TERMINAL = not sys.stderr.isatty()
+WINDOWS = 64
+
+
+class SharingHFLM(HFLM):  # type: ignore[misc]
+    """The harness's model on a share of the requests, in batches that fit, with bars on terminals only."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | str,
+        world: World | None,
+    ) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1)
+        self._setting, self._world = batch_size, world
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return (log-likelihood, is greedy) of each request."""
+        quiet = disable_tqdm or _NO_TERMINAL
+        return shared_out(
+            requests,
+            lambda mine: super(SharingHFLM, self).loglikelihood(mine, quiet),
+            world=self._world,
+        )
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return the log-likelihood of each whole text."""
+        quiet = disable_tqdm or _NO_TERMINAL
+        # Windows come in groups of this many, and each group is batched by what fits.
+        self.batch_size_per_gpu = WINDOWS
+        return shared_out(
+            requests,
+            lambda mine: super(SharingHFLM, self).loglikelihood_rolling(mine, quiet),
+            world=self._world,
+        )
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return the text that follows each request."""
+        quiet = disable_tqdm or _NO_TERMINAL
+        drawn = any(request.args[1].get("do_sample") for request in requests)
+        # Draws follow one stream of random numbers: shares would draw others.
+        world = None if drawn else self._world
+        return shared_out(requests, lambda mine: self._generate(mine, quiet), world=world)
+
+    def _generate(self, requests: list[Any], quiet: bool) -> list[str]:
+        if not requests:
+            return []
+        longest = max(len(self.tok_encode(request.args[0])) for request in requests)
+        return self._in_batches(
+            lambda: super(SharingHFLM, self).generate_until(requests, quiet),
+            tokens=longest + self.max_gen_toks,
+            keeps_cache=True,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Where both kinds of log-likelihood meet, and lengths are known."""
+        if not requests:
+            return []
+        return self._in_batches(
+            lambda: super(SharingHFLM, self)._loglikelihood_tokens(
+                requests, disable_tqdm or _NO_TERMINAL
+            ),
+            tokens=max(len(context) + len(answer) for _, context, answer in requests),
+        )
+
+    def _in_batches(
+        self, compute: Callable[[], list[Any]], *, tokens: int, keeps_cache: bool = False
+    ) -> list[Any]:
+        def with_size(size: int) -> list[Any]:
+            self.batch_size_per_gpu = size
+            return compute()
+
+        start = fitting_batch_size(
+            self._setting,
+            config=self.model.config,
+            device=self.device,
+            tokens=min(tokens, self.max_length),
+            keeps_cache=keeps_cache,
+        )
+        return halving(with_size, start=start, what="tasks")
