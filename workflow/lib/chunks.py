@@ -7,7 +7,7 @@ parsing (CSV, JSON arrays), a chunk carries what was parsed.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pyarrow
@@ -83,7 +83,9 @@ class TextBlocks:
 
 def _text_row(number: int, text: bytes) -> Row | BrokenRow:
     if len(text) > MAX_ROW_BYTES:
-        return too_large(number, text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace"))
+        large = too_large(number, text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace"))
+        hint = "; data.file_type text_paragraphs or text_lines reads it in parts"
+        return replace(large, reason=large.reason + hint)
     try:
         return Row(number, {"text": text.decode("utf-8")})
     except UnicodeDecodeError as error:
