@@ -1,11 +1,17 @@
 # Fine-tune large language models by FSDP + QLoRA: tokens, NF4 base, preflight, training, export,
 # evaluation, report. Settings: config.yaml. Shape of the workflow: workflow/docs/design.md.
+from pathlib import Path
+
 from snakemake.utils import min_version
 
 min_version("9.0")
 
 
 configfile: "config.yaml"
+
+
+# Used with --sdm apptainer; envs/apptainer.def says how to build it.
+container: str(Path(workflow.basedir) / "envs" / "workflow.sif")
 
 
 include: "workflow/rules/common.smk"

@@ -1,7 +1,9 @@
 """Environments: one list of versions, from which pip's and conda's are made."""
 
+import ast
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +64,50 @@ def test_every_requirement_has_one_version(path: Path) -> None:
 )
 def test_pip_reads_the_pins_with_every_list(path: Path) -> None:
     assert "-c pins.txt" in path.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_pin_is_one_exact_version() -> None:
+    assert [p for p in lines(ENVS / "pins.txt") if not re.fullmatch(r"[\w.-]+==[\w.!]+", p)] == []
+
+
+def test_every_package_that_the_workflow_imports_is_pinned() -> None:
+    root = ENVS.parent / "workflow"
+    sources = [*root.glob("lib/*.py"), *root.glob("scripts/*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"workflow"}
+    owners = importlib.metadata.packages_distributions()
+    loose = {top for top in tops if not {normalized(o) for o in owners[top]} & pins().keys()}
+    assert len(tops) > 10
+    assert loose == set()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
+def test_container_installs_the_lists_with_their_pins_and_names_no_version(name: str) -> None:
+    text = (ENVS / name).read_text(encoding="utf-8")
+    for kind in render().KINDS:
+        assert f"-r /opt/workflow/envs/{kind}.txt" in text
+    assert "==" not in text
+    python = yaml.safe_load((ENVS / "torch.yaml").read_text())["dependencies"][0]
+    assert f"python:{python.partition('=')[2]}-slim" in text
+
+
+def test_stages_run_in_the_image_that_the_definition_builds() -> None:
+    snakefile = (ENVS.parent / "Snakefile").read_text(encoding="utf-8")
+    assert 'container: str(Path(workflow.basedir) / "envs" / "workflow.sif")' in snakefile
+    assert (
+        "apptainer build envs/workflow.sif envs/apptainer.def"
+        in (ENVS / "apptainer.def").read_text()
+    )
+
+
+def test_audit_reads_every_pin() -> None:
+    recipe = (ENVS.parent / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
+    assert "-r envs/pins.txt" in recipe
+    jobs = yaml.safe_load((ENVS.parent / ".github/workflows/ci.yaml").read_text())["jobs"]
+    assert [step for step in jobs["audit"]["steps"] if step.get("run") == "make audit"]
 
 
 def test_no_package_is_pinned_twice() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def test_whole_workflow_leaves_no_secret_in_any_file_or_on_the_terminal(
         if secret.encode() in path.read_bytes()
     }
     assert found == {}
+
+
+def test_whole_workflow_leaves_nothing_that_others_may_write(finished_project: Project) -> None:
+    root = finished_project.root
+    places = [path for part in ("results", "logs") for path in (root / part).rglob("*")]
+    assert len(places) > 50
+    assert [path for path in places if path.lstat().st_mode & stat.S_IWOTH] == []
 
 
 def test_traceback_of_a_defect_masks_the_secrets_it_quotes(

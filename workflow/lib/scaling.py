@@ -1,0 +1,228 @@
+"""Seconds of a step on many GPUs: `duration`'s compute, and what must travel between GPUs meanwhile.
+
+A micro-batch gathers every decoder layer for forward and, if it was freed, again for backward, embedding and head
+once, and reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too. Traffic
+runs beside compute (FSDP2 prefetches the next layer), so the longer of the two decides; only the first
+gathers have nothing to hide behind. Collectives are counted as rings: a GPU receives all but its own
+part, a node all but its own nodes' part through its network. Compute and 2 GPUs over NVLink are held against
+measurements (tests/test_scaling.py); the fabrics beyond are data sheets and assumptions, and are called so.
+
+    python -m workflow.lib.scaling        writes workflow/docs/scaling.md
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workflow.lib import memory
+from workflow.lib.artifacts import write_text
+from workflow.lib.catalog import known_config
+from workflow.lib.duration import gpu_seconds, micro_batch_work
+from workflow.lib.gpus import BY_NAME, GIB, GpuModel
+from workflow.lib.memory_terms import Setup, gathered_bytes, layer_tensors
+from workflow.lib.shapes import ModelShape, shape_of_config
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
+ATTAINED_SHARE = 0.8  # of a link's data sheet that a large collective reaches; assumed
+LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
+REMOTE_HOP_S = 10e-6
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node to the others."""
+
+    name: str
+    gpus_per_node: int
+    local: float
+    network: float
+
+
+# NVLink 4 of HGX H100: 900 GB/s in both directions together (NVIDIA H100 data sheet); one 400 Gb/s InfiniBand
+# port for each GPU; or one Ethernet port for the node.
+INFINIBAND = Fabric("NVLink + InfiniBand, 8 x 400 Gb/s a node", 8, 450e9, 400e9)
+ETHERNET_400 = Fabric("NVLink + Ethernet, 400 Gb/s a node", 8, 450e9, 50e9)
+ETHERNET_100 = Fabric("NVLink + Ethernet, 100 Gb/s a node", 8, 450e9, 12.5e9)
+FABRICS = (INFINIBAND, ETHERNET_400, ETHERNET_100)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of a micro-batch's collectives: those that run beside compute, and those with nothing to hide behind."""
+
+    beside_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one micro-batch: seconds of compute alone and of the whole, and its tokens over all GPUs."""
+
+    compute_s: float
+    step_s: float
+    tokens: int
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step in which the GPUs compute."""
+        return self.compute_s / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all GPUs per second."""
+        return self.tokens / self.step_s
+
+
+def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
+    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride` GPUs from the next.
+
+    stride: 1 = neighbours, which fill node after node; the size of a group = one GPU of each group.
+    """
+    if processes == 1:
+        return 0.0
+    local = max(1, min(processes, fabric.gpus_per_node // stride))
+    nodes = math.ceil(processes / local)
+    sharing = (
+        fabric.gpus_per_node // local if nodes > 1 else 1
+    )  # rings at once through a node's network
+    inside = num_bytes * (processes - 1) / processes / fabric.local if local > 1 else 0.0
+    between = num_bytes * sharing * (nodes - 1) / nodes / fabric.network
+    hops = (processes - nodes) * LOCAL_HOP_S + (nodes if nodes > 1 else 0) * REMOTE_HOP_S
+    return max(inside, between) / ATTAINED_SHARE + hops
+
+
+def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traffic:
+    """Return the seconds of a micro-batch's collectives; none for one process."""
+    shards, layers = setup.shards, shape.num_layers
+    unit = sum(
+        gathered_bytes(tensors, processes=shards)
+        for tensors in layer_tensors(shape, setup).values()
+    )
+    table = gathered_bytes(
+        [(shape.vocab_size, shape.hidden_size * setup.compute_bytes)], processes=shards
+    )
+    adapters = sum(rows * width for rows, width in layer_tensors(shape, setup)["lora_weights"])
+    gather = ring_seconds(unit, fabric, processes=shards)
+    reduce = ring_seconds(adapters, fabric, processes=shards)
+    # a sum over replicas is a reduction and a gathering of each GPU's shard
+    across = 2 * ring_seconds(
+        adapters / shards,
+        fabric,
+        processes=setup.replicas,
+        stride=min(shards, fabric.gpus_per_node),
+    )
+    tables = ring_seconds(table, fabric, processes=shards)
+    passes = 2 if setup.reshard_after_forward else 1
+    return Traffic(
+        beside_s=layers * (passes * gather + reduce + across) + tables, exposed_s=tables + gather
+    )
+
+
+def predict_step(shape: ModelShape, setup: Setup, gpu: GpuModel, fabric: Fabric) -> Step:
+    """Predict a step of one micro-batch whose every token is trained."""
+    compute = gpu_seconds(micro_batch_work(shape, setup, trained_share=1.0), gpu)
+    traffic = micro_batch_traffic(shape, setup, fabric)
+    return Step(
+        compute_s=compute,
+        step_s=max(compute, traffic.beside_s) + traffic.exposed_s,
+        tokens=setup.tokens * setup.processes,
+    )
+
+
+def example_shape() -> ModelShape:
+    """Return the shape of Llama 3.1 405B."""
+    config = known_config(EXAMPLE_MODEL)
+    assert config is not None, "the catalog has lost the example"
+    return shape_of_config(config, origin=Path(EXAMPLE_MODEL))
+
+
+def example_setup(shape: ModelShape, *, processes: int, shards: int) -> Setup:
+    """Return the set-up of the document: rank 16 everywhere, 2 rows of 2,048 tokens a GPU, all layers recomputed."""
+    return Setup(
+        processes=processes,
+        replicas=processes // shards,
+        micro_batch_size=2,
+        seq_len=2048,
+        rank=16,
+        targets=tuple(linear.name for linear in shape.linears),
+        dropout=False,
+        block_size=64,
+        double_quant=True,
+        activation_checkpointing=True,
+        reshard_after_forward=True,
+        accumulates=False,
+        compute_bytes=2,
+        attention="flash",
+        fixed={"cublas_workspace": memory.CUBLAS_BYTES},
+    )
+
+
+EXAMPLE_MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+EXAMPLE_GPU = "NVIDIA H100 80GB HBM3"
+EXAMPLE_COUNTS = (8, 16, 32, 64, 128, 256, 512)
+HEAD = """# Scaling: what many GPUs would bring
+
+Written by `python -m workflow.lib.scaling`; a test fails when it is out of date.
+
+**Predicted, not run.** The compute is the time model of `preflight` (constants measured on H200). The traffic model agrees
+within 25% with every timing that there is of more than one GPU: 2 x H200 over NVLink (`tests/measured_h200.jsonl`,
+held against it by `tests/test_scaling.py`). More than 2 GPUs, InfiniBand and Ethernet were never measured:
+links at 80% of their data sheets, a ring's step 2 us inside a node and 10 us between nodes, both assumed.
+
+Llama 3.1 405B in NF4, LoRA r = 16 on all seven linears, H100 80 GB in nodes of 8, 2 rows of 2,048 tokens per GPU and step,
+every layer recomputed. *FSDP* shards the model over all GPUs (`hardware.shard_size: auto`), *HSDP* over the 8 of
+a node (`hardware.shard_size: 8`), and the nodes train as replicas. Efficiency: share of the step in which GPUs compute.
+"""
+FOOT = """
+## How to read it
+- HSDP sends only the adapters' gradients between nodes (2.5 GB for all of the model, twice a step), so even slow Ethernet keeps up. Its
+  price is memory: a node holds the whole model. Take it as soon as the model fits into one node.
+- FSDP over all nodes sends the whole NF4 model through every node's network twice a step. With InfiniBand that hides behind
+  compute at this batch; with Ethernet it decides the step. A larger micro-batch, or accumulation over
+  the same gathers, would help as far as memory allows.
+- The global batch grows with the GPUs here. At a fixed global batch the rows per GPU shrink instead, and efficiency with them.
+- 100% says that everything this model knows of can hide behind compute. Stragglers, jitter and other users of a network, which it
+  does not know, take their share on every large machine.
+- Loading, checkpoints and evaluation are not counted.
+
+## What was simulated
+`tests/test_scaling.py` builds the sharding of this model (all 126 layers, on the meta device) as rank 0 of 512 processes in PyTorch's
+fake process group, by the same `shard_` that training calls, and compares the bytes of its parameters with what the memory model
+counts; HSDP, and rank 511, with its first layers. `tests/test_sweep_plan.py` lets Snakemake plan a sweep of 1,000 runs.
+"""
+
+
+def document() -> str:
+    """Return the text of `docs/scaling.md`."""
+    tables = (_table(fabric) for fabric in FABRICS)
+    return HEAD + "".join(f"\n{table}\n" for table in tables) + FOOT
+
+
+def _table(fabric: Fabric) -> str:
+    head = (
+        f"## {fabric.name}\n\n"
+        "| GPUs | FSDP: s/step | tokens/s | efficiency | peak, GiB | HSDP: s/step | tokens/s | efficiency | peak, GiB |\n"
+        "|---|---|---|---|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(_rows(fabric))
+
+
+def _rows(fabric: Fabric) -> Iterator[str]:
+    shape, gpu = example_shape(), BY_NAME[EXAMPLE_GPU]
+    whole = example_setup(shape, processes=EXAMPLE_COUNTS[0], shards=EXAMPLE_COUNTS[0])
+    for count in EXAMPLE_COUNTS:
+        fsdp = replace(whole, processes=count)
+        hsdp = replace(whole, processes=count, replicas=count // fabric.gpus_per_node)
+        cells = [_cells(shape, setup, gpu, fabric) for setup in (fsdp, hsdp)]
+        yield f"| {count} | {' | '.join(cells)} |"
+
+
+def _cells(shape: ModelShape, setup: Setup, gpu: GpuModel, fabric: Fabric) -> str:
+    step = predict_step(shape, setup, gpu, fabric)
+    peak = memory.predict(shape, setup).peak_bytes / GIB
+    return f"{step.step_s:.1f} | {step.tokens_per_s:,.0f} | {step.efficiency:.0%} | {peak:.1f}"
+
+
+if __name__ == "__main__":
+    write_text(DOCUMENT, document())
