@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow
 import pyarrow.parquet
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.tiny import tiny_tokenizer
 from workflow.lib.chat import SampleEncoder
 from workflow.lib.config import DataColumns
+from workflow.lib.data_config import Format
 from workflow.lib.dataset import read_rows
 from workflow.lib.errors import UserError
 from workflow.lib.headers import read_headers
@@ -96,7 +97,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 @pytest.fixture(scope="module")
 def encoder(tokenizer: PreTrainedTokenizerBase) -> SampleEncoder:
     template = read_chat_template(tokenizer, None)
-    return SampleEncoder(tokenizer, chat_template=template, train_all=False)
+    return SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
 
 
 def use(path: Path, encoder: SampleEncoder) -> None:
@@ -106,7 +107,7 @@ def use(path: Path, encoder: SampleEncoder) -> None:
             assert (row.reason + row.preview).encode()
             continue
         assert row.preview.encode()
-        for format in ("messages", "prompt_completion", "text"):
+        for format in get_args(Format):
             encode(row, format, encoder)
 
 
@@ -145,7 +146,7 @@ def test_no_bytes_of_a_data_file_end_in_a_traceback(
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "x"]), below, max_size=3),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "weight", "tool_calls", "function", "from", "value"]), below, max_size=3),
     max_leaves=6,
 )  # fmt: skip
 
@@ -153,13 +154,13 @@ VALUES = st.recursive(
 @FUZZED
 @given(
     row=st.dictionaries(
-        st.sampled_from(["messages", "prompt", "completion", "text", "instruction", "output", "conversations"]),
+        st.sampled_from(["messages", "prompt", "completion", "text", "instruction", "output", "conversations", "tools", "input_ids", "labels", "loss_mask"]),
         VALUES,
         max_size=4,
     )
 )  # fmt: skip
 def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict[str, Any]) -> None:
-    for format in ("messages", "prompt_completion", "alpaca", "text"):
+    for format in get_args(Format):
         encode(Row(1, row), format, encoder)
     assert Row(1, row).preview.encode()
 

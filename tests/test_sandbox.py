@@ -9,10 +9,10 @@ from lm_eval import utils
 
 from tests.tiny import tiny_tokenizer
 from workflow.lib.chat import SampleEncoder
-from workflow.lib.config import EvaluateConfig
+from workflow.lib.config import DataColumns, EvaluateConfig
 from workflow.lib.errors import UserError
 from workflow.lib.harness import load_tasks
-from workflow.lib.samples import RowError
+from workflow.lib.samples import RowError, to_sample
 from workflow.lib.sandbox import sandbox_task_templates
 
 ESCAPES = {
@@ -78,8 +78,9 @@ def test_task_that_tries_to_escape_is_refused_in_one_message(tmp_path):
 def test_chat_template_cannot_leave_its_sandbox(tmp_path):
     target = tmp_path / "here"
     tokenizer = tiny_tokenizer(tmp_path / "t")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    sample = to_sample({"messages": talk}, format="messages", columns=DataColumns())
+    template = CHAT_ESCAPE.format(path=target)
     with pytest.raises((UserError, RowError)):
-        SampleEncoder(
-            tokenizer, chat_template=CHAT_ESCAPE.format(path=target), train_all=True
-        ).encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        SampleEncoder(tokenizer, chat_template=template, loss_on="all").encode(sample)
     assert not target.exists()
