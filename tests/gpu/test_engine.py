@@ -57,6 +57,37 @@ def test_varlen_attention_equals_eager_on_packed_rows(base: Path, two_gpus: int)
     torch.testing.assert_close(flash["gradients"][0], eager["gradients"][0], **tolerance)
 
 
+@pytest.mark.parametrize("recomputed", [False, 2], ids=["no layer", "every second layer"])
+def test_recomputing_fewer_layers_changes_nothing(
+    base: Path, two_gpus: int, recomputed: bool | int
+) -> None:
+    fewer, every = (
+        run_distributed(
+            ours, base, settings(),
+            plan(processes=2, micro_batch_size=1, device="cuda", activation_checkpointing=level), world_size=2,
+        )[0]
+        for level in (recomputed, True)
+    )  # fmt: skip
+    tolerance = TOLERANCE[torch.float32]
+    torch.testing.assert_close(fewer["losses"], every["losses"], **tolerance)
+    torch.testing.assert_close(fewer["gradients"], every["gradients"], **tolerance)
+
+
+def test_dora_is_the_same_on_one_and_on_two_gpus(base: Path, two_gpus: int) -> None:
+    """Its magnitudes too, though each process decodes its own rows alone."""
+    one, two = (
+        run_distributed(
+            ours, base, settings(use_dora=True),
+            plan(processes=processes, micro_batch_size=1, device="cuda"), world_size=processes,
+        )[0]
+        for processes in (1, 2)
+    )  # fmt: skip
+    tolerance = TOLERANCE[torch.float32]
+    torch.testing.assert_close(two["initial"], one["initial"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(two["losses"], one["losses"], **tolerance)
+    torch.testing.assert_close(two["gradients"][0], one["gradients"][0], **tolerance)
+
+
 def gather_random_bytes(storage: torch.dtype) -> float:
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that changed."""
     from torch.distributed.fsdp import fully_shard
