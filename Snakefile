@@ -14,6 +14,10 @@ configfile: "config.yaml"
 container: str(Path(workflow.basedir) / "envs" / "workflow.sif")
 
 
+# Of `snakemake --report`; the report of the results is results/report/report.html.
+report: "workflow/report/captions/workflow.rst"
+
+
 include: "workflow/rules/common.smk"
 include: "workflow/rules/download_source.smk"
 include: "workflow/rules/tokenize_dataset.smk"

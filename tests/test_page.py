@@ -164,7 +164,7 @@ def test_figure_data_is_json_that_cannot_close_its_element(two_runs: str) -> Non
     island = Page(two_runs).scripts[0]
     assert set(json.loads(island)) == {
         *("heldout", "parallel", "loss", "grad_norm", "learning_rate", "tokens_per_s"),
-        *("peak_bytes", "memory"),
+        *("peak_bytes", "memory", "lengths-1", "lengths-2"),
     }
     assert "<" not in island
 
@@ -316,3 +316,11 @@ def test_cost_is_in_gpu_hours(tmp_path: Path) -> None:
     # 4021.7 s on two GPUs
     assert 2 * 4021.7 / 3600 in Page(rendered(tmp_path, "demo")).numbers
     assert "GPU hours" in rendered(tmp_path, "demo")
+
+
+def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = Page(rendered(tmp_path, "demo"))
+    # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the longest row
+    assert {13, 3, 2, 802, 313} <= page.numbers
+    assert "Held-out rows that equal a training row: 3; that resemble one: 2." in "".join(page.text)

@@ -12,7 +12,9 @@ from tests.browser import Visit, chromium, needs_chromium, visit
 from tests.report_examples import HOSTILE, edit, write_run
 from workflow.lib.artifacts import read_jsonl
 
-NUM_FIGURES = 8  # held-out loss, parallel coordinates, five curves, memory
+NUM_FIGURES = (
+    10  # held-out loss, parallel coordinates, five curves, memory, lengths of two data sets
+)
 
 
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:

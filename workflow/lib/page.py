@@ -27,7 +27,8 @@ from workflow.lib.comparison import (
     task_columns,
 )
 from workflow.lib.config import ReportConfig
-from workflow.lib.figures import curve_figures, heldout_figure, memory_figure
+from workflow.lib.figures import Figure, curve_figures, heldout_figure, memory_figure
+from workflow.lib.length_figure import length_figure
 from workflow.lib.parallel_plot import parallel_figure
 from workflow.lib.records import Interval
 from workflow.lib.reporting import Run
@@ -58,7 +59,15 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
     curves, memory = curve_figures(runs), memory_figure(runs)
     heldout, parallel = heldout_figure(runs), parallel_figure(runs)
-    drawn = [*curves, memory, *(figure for figure in (heldout, parallel) if figure)]
+    datasets = _datasets(runs)
+    drawn = [
+        *([*curves, memory]),
+        *(
+            figure
+            for figure in (heldout, parallel, *(lengths for *_, lengths in datasets))
+            if figure
+        ),
+    ]
     best = best_run(runs)
     return (
         _environment()
@@ -73,7 +82,7 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
             best=best,
             others=[run for run in runs if run is not best],
             doubtful=[run for run in runs if verdict(run) != "improved" or run.failed_checks],
-            datasets=_datasets(runs),
+            datasets=datasets,
             curves=curves,
             memory=memory,
             heldout=heldout,
@@ -95,13 +104,16 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     )
 
 
-def _datasets(runs: list[Run]) -> list[tuple[Run, list[str]]]:
-    """Return one run per tokens folder, with the names of all runs that used it."""
+def _datasets(runs: list[Run]) -> list[tuple[Run, list[str], Figure | None]]:
+    """Return one run per tokens folder, with the names of all runs that used it, and its lengths drawn."""
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(run.tokens_name, []).append(run.name)
     firsts = {run.tokens_name: run for run in reversed(runs)}
-    return [(firsts[tokens], users) for tokens, users in names.items()]
+    return [
+        (firsts[tokens], users, length_figure(firsts[tokens].manifest, number=number))
+        for number, (tokens, users) in enumerate(names.items(), 1)
+    ]
 
 
 def _one_commit(runs: list[Run]) -> str | None:

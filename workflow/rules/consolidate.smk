@@ -13,7 +13,12 @@ rule consolidate:
                 "SHA256SUMS",
             ],
         ),
-        parity="results/runs/{run}/consolidate/parity.json",
+        parity=report(
+            "results/runs/{run}/consolidate/parity.json",
+            caption="../report/captions/parity.rst",
+            category="Export",
+            labels={"run": "{run}", "artifact": "parity.json"},
+        ),
     log:
         "logs/consolidate/{run}.log",
     conda:

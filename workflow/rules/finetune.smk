@@ -8,7 +8,12 @@ rule finetune:
         adapter_config="results/runs/{run}/finetune/adapter_config.json",
         metrics="results/runs/{run}/finetune/metrics.jsonl",
         parity="results/runs/{run}/finetune/parity.safetensors",
-        summary="results/runs/{run}/finetune/summary.json",
+        summary=report(
+            "results/runs/{run}/finetune/summary.json",
+            caption="../report/captions/summary.rst",
+            category="Training",
+            labels={"run": "{run}", "artifact": "summary.json"},
+        ),
     log:
         "logs/finetune/{run}.log",
     conda:

@@ -3,7 +3,12 @@ rule preflight_run:
         model=lambda w: model_files(RUNS[w.run]),
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
     output:
-        "results/runs/{run}/preflight_run/preflight.json",
+        report(
+            "results/runs/{run}/preflight_run/preflight.json",
+            caption="../report/captions/preflight.rst",
+            category="Prediction",
+            labels={"run": "{run}", "artifact": "preflight.json"},
+        ),
     log:
         "logs/preflight_run/{run}.log",
     priority: FIRST

@@ -7,9 +7,25 @@ rule render_report:
         evaluation=evaluations(),
         tokens=[f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
     output:
-        page="results/report/report.html",
-        comparison="results/report/comparison.csv",
-        figures=directory("results/report/figures"),
+        page=report(
+            "results/report/report.html",
+            caption="../report/captions/page.rst",
+            category="Report",
+            labels={"artifact": "report over all runs"},
+        ),
+        comparison=report(
+            "results/report/comparison.csv",
+            caption="../report/captions/comparison.rst",
+            category="Report",
+            labels={"artifact": "table of all runs"},
+        ),
+        figures=report(
+            directory("results/report/figures"),
+            patterns=["{figure}.png"],
+            caption="../report/captions/figure.rst",
+            category="Report",
+            labels={"artifact": "figure: {figure}"},
+        ),
     log:
         "logs/render_report/report.log",
     conda:

@@ -7,7 +7,12 @@ rule write_card:
         base="results/runs/{run}/evaluate_run/base.json",
         tuned="results/runs/{run}/evaluate_run/tuned.json",
     output:
-        "results/runs/{run}/consolidate/adapter/README.md",
+        report(
+            "results/runs/{run}/consolidate/adapter/README.md",
+            caption="../report/captions/card.rst",
+            category="Export",
+            labels={"run": "{run}", "artifact": "model card"},
+        ),
     log:
         "logs/write_card/{run}.log",
     conda:
