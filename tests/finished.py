@@ -76,6 +76,7 @@ def arguments(folder: Path) -> argparse.Namespace:
     return argparse.Namespace(
         run="demo", base=folder / "base", tokens=folder / "tokens", preflight=folder / "preflight.json",
         checkpoints=folder / "checkpoints" / "demo-0123456789ab", output=folder / "finetune", timeout_s=60.0,
+        tracking={"tracking": {}}, tracking_folder=folder,
     )  # fmt: skip
 
 

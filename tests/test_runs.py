@@ -9,6 +9,7 @@ import pytest
 from workflow.lib.config import RunConfig, TrainConfig, load_config, merge
 from workflow.lib.runs import (
     STAGE_SECTIONS,
+    UNRECORDED_SECTIONS,
     base_dir,
     base_key,
     checkpoint_dir,
@@ -73,6 +74,7 @@ def test_equal_settings_give_equal_keys() -> None:
         ("lora", {"r": 3}, {"fingerprint"}),
         ("lora", {"target_modules": ["q_proj"]}, {"fingerprint"}),
         ("hardware", {"gpus": 0, "cpu_processes": 3}, set()),
+        ("tracking", {"wandb_project": "mine"}, set()),
         ("export", {"merged": True}, set()),
         ("evaluate", {"samples": 3}, set()),
     ],
@@ -145,6 +147,7 @@ def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key:
         ("train", {"seed": 3}, {"preflight_run", "finetune"}),
         ("hardware", {"gpus": 0}, {"preflight_run"}),
         ("export", {"merged": True}, {"consolidate"}),
+        ("tracking", {"tensorboard": False, "wandb_project": "mine"}, set()),
         ("evaluate", {"samples": 3}, {"evaluate_run"}),
     ],
 )
@@ -163,7 +166,8 @@ def test_editing_the_report_changes_no_stage_of_a_run() -> None:
 
 
 def test_every_section_of_a_run_is_read_by_some_stage() -> None:
-    assert set().union(*STAGE_SECTIONS.values()) == set(RunConfig.model_fields)
+    read = [*STAGE_SECTIONS.values(), *UNRECORDED_SECTIONS.values()]
+    assert set().union(*read) == set(RunConfig.model_fields)
 
 
 @pytest.mark.parametrize("stage", list(STAGE_SECTIONS))

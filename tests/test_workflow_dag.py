@@ -36,6 +36,7 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("report title", {"report": {"title": "Another title"}}, REPORT),
     ("samples", {"evaluate": {"samples": 1}}, EVALUATION),
     ("merged model", {"export": {"merged": True}}, EXPORT),
+    ("live view", {"tracking": {"tensorboard": False}}, []),
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
     ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),
     ("rank", {"lora": {"r": 8}}, TRAINING),

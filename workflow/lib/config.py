@@ -18,6 +18,7 @@ from workflow.lib.errors import UserError, setting_error
 from workflow.lib.evaluate_config import EvaluateConfig, ExportConfig, ReportConfig
 from workflow.lib.section import Name, Section
 from workflow.lib.sources import resolve_splits
+from workflow.lib.tracking_config import TrackingConfig
 from workflow.lib.train_config import (
     HardwareConfig,
     LoraSettings,
@@ -29,7 +30,7 @@ from workflow.lib.train_config import (
 __all__ = [
     "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
     "LoraSettings", "ModelConfig", "QuantizeConfig", "ReportConfig", "RunConfig", "Section",
-    "TrainConfig", "check_local_paths", "is_hub_id", "json_schema", "load_config", "merge",
+    "TrackingConfig", "TrainConfig", "check_local_paths", "is_hub_id", "json_schema", "load_config", "merge",
 ]  # fmt: skip
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -50,6 +51,8 @@ class RunConfig(Section):
     """The optimization."""
     hardware: HardwareConfig = HardwareConfig()
     """What a run may use."""
+    tracking: TrackingConfig = TrackingConfig()
+    """The live view of the training."""
     export: ExportConfig = ExportConfig()
     """What is exported."""
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from workflow.lib.artifacts import write_text
 from workflow.lib.config import Config, RunConfig, Section, json_schema
 from workflow.lib.config_errors import is_section
-from workflow.lib.runs import OPERATIONAL_KEYS, STAGE_SECTIONS
+from workflow.lib.runs import OPERATIONAL_KEYS, STAGE_SECTIONS, UNRECORDED_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config.yaml"
@@ -45,7 +45,7 @@ Every key of [`config.yaml`](../../config.yaml), with its type, bounds, default 
 
 Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override any
 setting of any section except `report`. A stage runs again when a section that it reads changes, or a
-file that it reads; changing `hardware` never trains again.
+file that it reads; changing `hardware` or `tracking` never trains again.
 """
 
 # Words for the types and bounds of a JSON schema; {} is the bound.
@@ -135,7 +135,8 @@ def _key_yaml(key: str, field: FieldInfo, kind: str) -> str:
 
 
 def _section_md(name: str, field: FieldInfo) -> str:
-    readers = [f"`{stage}`" for stage, sections in STAGE_SECTIONS.items() if name in sections]
+    both = (*STAGE_SECTIONS.items(), *UNRECORDED_SECTIONS.items())
+    readers = [f"`{stage}`" for stage, sections in both if name in sections]
     readers = readers or ["`render_report`"]
     lines = [f"## {name}\n", f"{_description(field)} Read by {', '.join(readers)}.\n"]
     if name == "train":

@@ -177,6 +177,15 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "write_card": ("model", "data"),
 }
 
+# What a stage reads and what cannot change its outputs: editing it never runs the stage again.
+UNRECORDED_SECTIONS: dict[str, tuple[str, ...]] = {"finetune": ("tracking",)}
+
+
+def unrecorded_json(stage: str, run: RunConfig) -> str:
+    """Return a stage's `UNRECORDED_SECTIONS` as one canonical JSON string."""
+    sections = set(UNRECORDED_SECTIONS[stage])
+    return canonical_json(run.model_dump(mode="json", include=sections))
+
 
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
@@ -198,8 +207,9 @@ def stage_json(stage: str, run: RunConfig) -> str:
 
 
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return what `render_report` receives: its section, and of every run the settings that differ from the defaults."""
+    """Return what `render_report` receives: its section, and of every run the settings that differ from the defaults (but who watches it)."""
     changed = {
-        name: run.model_dump(mode="json", exclude_defaults=True) for name, run in runs.items()
+        name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
+        for name, run in runs.items()
     }
     return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})

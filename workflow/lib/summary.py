@@ -49,20 +49,24 @@ class Journal:
         self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
         """Seconds trained so far, over all invocations."""
 
-    def add(self, metrics: StepMetrics) -> None:
-        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to the log now and then."""
+    def add(self, metrics: StepMetrics) -> bool:
+        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to the log now and then.
+
+        Return whether it has a line.
+        """
         self.elapsed_s = metrics.elapsed_s
         measured = metrics.heldout_loss is not None
         if metrics.step % self._log_every and metrics.step != 1 and not measured:
-            return
+            return False
         self.rows.append(metrics.as_dict())
         if not self._world.is_main:
-            return
+            return True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics.as_dict()) + "\n")
         if time.monotonic() - self._last_line_s >= HEARTBEAT_S:
             self._last_line_s = time.monotonic()
             logger.debug("step %d: %s", metrics.step, self.line(metrics))
+        return True
 
     def line(self, metrics: StepMetrics) -> str:
         """Return the facts of a step for the progress bar."""

@@ -32,6 +32,7 @@ rule finetune:
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
         preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
+        tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
     # The plan is made here for the machine and the hardware settings of this very start.
@@ -42,4 +43,5 @@ rule finetune:
         " && exec python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
-        " --checkpoints {params.checkpoints:q} --output {params.folder:q} --log {log:q}"
+        " --checkpoints {params.checkpoints:q} --output {params.folder:q}"
+        " --tracking {params.tracking:q} --tracking-folder results --log {log:q}"

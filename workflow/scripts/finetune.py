@@ -6,11 +6,12 @@ trains. The sharded adapter, metrics and summary are written at the end, all at 
 """
 
 import argparse
+import json
 import logging
 import os
 import shutil
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from workflow.lib.checkpoint import (
     resume_,
     save_adapter,
 )
-from workflow.lib.config import RunConfig
+from workflow.lib.config import RunConfig, TrackingConfig
 from workflow.lib.environment import is_worker
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.launch import launch_workers
@@ -39,6 +40,7 @@ from workflow.lib.setup import TrainingModel, build_training_model, startup_chec
 from workflow.lib.stopping import StopRequest, on_any
 from workflow.lib.summary import Journal, summarize
 from workflow.lib.tokens import TokenStore
+from workflow.lib.tracking import View, live_view
 from workflow.lib.training import make_optimizer, steps
 from workflow.scripts.command import run, stage_parser
 
@@ -127,13 +129,19 @@ def train(
         first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
         elapsed_s=journal.elapsed_s, world=world,
     )  # fmt: skip
-    with StopRequest() as stop, writer.finishing(), bar:
+    with (
+        StopRequest() as stop,
+        writer.finishing(),
+        bar,
+        shown(args, config, journal, world) as show,
+    ):
         for metrics in stepping:
             step, last = metrics.step, metrics.step == num_steps
             if heldout is not None and heldout.due(step):
                 loss = heldout.loss(model.training, world=world)
                 metrics = replace(metrics, heldout_loss=loss)
-            journal.add(metrics)
+            if journal.add(metrics):
+                show(metrics.as_dict())
             if best is not None and metrics.heldout_loss is not None:
                 best.offer(model.training, loss=metrics.heldout_loss, step=step)
             bar.update()
@@ -155,6 +163,26 @@ def train(
         )
         return journal, best.step
     return journal, num_steps
+
+
+def shown(
+    args: argparse.Namespace, config: RunConfig, journal: Journal, world: World
+) -> AbstractContextManager[View]:
+    """Return the live view of the run; on all but the main process one that shows nothing."""
+    if not world.is_main:
+        return nullcontext(lambda row: None)
+    return live_view(
+        tracking_settings(args),
+        folder=args.tracking_folder, run=args.run, identity=args.checkpoints.name, rows=journal.rows,
+        config=config.model_dump(mode="json", include={"model", "lora", "train"}),
+    )  # fmt: skip
+
+
+def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
+    """Return the settings of the live view: none without `--tracking`."""
+    if args.tracking is None:
+        return TrackingConfig(tensorboard=False)
+    return TrackingConfig.model_validate(args.tracking["tracking"])
 
 
 def run_identity(args: argparse.Namespace) -> str:
@@ -215,6 +243,12 @@ if __name__ == "__main__":
         help="folder of checkpoints, kept between invocations",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument(
+        "--tracking", type=json.loads, help="section of the live view, JSON; default: no live view"
+    )
+    parser.add_argument(
+        "--tracking-folder", type=Path, default=Path("results"), help="where its files go"
+    )
     parser.add_argument(
         "--timeout-s", type=float, default=1800.0, help="seconds until a collective counts as hung"
     )
