@@ -80,7 +80,7 @@ def test_schema_for_editors_describes_every_section() -> None:
         for section in sections.values()
         for property_ in section["properties"].values()
     ]
-    assert len(sections) == 11
+    assert len(sections) == 12
     assert all(described)
 
 
@@ -249,7 +249,7 @@ def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
         (
             {"a": {"runs": {}}},
             "runs.a.runs: there is no such key. Valid keys: "
-            "model, data, quantize, lora, train, hardware, export, evaluate.",
+            "model, data, quantize, lora, train, hardware, tracking, export, evaluate.",
         ),
         (
             {"a": {"train": {"max_steps": 5}}},
