@@ -4,6 +4,7 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.report_examples import HOSTILE, edit, write_run
+from workflow.lib.artifacts import read_jsonl, write_jsonl
 from workflow.lib.figures import (
     NUM_COLORS,
     PATTERNS,
@@ -93,3 +94,21 @@ def test_no_heldout_figure_without_heldout_loss(tmp_path: Path) -> None:
         tmp_path / "runs", names=["demo"], tokens={"demo": tmp_path / "tokens" / "demo-data"}
     )
     assert heldout_figure(runs) is None
+
+
+def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=9)
+    path = folder / "finetune" / "metrics.jsonl"
+    rows = [
+        row | ({"heldout_loss": 3.0 - row["step"] / 10} if row["step"] % 4 == 0 else {})
+        for row in read_jsonl(path)
+    ]
+    write_jsonl(path, rows)
+    tokens = {"demo": tmp_path / "tokens" / "demo-data"}
+    runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens)
+    (figure,) = [figure for figure in curve_figures(runs) if figure.key == "heldout_loss"]
+    assert (figure.data[0]["x"], figure.data[0]["y"]) == ([4, 8], [2.6, 2.2])
+
+
+def test_no_curve_of_a_heldout_loss_that_was_not_measured(runs: list[Run]) -> None:
+    assert "heldout_loss" not in [figure.key for figure in curve_figures(runs)]

@@ -92,8 +92,30 @@ CURVES = (
 
 
 def curve_figures(runs: list[Run]) -> list[Figure]:
-    """Return loss, gradient norm, learning rate, throughput and memory over the steps, all runs in each."""
-    return [*(_curve(curve, runs) for curve in CURVES), _memory_curve(runs)]
+    """Return loss, held-out loss if it was logged, gradient norm, rate, throughput and memory over the steps, all runs in each."""
+    first, *rest = (_curve(curve, runs) for curve in CURVES)
+    heldout = _heldout_curve(runs)
+    return [first, *([heldout] if heldout else []), *rest, _memory_curve(runs)]
+
+
+def _heldout_curve(runs: list[Run]) -> Figure | None:
+    """Return the held-out loss measured while training, of the runs that measured it; None if none did."""
+    measured = [(index, run) for index, run in enumerate(runs) if run.heldout_steps]
+    if not measured:
+        return None
+    traces = []
+    for index, run in measured:
+        steps = run.heldout_steps
+        losses = [step.heldout_loss for step in steps if step.heldout_loss is not None]
+        traces.append(_line(run, index, losses, ".4f", steps=steps) | {"mode": "lines+markers"})
+    return Figure(
+        "heldout_loss",
+        "Held-out loss while training",
+        "Mean loss per trained token on held-out documents, nats, as the training measured it.",
+        CURVE_NUMBERS,
+        traces,
+        _over_steps(runs, from_zero=False),
+    )
 
 
 def _curve(curve: Curve, runs: list[Run]) -> Figure:
@@ -117,14 +139,18 @@ def _memory_curve(runs: list[Run]) -> Figure:
     return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
 
 
-def _line(run: Run, index: int, values: list[float], number: str) -> dict[str, Any]:
+def _line(
+    run: Run, index: int, values: list[float], number: str, *, steps: list[Step] | None = None
+) -> dict[str, Any]:
+    """Return a run's line through `values` at `steps` (default: all logged ones)."""
+    steps = run.steps if steps is None else steps
     kept = thinned(values, limit=POINTS_PER_CURVE)
     return {
         "type": "scatter",
         "mode": "lines" if len(kept) > 1 else "markers",
         "name": plotly_text(run.name),
         "meta": f"series-{index % NUM_COLORS + 1}",
-        "x": [run.steps[position].step for position in kept],
+        "x": [steps[position].step for position in kept],
         "y": [values[position] for position in kept],
         "line": {"width": 1.8, "dash": DASHES[index // NUM_COLORS % len(DASHES)]},
         "hovertemplate": f"%{{y:{number}}}",

@@ -30,7 +30,7 @@ from workflow.lib.config import ReportConfig
 from workflow.lib.figures import Figure, curve_figures, heldout_figure, memory_figure
 from workflow.lib.length_figure import length_figure
 from workflow.lib.parallel_plot import parallel_figure
-from workflow.lib.records import Interval
+from workflow.lib.records import Interval, Step
 from workflow.lib.reporting import Run
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "report"
@@ -191,9 +191,9 @@ def verdict(run: Run) -> str:
     return "improved" if ends[0] > 0 else "worsened" if ends[1] < 0 else "unclear"
 
 
-def selected_steps(run: Run) -> list[Any]:
-    """Return up to `CURVE_TABLE_ROWS` logged steps, evenly spaced, the first and the last among them."""
-    last = len(run.steps) - 1
-    rows = min(CURVE_TABLE_ROWS, len(run.steps))
+def selected_steps(steps: list[Step]) -> list[Step]:
+    """Return up to `CURVE_TABLE_ROWS` of the steps, evenly spaced, the first and the last among them."""
+    last = len(steps) - 1
+    rows = min(CURVE_TABLE_ROWS, len(steps))
     places = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})
-    return [run.steps[place] for place in places]
+    return [steps[place] for place in places]

@@ -82,6 +82,11 @@ class Run:
         ]
 
     @property
+    def heldout_steps(self) -> list[Step]:
+        """The logged steps at which training measured the held-out loss."""
+        return [step for step in self.steps if step.heldout_loss is not None]
+
+    @property
     def samples(self) -> list[SamplePair]:
         """Both answers to each sampled prompt."""
         return [
