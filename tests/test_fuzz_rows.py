@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
@@ -168,6 +168,9 @@ def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @FUZZED
 @given(edits=EDITS)
+@example(edits=[("change", 0.5, 0.0, b"[" * 5000)])
+@example(edits=[("change", 0.5, 0.0, b"\\ud800")])
+@example(edits=[("change", 0.5, 0.0, b"\\u0000")])
 def test_no_bytes_of_a_checkpoint_end_in_a_traceback(
     tmp_path: Path, name: str, edits: list[tuple[str, float, float, bytes]]
 ) -> None:

@@ -171,7 +171,7 @@ class Shard:
 
     def table(self) -> npt.NDArray[Any]:
         """Return the documents' entries, `TABLE`, shape (documents,)."""
-        table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy")
+        table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy", allow_pickle=False)
         return table
 
     def ids(self) -> npt.NDArray[np.uint32]:
@@ -206,6 +206,6 @@ def read_facts(stem: Path) -> ShardFacts:
 def mapped(path: str) -> npt.NDArray[Any]:
     """Return a `.npy` file's array by memory map (an empty array cannot be mapped)."""
     array: npt.NDArray[Any] = np.load(
-        path, mmap_mode="r" if Path(path).stat().st_size > 128 else None
+        path, mmap_mode="r" if Path(path).stat().st_size > 128 else None, allow_pickle=False
     )
     return array

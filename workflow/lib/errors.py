@@ -10,7 +10,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(redacted(message))
+        # half a character (a lone surrogate) of a name could be neither shown nor logged
+        super().__init__(redacted(message).encode(errors="backslashreplace").decode())
 
 
 class StoppedError(Exception):

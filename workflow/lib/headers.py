@@ -73,6 +73,14 @@ def _single_file(folder: Path) -> Path:
     )
 
 
+def is_beside(folder: Path, name: str) -> bool:
+    """Tell whether the folder itself has such a file: an index must not lead out of it, and may name anything."""
+    try:
+        return Path(name).name == name and (folder / name).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -81,7 +89,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(
             f"{path} is no index of a checkpoint ({error!r}). Download it again."
         ) from None
-    missing = sorted(n for n in files if Path(n).name != n or not (path.parent / n).is_file())
+    missing = sorted(name for name in files if not is_beside(path.parent, name))
     if missing:
         raise UserError(
             f"{path} names {len(missing)} of {len(files)} files that are not beside it: "

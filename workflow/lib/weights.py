@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workflow.lib.errors import UserError
+from workflow.lib.headers import is_beside
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,7 +26,7 @@ def shard_of_tensor(folder: Path) -> dict[str, str]:
     """
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
-        missing = sorted({name for name in weight_map.values() if not _is_beside(folder, name)})
+        missing = sorted({name for name in weight_map.values() if not is_beside(folder, name)})
         if missing:
             raise UserError(
                 f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
@@ -38,11 +39,6 @@ def shard_of_tensor(folder: Path) -> dict[str, str]:
         )
     with _open(folder / SINGLE) as file:
         return dict.fromkeys(file.keys(), SINGLE)
-
-
-def _is_beside(folder: Path, name: str) -> bool:
-    """Tell whether the folder has such a file: an index must not lead out of it."""
-    return Path(name).name == name and (folder / name).is_file()
 
 
 def _weight_map(path: Path) -> dict[str, str]:
