@@ -28,6 +28,7 @@ include: "workflow/rules/consolidate.smk"
 include: "workflow/rules/evaluate_run.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
+include: "workflow/rules/require_gain.smk"
 
 
 localrules:
@@ -65,6 +66,7 @@ rule evaluate:
         rules.train.input,
         evaluations(),
         expand(rules.write_card.output, run=RUNS),
+        requirements(),
 
 
 rule report:

@@ -39,6 +39,13 @@ BY_DOWNLOAD = {
     for kind, folder in layout.download_dirs(run).items()
 }
 
+# Gains that runs must reach, by run.
+REQUIRED = {
+    name: run.evaluate.model_dump(mode="json", include={"require", "require_by"})
+    for name, run in RUNS.items()
+    if run.evaluate.require
+}
+
 # Runs whose merged model is exported and evaluated too.
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 
@@ -118,6 +125,11 @@ def merged_options(name):
     folder = layout.stage_dir(name, "consolidate")
     output = layout.stage_dir(name, "evaluate_run")
     return ["--merged", f"{folder}/merged", "--output-merged", f"{output}/merged.json"]
+
+
+def requirements():
+    """The proof that required gains are reached, if any are required."""
+    return rules.require_gain.output if REQUIRED else []
 
 
 def evaluations(runs=RUNS):

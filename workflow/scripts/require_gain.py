@@ -1,0 +1,34 @@
+"""Fail the workflow if a tuned model is not better than its base by what `evaluate.require` demands.
+
+Reads finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from workflow.lib.artifacts import provenance, write_json
+from workflow.lib.records import TunedEvaluation
+from workflow.lib.report_inputs import read_record
+from workflow.lib.requirements import refuse_unmet, verdicts
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    found = {}
+    for name, settings in args.config.items():
+        path = args.runs_dir / name / "evaluate_run" / "tuned.json"
+        tuned = read_record(path, TunedEvaluation)
+        found[name] = verdicts(settings["require"], tuned, by=settings["require_by"])
+    refuse_unmet(found)
+    write_json(args.output, {"runs": found, "provenance": provenance()})
+    logger.info("every gain that evaluate.require demands is reached: %s", ", ".join(found))
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--runs-dir", type=Path, required=True, help="folder with a folder a run")
+    parser.add_argument("--output", type=Path, required=True, help="requirements.json to write")
+    run(main, parser)
