@@ -324,3 +324,29 @@ def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
     # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the longest row
     assert {13, 3, 2, 802, 313} <= page.numbers
     assert "Held-out rows that equal a training row: 3; that resemble one: 2." in "".join(page.text)
+
+
+def test_heldout_loss_of_every_source_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    part = {"loss_ci95": None, "perplexity": 3.5, "documents": 7, "trained_tokens": 71}
+    change_evaluations(
+        folder,
+        lambda d: d["heldout"].update(
+            sources={"a": part | {"loss": 1.25}, "b": part | {"loss": 2.75}}
+        ),
+    )
+    page = Page(rendered(tmp_path, "demo"))
+    assert {1.25, 2.75} <= page.numbers
+    assert "Held-out loss by source" in "".join(page.text)
+
+
+def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    found = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"]["tasks"]["pydocs_mc"]["acc"].update(found),
+    )
+    page = Page(rendered(tmp_path, "demo"))
+    assert {0.0123, 131, 11} <= page.numbers
+    assert "exact McNemar" in "".join(page.text)
