@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts import file_sha256
 from workflow.lib.chat import Encoded, SampleEncoder
@@ -31,7 +32,6 @@ from workflow.lib.listing import Listing
 from workflow.lib.rows import Row
 from workflow.lib.samples import to_sample
 from workflow.lib.sources import Source
-from workflow.lib.tokenizer import load_tokenizer
 from workflow.lib.workers import map_in_order
 
 logger = logging.getLogger("workflow")
@@ -43,9 +43,12 @@ LOG_SECONDS = 60  # between two lines of progress in the log
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a process needs to encode rows; formats and columns by number of the source."""
+    """What a process needs to encode rows; formats and columns by number of the source.
 
-    tokenizer: Path
+    The tokenizer travels pickled: loading its folder anew would import most of Transformers in every process.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
     chat_template: str | None
     formats: tuple[Format, ...]
     columns: tuple[DataColumns, ...]
@@ -148,10 +151,10 @@ def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> It
 
 
 def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
-    """Load the tokenizer, and return what writes the shard of a task."""
+    """Return what writes the shard of a task."""
     settings = encoding.settings
     encoder = SampleEncoder(
-        load_tokenizer(encoding.tokenizer),
+        encoding.tokenizer,
         chat_template=encoding.chat_template,
         loss_on=settings.loss_on,
     )

@@ -8,12 +8,11 @@ have (system prompts, templates) do not count: what every document says makes no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.documents import Documents
 from workflow.lib.encoded_shards import Shard, mapped, save_array
 from workflow.lib.shingles import (
     BINS,
@@ -29,7 +28,7 @@ from workflow.lib.workers import map_in_order
 
 WIDESPREAD_SHARE = 0.1
 SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread
-CACHED_DOCUMENTS = 4096
+PAIRS_AT_ONCE = 1024
 FEW_SHARDS = 128  # whose keys take less time than processes to start
 
 Places = npt.NDArray[np.int64]
@@ -50,11 +49,6 @@ class Measure:
         hashes, owners = shingles(ids, lengths, table=self.table)
         counted = ~np.isin(hashes, self.ignored)
         return hashes[counted], owners[counted]
-
-    def of_document(self, documents: Documents, number: int) -> Hashes:
-        """Return the shingles of one document, each once."""
-        ids = np.asarray(documents[number][0])
-        return np.unique(self.shingles(ids, np.array([len(ids)]))[0])
 
 
 @dataclass(frozen=True)
@@ -127,10 +121,9 @@ def _bands(measure: Measure) -> range:
     return range(BINS // band_rows(measure.threshold))
 
 
-def _within(split: Split, measure: Measure) -> dict[int, float]:
-    """Return the places of documents that resemble an earlier one, with the resemblance."""
-    compare = _comparer(split, split, measure)
-    found: dict[int, float] = {}
+def _within(split: Split, measure: Measure) -> list[int]:
+    """Return the places of documents that resemble an earlier one."""
+    compared = _Comparison(split, split, measure)
     for band in _bands(measure):
         keys = _keys(split, band)
         order = np.argsort(keys, kind="stable")
@@ -138,68 +131,68 @@ def _within(split: Split, measure: Measure) -> dict[int, float]:
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
-            _compare_all(order[repeats], partners, compare, found)
-    return found
+            compared.add(order[repeats], partners)
+    return list(compared.found)
 
 
 def _between(heldout: Split, train: Split, measure: Measure) -> list[tuple[int, int, float]]:
     """Return each held-out document that resembles a training one, with that one and the resemblance."""
-    compare = _comparer(heldout, train, measure)
-    found: dict[int, float] = {}
-    partner_of: dict[int, int] = {}
+    compared = _Comparison(heldout, train, measure)
     for band in _bands(measure):
         keys, others = _keys(heldout, band), _keys(train, band)
         order = np.argsort(others, kind="stable")
         ranked = others[order]
-        for side in ("left", "right"):
-            last = int(side == "right")
-            at = np.clip(
-                np.searchsorted(ranked, keys, side=side) - last, 0, max(0, len(ranked) - 1)
-            )
-            hits = np.flatnonzero((ranked[at] == keys) & (keys > 0)) if len(ranked) else at[:0]
-            partners = order[at[hits]]
-            _compare_all(hits, partners, compare, found, partner_of)
+        first = np.searchsorted(ranked, keys, side="left")
+        last = np.searchsorted(ranked, keys, side="right") - 1
+        for at in (np.minimum(first, len(ranked) - 1), np.maximum(last, 0)):
+            hits = np.flatnonzero((ranked[at] == keys) & (keys > 0))
+            compared.add(hits, order[at[hits]])
     chosen, of_train = heldout.first_of_row, train.first_of_row
     return [
-        (int(chosen[place]), int(of_train[partner_of[place]]), found[place])
-        for place in sorted(found)
+        (int(chosen[place]), int(of_train[partner]), measured)
+        for place, (partner, measured) in sorted(compared.found.items())
     ]
 
 
-def _compare_all(
-    places: Places,
-    partners: Places,
-    compare: Callable[[int, int], float | None],
-    found: dict[int, float],
-    partner_of: dict[int, int] | None = None,
-) -> None:
-    """Add to `found` the places that are near-duplicates of their partner; those in it are not compared again."""
-    for place, partner in zip(places.tolist(), partners.tolist(), strict=True):
-        if place not in found and (measured := compare(place, partner)) is not None:
-            found[place] = measured
-            if partner_of is not None:
-                partner_of[place] = partner
+class _Comparison:
+    """Measures proposed pairs of a document of one split and one of another.
 
+    found: place of a near-duplicate -> place of its partner, and their resemblance.
+    """
 
-def _comparer(first: Split, second: Split, measure: Measure) -> Callable[[int, int], float | None]:
-    """Return what tells the resemblance of two documents, None if it is below the threshold or they are equal."""
-    left, right = _reader(first, measure), _reader(second, measure)
+    def __init__(self, first: Split, second: Split, measure: Measure) -> None:
+        self._splits = (first, second)
+        self._measure = measure
+        self.found: dict[int, tuple[int, float]] = {}
 
-    def digest(split: Split, place: int) -> int:
-        return int(split.documents.digests[split.first_of_row[place]])
+    def add(self, places: Places, partners: Places) -> None:
+        """Measure pairs, except of documents that are equal or found already, some at a time."""
+        known = np.isin(places, np.fromiter(self.found, dtype=np.int64, count=len(self.found)))
+        new = ~known & (self._digests(0, places) != self._digests(1, partners))
+        pairs = np.unique(np.stack([places[new], partners[new]], axis=1), axis=0)
+        for start in range(0, len(pairs), PAIRS_AT_ONCE):
+            self._measure_all(pairs[start : start + PAIRS_AT_ONCE])
 
-    def compare(place: int, partner: int) -> float | None:
-        if digest(first, place) == digest(second, partner):
-            return None
-        measured = resemblance(left(place), right(partner))
-        return measured if measured >= measure.threshold else None
+    def _digests(self, side: int, places: Places) -> Hashes:
+        split = self._splits[side]
+        digests: Hashes = split.documents.digests[split.first_of_row[places]]
+        return digests
 
-    return compare
+    def _measure_all(self, pairs: npt.NDArray[np.int64]) -> None:
+        left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
+        for place, partner in pairs.tolist():
+            measured = resemblance(left[place], right[partner])
+            if measured >= self._measure.threshold:
+                self.found.setdefault(place, (partner, measured))
 
-
-def _reader(split: Split, measure: Measure) -> Callable[[int], Hashes]:
-    @lru_cache(CACHED_DOCUMENTS)
-    def read(place: int) -> Hashes:
-        return measure.of_document(split.documents, int(split.first_of_row[place]))
-
-    return read
+    def _shingles(self, side: int, places: Places) -> dict[int, frozenset[int]]:
+        """Return the shingles of documents by place."""
+        split = self._splits[side]
+        texts = [np.asarray(split.documents[int(split.first_of_row[place])][0]) for place in places]
+        lengths = np.array([len(text) for text in texts])
+        hashes, owners = self._measure.shingles(np.concatenate(texts), lengths)
+        edges = np.searchsorted(owners, np.arange(len(places) + 1))
+        return {
+            place: frozenset(hashes[edges[number] : edges[number + 1]].tolist())
+            for number, place in enumerate(places.tolist())
+        }

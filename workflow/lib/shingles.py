@@ -107,9 +107,9 @@ def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return taken + distance * BORROW
 
 
-def resemblance(first: Hashes, second: Hashes) -> float:
-    """Return the share of the shingles of either that both have; both unique. 0 where there is none."""
-    shared = len(np.intersect1d(first, second, assume_unique=True))
+def resemblance(first: frozenset[int], second: frozenset[int]) -> float:
+    """Return the share of the shingles of either that both have, 0 where there is none."""
+    shared = len(first & second)
     return shared / max(1, len(first) + len(second) - shared)
 
 

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
-    encodings = find_encodings(args.tokenizer, tokenizer, sources, settings)
+    encodings = find_encodings(tokenizer, sources, settings)
     template = encodings["train"].chat_template
     facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
     corpora = open_corpora(sources)
@@ -103,7 +103,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 def find_encodings(
-    folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     splits: dict[str, list[Source]],
     settings: DataConfig,
@@ -115,7 +114,7 @@ def find_encodings(
     SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)  # checks it
     return {
         split: Encoding(
-            tokenizer=folder,
+            tokenizer=tokenizer,
             chat_template=template,
             formats=formats[split],
             columns=tuple(source.columns for source in sources),
