@@ -49,7 +49,7 @@ def test_windows_hold_every_document_once_and_are_nearly_as_full(tmp_path: Path)
         firsts = np.concatenate([window.ids[window.starts] for window in windows])
         assert sorted(firsts) == [1000 * number for number in range(29 * SHARDS)]
         rows.append(sum(window.packing.num_rows for window in windows))
-    assert rows[0] <= rows[1] <= rows[0] + 3
+    assert rows[0] <= rows[1] <= 1.05 * rows[0]
 
 
 def test_blocks_hold_the_chosen_documents_in_order(tmp_path: Path) -> None:

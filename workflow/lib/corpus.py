@@ -37,7 +37,7 @@ from workflow.lib.workers import map_in_order
 logger = logging.getLogger("workflow")
 
 FIRST_REASONS = 5  # unusable rows that an error message quotes
-FEW_CHUNKS = 8  # about 8,000 rows, or 32 MiB: a few seconds, as long as processes take to start
+FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
 LOG_SECONDS = 60  # between two lines of progress in the log
 
 
@@ -132,7 +132,6 @@ def encode_corpus(
         prepare=partial(make_encoder, encoding),
         processes=processes,
         alone=FEW_CHUNKS,
-        preload=[__name__],
     )
     with Progress(f"data.{split}") as progress:
         for stem in done:

@@ -29,7 +29,7 @@ from workflow.lib.workers import map_in_order
 WIDESPREAD_SHARE = 0.1
 SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread
 PAIRS_AT_ONCE = 1024
-FEW_SHARDS = 128  # whose keys take less time than processes to start
+FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
 Places = npt.NDArray[np.int64]
 
@@ -81,7 +81,6 @@ def write_keys(splits: list[Split], measure: Measure, *, processes: int) -> None
         prepare=partial(_key_writer, measure),
         processes=processes,
         alone=FEW_SHARDS,
-        preload=[__name__],
     )
     for _ in done:
         pass

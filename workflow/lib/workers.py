@@ -1,9 +1,9 @@
 """Work spread over processes: results come back in the order of the tasks, whatever the number of processes.
 
-Each process prepares itself once (it loads the tokenizer) and then takes tasks. Processes come from a fork
-server that has imported `preload` and nothing else, so they share that memory and inherit no thread.
-They ignore Ctrl-C, which their parent answers by cancelling what has not begun, and end
-by themselves as soon as the parent is gone, however it went.
+Each process prepares itself once and then takes tasks. Processes are forked, so they share what is loaded and
+start at once; nothing that needs threads (torch, parallel tokenizers) may have run before. They ignore
+Ctrl-C, which their parent answers by cancelling what has not begun, and end by themselves
+as soon as the parent is gone, however it went.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
@@ -45,7 +45,6 @@ def map_in_order(
     prepare: Callable[[], Callable[[Task], Result]],
     processes: int,
     alone: int,
-    preload: Sequence[str] = (),
 ) -> Iterator[Result]:
     """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in memory.
 
@@ -57,8 +56,7 @@ def map_in_order(
     if processes == 1 or len(first) <= alone:
         yield from map(prepare(), chain(first, tasks))
         return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
     )
