@@ -104,6 +104,7 @@ def preflight() -> dict[str, Any]:
         "plan": {
             "device": "cuda",
             "processes": 2,
+            "nodes": 1,
             "shard_size": 2,
             "micro_batch_size": 3,
             "accumulation_steps": 5,

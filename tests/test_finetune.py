@@ -40,6 +40,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, 
     return {
         "device": "cpu",
         "processes": processes,
+        "nodes": 1,
         "shard_size": processes,
         "micro_batch_size": micro_batch_size,
         "accumulation_steps": BATCH // processes // micro_batch_size,

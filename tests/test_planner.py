@@ -381,6 +381,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     assert found["plan"] == {
         "device": "cuda",
         "processes": 2,
+        "nodes": 1,
         "shard_size": 2,
         "micro_batch_size": size,
         "accumulation_steps": 10 // size,

@@ -74,6 +74,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
     assert stage.document()["plan"] == {
         "device": "cpu",
         "processes": 3,
+        "nodes": 1,
         "shard_size": 3,
         "micro_batch_size": 4,
         "accumulation_steps": 1,

@@ -25,6 +25,7 @@ ACTIVATE = Path(sys.prefix) / "bin" / "activate"
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n$")
 # Reasons that a command cannot be run by a test; a block names one of them.
 REASONS = (
+    "needs a cluster",
     "installs packages, and `make test` would run itself",
     "downloads a gated model and needs a GPU",
     "these run this test too",

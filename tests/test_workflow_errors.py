@@ -54,6 +54,10 @@ UNREADABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["train.learning_rate = 7", "at most 1.0", "Change it in config.yaml"],
     ),
     "value of a wrong type": ({"lora": {"r": "many"}}, ["lora.r = 'many'", "a whole number"]),
+    "several nodes on one machine": (
+        {"hardware": {"nodes": 2}},
+        ["hardware.nodes = 2", "this machine is one node", "--profile workflow/profiles/slurm"],
+    ),
     "mistake in one run": (
         {"runs": {"demo": {"lora": {"r": 0}}}},
         ["runs.demo.lora.r = 0", "at least 1", "Change it in config.yaml"],

@@ -10,6 +10,7 @@ import pynvml
 
 from workflow.lib.config import HardwareConfig
 from workflow.lib.errors import setting_error
+from workflow.lib.gpus import GpuModel, parse_gpus
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
 
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return the device type (`cuda` or `cpu`) and how many processes a run starts, without asking whether they can.
+    """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node, without asking whether they can.
 
     The machine that plans a run need not be the one that trains it. `auto` is what is visible here.
     """
@@ -103,16 +104,25 @@ def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
     return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
 
 
+def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
+    """Return the kind of GPU to plan for instead of visible ones: `gpu_model`, where GPUs are asked for and none is visible."""
+    device, _ = requested_processes(hardware)
+    if hardware.gpu_model is None or device == "cpu" or visible_gpus():
+        return None
+    return parse_gpus(hardware.gpu_model, setting="hardware.gpu_model")[1]
+
+
 def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here."""
+    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here (or imagined)."""
     device, count = requested_processes(hardware)
     available = len(visible_gpus())
-    if device == "cuda" and count > available:
+    if device == "cuda" and count > available and imagined_model(hardware) is None:
         raise setting_error(
             "hardware.gpus",
             count,
             f"this machine shows {available} GPU(s)",
-            "Set it to that number or below, or to auto; 0 trains on the CPU",
+            "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them "
+            "in hardware.gpu_model",
         )
     return device, count
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from workflow.lib import memory
 from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
+from workflow.lib.gpus import GpuModel
 from workflow.lib.memory import GIB
 from workflow.lib.memory_terms import Attention, Setup
 from workflow.lib.shapes import ModelShape
@@ -33,6 +34,26 @@ class Machine:
     """None if it is not known: a GPU machine that is only imagined."""
     flash_attention: bool
     """Whether the flash-attn package is installed."""
+    nodes: int = 1
+    """Machines like this one, which share the processes equally."""
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes that share this machine's memory."""
+        return self.processes // self.nodes
+
+
+def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
+    """Return `nodes` machines with `count` such GPUs each and nothing else on them."""
+    return Machine(
+        device="cuda",
+        processes=count * nodes,
+        nodes=nodes,
+        gpu_names=(gpu.name,) * count,
+        gpu_bytes=int(gpu.memory_gib * GIB),
+        host_bytes=None,
+        flash_attention=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,7 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
         host = allowed if host is None else min(host, allowed)
     if machine.gpu_bytes is None:
         assert host is not None, "a machine without GPUs has memory of its own"
-        return Budget(host // machine.processes, 0, 0, host)
+        return Budget(host // machine.processes_per_node, 0, 0, host)
     capacity = machine.gpu_bytes
     if hardware.gpu_memory_gib != "auto":
         capacity = int(hardware.gpu_memory_gib * GIB)
@@ -198,11 +219,11 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
 
 
 def host_bytes(shape: ModelShape, machine: Machine, *, peak_bytes: int) -> int:
-    """Return the host memory of all processes together at the peak, for a predicted peak of each.
+    """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
 
     With GPUs: each process itself, and its slice of the largest tensor while the weights are loaded.
     """
     if machine.device == "cpu":
-        return machine.processes * peak_bytes
+        return machine.processes_per_node * peak_bytes
     largest = shape.vocab_size * shape.hidden_size * shape.source_bytes
-    return machine.processes * GPU_PROCESS_BYTES + largest
+    return machine.processes_per_node * GPU_PROCESS_BYTES + largest

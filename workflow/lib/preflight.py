@@ -18,6 +18,7 @@ from workflow.lib.planner import (
     budget,
     compute_dtype,
     host_bytes,
+    imagined_machine,
     make_setup,
     micro_batch_sizes,
     rows_per_process,
@@ -45,15 +46,22 @@ class Decision:
 
 
 def read_machine(settings: HardwareConfig) -> Machine:
-    """Ask this machine what a run gets; raises `UserError` if that is less than the settings ask for."""
+    """Ask this machine what a run gets on each node; raises `UserError` if that is less than the settings ask for.
+
+    Where no GPU is visible it may be asked to plan for `hardware.gpu_model`.
+    """
     device, processes = hardware.num_processes(settings)
+    imagined = hardware.imagined_model(settings)
+    if imagined is not None:
+        return imagined_machine(processes, imagined, nodes=settings.nodes)
     # Which of them a run gets is decided by a lease when it starts (see `leasing`).
     visible = hardware.visible_gpus() if device == "cuda" else []
     gpus = hardware.interchangeable(visible, count=processes)
     return Machine(
         device=device,
-        processes=processes,
-        gpu_names=tuple(gpu.name for gpu in gpus),
+        processes=processes * settings.nodes,
+        nodes=settings.nodes,
+        gpu_names=tuple(gpu.name for gpu in gpus[:processes]) * settings.nodes,
         gpu_bytes=min((gpu.total_bytes for gpu in gpus), default=None),
         host_bytes=hardware.available_host_bytes(),
         flash_attention=importlib.util.find_spec("flash_attn") is not None,
@@ -229,6 +237,7 @@ def document(
         "plan": {
             "device": machine.device,
             "processes": machine.processes,
+            "nodes": machine.nodes,
             "shard_size": setup.shards,
             "micro_batch_size": chosen.micro_batch_size,
             "accumulation_steps": accumulation,

@@ -118,6 +118,7 @@ class Plan(Record):
 
     device: str
     processes: int
+    nodes: int
     shard_size: int
     micro_batch_size: int
     accumulation_steps: int
@@ -167,7 +168,7 @@ class Preflight(Record):
     capacity_bytes: int
     margin_bytes: int
     host_bytes: int
-    host_capacity_bytes: int
+    host_capacity_bytes: int | None
     disk_bytes: dict[str, int]
     disk_free_bytes: int
     time: Estimate

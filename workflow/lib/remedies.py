@@ -68,7 +68,7 @@ def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Itera
     lengths = _halves(setup.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
     yield [
-        (f"{_process_setting(machine)} = {p}", replace(setup, processes=p))
+        (f"{_process_setting(machine)} = {p // machine.nodes}", replace(setup, processes=p))
         for p in _process_counts(machine, global_batch_size)
         if p % setup.replicas == 0
     ]
@@ -107,7 +107,7 @@ def _process_setting(machine: Machine) -> str:
 
 def _process_counts(machine: Machine, global_batch_size: int) -> list[int]:
     """More GPUs, or fewer CPU processes: each of these has its own copy of the libraries and activations."""
-    valid = divisors(global_batch_size)
+    valid = [p for p in divisors(global_batch_size) if p % machine.nodes == 0]
     if machine.device == "cuda":
         return [p for p in valid if machine.processes < p <= MOST_GPUS]
     return [p for p in reversed(valid) if p < machine.processes]

@@ -165,13 +165,17 @@ class HardwareConfig(Section):
     """What a run may use. Changing it never retrains a finished run: results do not depend on it."""
 
     gpus: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """GPUs of a run; `auto` = all visible ones; 0 = train on the CPU."""
+    """GPUs of a run, on each of its nodes; `auto` = all visible ones; 0 = train on the CPU."""
+    nodes: int = Field(1, ge=1, le=512)
+    """Machines that train one run together; more than one needs a cluster profile (`--profile workflow/profiles/slurm`)."""
+    gpu_model: str | None = Field(None, min_length=1, max_length=64)
+    """GPUs to plan for where none is visible (the login node of a cluster), like `H100` or `A100 40GB`; null = only visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
-    """Processes (gloo ranks) when no GPU is used."""
+    """Processes (gloo ranks) when no GPU is used, on each node."""
     gpu_memory_gib: float | Literal["auto"] = "auto"
     """Memory of each GPU that may be used, GiB; `auto` = what the driver reports. A smaller value is enforced."""
     host_memory_gib: float | Literal["auto"] = "auto"
-    """Host memory that may be used by all processes together, GiB; `auto` = what is available."""
+    """Host memory that may be used by all processes of a node together, GiB; `auto` = what is available."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")

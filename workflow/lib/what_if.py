@@ -15,10 +15,8 @@ from huggingface_hub import hf_hub_download
 from workflow.lib.catalog import known_config, nearest_models
 from workflow.lib.config import RunConfig, load_config
 from workflow.lib.errors import UserError, setting_error
-from workflow.lib.gpus import GIB, GpuModel
 from workflow.lib.hub import Source
 from workflow.lib.hub_errors import explained_errors
-from workflow.lib.planner import Machine
 from workflow.lib.shapes import ModelShape, read_config, read_shape, shape_of_config
 
 NAME = "what-if"
@@ -89,18 +87,6 @@ def settings_of(
         except (yaml.YAMLError, TypeError) as error:
             raise setting_error("--set", change, f"it cannot be read ({error})", "Correct it") from None  # fmt: skip
     return load_config(document)[1][NAME]
-
-
-def imagined_machine(count: int, gpu: GpuModel) -> Machine:
-    """Return a machine with `count` such GPUs and nothing else on them."""
-    return Machine(
-        device="cuda",
-        processes=count,
-        gpu_names=(gpu.name,) * count,
-        gpu_bytes=int(gpu.memory_gib * GIB),
-        host_bytes=None,
-        flash_attention=True,
-    )
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> Mapping[str, Any]:

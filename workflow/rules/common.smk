@@ -6,6 +6,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
+from workflow.lib import allocation
 from workflow.lib import runs as layout
 from workflow.lib.config import check_local_paths, is_hub_id, load_config
 from workflow.lib.environment import use_this_interpreter
@@ -53,11 +54,6 @@ MERGED = [name for name, run in RUNS.items() if run.export.merged]
 # run that cannot work stops within minutes.
 FIRST = 10
 
-# Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.
-if workflow.is_main_process and workflow.local_exec and visible_gpus():
-    if "gpu" not in workflow.global_resources:
-        workflow.register_resource("gpu", len(visible_gpus()))
-
 
 def any_of(names):
     """A pattern that matches these names; without names, nothing."""
@@ -102,15 +98,81 @@ def checkpoints(wildcards, input):
     return f"{folder}-{layout.short_hash(content)}"
 
 
+def cards(run, *, most=None):
+    """The resource `gpu` of a job on one node; None, which leaves it out, without GPUs."""
+    return min(gpus(run), most or gpus(run)) or None
+
+
 def gpus(run):
+    """GPUs of a run on a node."""
     device, count = requested_processes(run.hardware)
     return count if device == "cuda" else 0
+
+
+def several_nodes(run, value):
+    """A resource of runs that train on several nodes; None leaves it out."""
+    return value if run.hardware.nodes > 1 else None
+
+
+def on_each_node(run):
+    """What starts a command once on every node of a Slurm job; nothing on a single one."""
+    nodes = run.hardware.nodes
+    if nodes == 1:
+        return []
+    return [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *(
+            f"--cpus-per-task={requested_processes(run.hardware)[1]}",
+            "--kill-on-bad-exit=1",
+        ),
+    ]
+
+
+def asked(name, need, input, attempt, *, run):
+    """What a job asks of a cluster, `mem_mb` (more at every attempt) or `runtime`; where nobody is to be asked, no memory."""
+    if workflow.local_exec or workflow.remote_exec:
+        return None if name == "runtime" else 0
+    for path in input:
+        # An input that is still to be made has to be named by the error; then Snakemake asks again later.
+        Path(path).stat()
+    manifest = f"{layout.tokens_dir(run)}/manifest.json"
+    found = need(run, model=layout.model_dir(run), manifest=manifest)
+    return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
+
+
+def on_this_machine():
+    """Whether jobs run here: not on a cluster, neither where they are sent from nor within one. Not known while parsing."""
+    return workflow.local_exec and not workflow.remote_exec
 
 
 def cores(run):
     """A core per process; without GPUs every stage uses all cores of this machine, so jobs take turns."""
     device, count = requested_processes(run.hardware)
-    return workflow.cores if device == "cpu" and workflow.local_exec else count
+    return workflow.cores if device == "cpu" and on_this_machine() else count
+
+
+def check_place(name, run):
+    """Refuse settings that do not suit where jobs run, which is not known before the start."""
+    hardware = run.hardware
+    if on_this_machine() and hardware.nodes > 1:
+        raise WorkflowError(
+            f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
+            "Run with --profile workflow/profiles/slurm, or set it to 1."
+        )
+    if workflow.non_local_exec and hardware.gpus == "auto":
+        raise WorkflowError(
+            f"hardware.gpus = 'auto' (run {name}): the GPUs of a cluster are not seen from here. "
+            "Set it to the number that a run takes on each node; 0 trains on CPUs."
+        )
+
+
+onstart:
+    for name, run in RUNS.items():
+        check_place(name, run)
+    # Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.
+    if on_this_machine() and visible_gpus():
+        if "gpu" not in workflow.global_resources:
+            workflow.register_resource("gpu", len(visible_gpus()))
 
 
 def all_cores(_):

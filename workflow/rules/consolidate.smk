@@ -25,13 +25,20 @@ rule consolidate:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     resources:
-        gpu=lambda w: gpus(RUNS[w.run]),
+        gpu=lambda w: cards(RUNS[w.run]),
+        mem_mb=lambda w, input, attempt: asked(
+            "mem_mb", allocation.reading, input, attempt, run=RUNS[w.run]
+        ),
+        runtime=lambda w, input, attempt: asked(
+            "runtime", allocation.reading, input, attempt, run=RUNS[w.run]
+        ),
     params:
+        gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
         model=lambda w: layout.model_dir(RUNS[w.run]),
     shell:
-        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
         " --base {input.base:q} --model {params.model:q} --output {params.folder:q} --log {log:q}"

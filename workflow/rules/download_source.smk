@@ -7,7 +7,7 @@ rule download_source:
     priority: lambda w: FIRST + (w.kind == "dataset")
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: workflow.cores if workflow.local_exec else 1
+    threads: lambda w: workflow.cores if on_this_machine() else 1
     params:
         config=lambda w: json.dumps(
             BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True

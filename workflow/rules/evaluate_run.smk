@@ -18,8 +18,15 @@ rule evaluate_run:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     resources:
-        gpu=lambda w: gpus(RUNS[w.run]),
+        gpu=lambda w: cards(RUNS[w.run]),
+        mem_mb=lambda w, input, attempt: asked(
+            "mem_mb", allocation.reading, input, attempt, run=RUNS[w.run]
+        ),
+        runtime=lambda w, input, attempt: asked(
+            "runtime", allocation.reading, input, attempt, run=RUNS[w.run]
+        ),
     params:
+        gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("evaluate_run", RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
@@ -33,7 +40,7 @@ rule evaluate_run:
             for part in ("--chat-template", path)
         ],
     shell:
-        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
         " --archive {params.archive:q} {params.merged:q}"

@@ -20,7 +20,18 @@ rule finetune:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     resources:
-        gpu=lambda w: gpus(RUNS[w.run]),
+        # All nodes' together; the rest of a job on several nodes is what Slurm's mpi jobs need.
+        gpu=lambda w: gpus(RUNS[w.run]) * RUNS[w.run].hardware.nodes or None,
+        nodes=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
+        tasks=lambda w: several_nodes(RUNS[w.run], RUNS[w.run].hardware.nodes),
+        tasks_per_gpu=lambda w: several_nodes(RUNS[w.run], 0),
+        mpi=lambda w: several_nodes(RUNS[w.run], "srun"),
+        mem_mb=lambda w, input, attempt: asked(
+            "mem_mb", allocation.training, input, attempt, run=RUNS[w.run]
+        ),
+        runtime=lambda w, input, attempt: asked(
+            "runtime", allocation.training, input, attempt, run=RUNS[w.run]
+        ),
     params:
         config=lambda w: layout.stage_json("finetune", RUNS[w.run]),
         folder=subpath(output.summary, parent=True),
@@ -35,12 +46,13 @@ rule finetune:
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
+        srun=lambda w, output: on_each_node(RUNS[w.run]),
     # The plan is made here for the machine and the hardware settings of this very start.
     # exec: a signal to the job reaches the launcher, which saves, and not a shell that would die before it.
     shell:
         "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
         " --model {params.model:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
-        " && exec python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
+        " && exec {params.srun:q} python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"
         " --checkpoints {params.checkpoints:q} --output {params.folder:q}"

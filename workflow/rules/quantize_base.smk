@@ -9,11 +9,18 @@ rule quantize_base:
         "../../envs/torch.yaml"
     threads: lambda w: cores(BY_BASE[w.base])
     resources:
-        gpu=lambda w: min(1, gpus(BY_BASE[w.base])),
+        gpu=lambda w: cards(BY_BASE[w.base], most=1),
+        mem_mb=lambda w, input, attempt: asked(
+            "mem_mb", allocation.quantizing, input, attempt, run=BY_BASE[w.base]
+        ),
+        runtime=lambda w, input, attempt: asked(
+            "runtime", allocation.quantizing, input, attempt, run=BY_BASE[w.base]
+        ),
     params:
+        gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("quantize_base", BY_BASE[w.base]),
         model=lambda w: layout.model_dir(BY_BASE[w.base]),
     shell:
-        "python -m workflow.scripts.lease_gpus --count {resources.gpu} --log {log:q} --"
+        "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.quantize_base --config {params.config:q}"
         " --model {params.model:q} --output {output:q} --log {log:q}"

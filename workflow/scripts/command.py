@@ -18,6 +18,7 @@ from pathlib import Path
 from workflow.lib.environment import is_worker
 from workflow.lib.errors import StoppedError, UserError
 from workflow.lib.locks import exclusive
+from workflow.lib.nodes import follows
 from workflow.lib.redaction import redacted, secret_values
 
 logger = logging.getLogger("workflow")
@@ -64,7 +65,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 def only_writer(args: argparse.Namespace) -> Iterator[None]:
     """Keep a process that outlived a killed Snakemake and a repeated command from writing the same output at once."""
     output: Path | None = getattr(args, "output", None)
-    if output is None or is_worker():
+    if output is None or is_worker() or follows(os.environ):
         yield
         return
     with exclusive(

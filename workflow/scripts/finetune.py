@@ -33,6 +33,7 @@ from workflow.lib.environment import is_worker
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.launch import launch_workers
 from workflow.lib.locks import exclusive
+from workflow.lib.nodes import find_place
 from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import save_logits, trained_logits
 from workflow.lib.selection import open_best, open_heldout
@@ -57,6 +58,7 @@ def main(args: argparse.Namespace) -> None:
             "workflow.scripts.finetune",
             sys.argv[1:],
             processes=plan["processes"],
+            place=find_place(plan["nodes"], os.environ),
             grace_s=train["grace_seconds"],
             deterministic=train["deterministic"],
         )

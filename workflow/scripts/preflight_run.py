@@ -20,14 +20,13 @@ from workflow.lib.artifacts import provenance, write_json
 from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.gpus import parse_gpus
-from workflow.lib.planner import Machine
+from workflow.lib.planner import Machine, imagined_machine
 from workflow.lib.preflight import check_tokens, decide, document, read_machine, read_tokens
 from workflow.lib.preflight_table import render
 from workflow.lib.shapes import ModelShape, read_shape
 from workflow.lib.what_if import (
     NAME,
     find_shape,
-    imagined_machine,
     imagined_tokens,
     settings_of,
 )
