@@ -350,3 +350,19 @@ def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
     page = Page(rendered(tmp_path, "demo"))
     assert {0.0123, 131, 11} <= page.numbers
     assert "exact McNemar" in "".join(page.text)
+
+
+def test_merged_model_is_beside_the_adapter_where_one_is_exported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    document = json.loads((folder / "evaluate_run" / "tuned.json").read_text())
+    document |= {
+        "subject": "merged",
+        "merging": document["comparison"] | {"loss_difference": -0.0625},
+    }
+    document["heldout"]["loss"] = 1.5625
+    (folder / "evaluate_run" / "merged.json").write_text(json.dumps(document))
+    tokens = {"demo": tmp_path / "tokens" / "demo-data"}
+    runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens, merged=["demo"])
+    page = render_page(runs, report=ReportConfig(), settings={"demo": {}})
+    assert {1.5625, -0.0625} <= Page(page).numbers
+    assert "Merged model" not in rendered(tmp_path, "demo")

@@ -60,7 +60,13 @@ def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
 
 def test_tokens_option_without_folder_is_explained(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=3)
-    command = [sys.executable, "-m", "workflow.scripts.render_report", "--config", '{"report": {}}']
+    command = [
+        sys.executable,
+        "-m",
+        "workflow.scripts.render_report",
+        "--config",
+        '{"report": {}, "runs": {}}',
+    ]
     command += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
     command += ["--output", "a", "--comparison", "b", "--figures", "c"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -6,7 +6,7 @@ of another run, answers to other prompts) and sets base beside tuned. Drawing is
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from workflow.lib.records import (
     Check,
     Evaluation,
     Manifest,
+    MergedEvaluation,
     Metric,
     MetricDifference,
     Parity,
@@ -64,6 +65,8 @@ class Run:
     parity: Parity
     base: Evaluation
     tuned: TunedEvaluation
+    merged: MergedEvaluation | None = None
+    """The merged model, where one is exported."""
 
     @property
     def scores(self) -> list[TaskScore]:
@@ -146,8 +149,9 @@ def read_runs(
     *,
     names: list[str],
     tokens: Mapping[str, Path],
+    merged: Collection[str] = (),
 ) -> list[Run]:
-    """Read all runs, in the order of `names`.
+    """Read all runs, in the order of `names`; of those in `merged` the merged model's evaluation too.
 
     Raises `UserError` for a run without a tokens folder, a tokens folder without its run, a missing file, a missing or wrong field, and files that belong to different runs.
     """
@@ -163,10 +167,12 @@ def read_runs(
         raise setting_error(
             "--run", missing, "has no tokens folder", "Add --tokens NAME=DIR for each of them"
         )
-    return [read_run(runs_dir / name, tokens_dir=tokens[name]) for name in names]
+    return [
+        read_run(runs_dir / name, tokens_dir=tokens[name], merged=name in merged) for name in names
+    ]
 
 
-def read_run(folder: Path, *, tokens_dir: Path) -> Run:
+def read_run(folder: Path, *, tokens_dir: Path, merged: bool = False) -> Run:
     """Read the artifacts of the run in `folder` (`results/runs/<run>`); raises `UserError` as `read_runs`."""
     run = Run(
         name=folder.name,
@@ -178,6 +184,11 @@ def read_run(folder: Path, *, tokens_dir: Path) -> Run:
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
         base=read_record(folder / "evaluate_run" / "base.json", Evaluation),
         tuned=read_record(folder / "evaluate_run" / "tuned.json", TunedEvaluation),
+        merged=(
+            read_record(folder / "evaluate_run" / "merged.json", MergedEvaluation)
+            if merged
+            else None
+        ),
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens_dir)
     _check_pairs(run, folder=folder)

@@ -28,12 +28,16 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     """Read every run, render, and write the page last: where it is, all of it is."""
     report = ReportConfig.model_validate(args.config["report"])
-    runs = read_runs(args.runs_dir, names=args.run, tokens=read_tokens(args.tokens))
+    changed = args.config["runs"]
+    runs = read_runs(
+        args.runs_dir, names=args.run, tokens=read_tokens(args.tokens),
+        merged=[name for name in changed if changed[name].get("export", {}).get("merged")],
+    )  # fmt: skip
     for run in runs:
         logger.info("%s", describe(run))
     write_text(args.comparison, comparison_csv(runs))
     write_paper_figures(args.figures, runs)
-    page = render_page(runs, report=report, settings=args.config["runs"])
+    page = render_page(runs, report=report, settings=changed)
     write_text(args.output, page)
     logger.info("report of %d run(s), %s: %s", len(runs), size(len(page)), args.output)
 
