@@ -159,7 +159,7 @@ def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     """Slurm's cards are files, and a driver that is made up knows them; the quantization itself runs on the CPU."""
     source = on_two_nodes.project
     project = source.copy(source.root.parent / "gpu")
-    (base,) = project.root.glob("results/base/*")
+    (base,) = project.root.glob("results/base/tiny-*")
     shutil.rmtree(base)
     project.edit({"hardware": {"gpus": 2, "nodes": 1}})
     driver = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}
