@@ -33,7 +33,6 @@ STEPS = 40
 TRAIN = {"max_steps": STEPS, "checkpoint_every_steps": 5, "grace_seconds": 60.0}
 RESULTS_MB = 64
 TIMEOUT_S = 900.0  # of one command, on a busy machine
-STAGES = ("tokenize_dataset", "quantize_base", "finetune", "consolidate", "evaluate_run", "render_report")  # fmt: skip
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
 
@@ -49,6 +48,7 @@ class Victim:
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, process_group=0,
         )  # fmt: skip
         self._seen: dict[int, psutil.Process] = {}
+        self.where = "start"  # the stage at which the fault hit
 
     def running(self) -> bool:
         return self.process.poll() is None
@@ -111,6 +111,7 @@ def send(process: psutil.Process, number: int) -> bool:
 
 def wait_for_training(victim: Victim, chance: random.Random) -> bool:
     """Wait until some more steps are trained, or, one time in five, only until the workers are there."""
+    victim.where = "finetune"
     early = chance.random() < 0.2
     goal = trained_steps(victim.project) + chance.randint(1, 12)
     while victim.running():
@@ -123,9 +124,28 @@ def wait_for_training(victim: Victim, chance: random.Random) -> bool:
     return False
 
 
+# What a stage leaves at its end.
+LEAVES = {
+    "tokenize_dataset": "results/tokens/*/manifest.json",
+    "quantize_base": "results/base/*/quantization.json",
+    "finetune": "results/runs/*/finetune/summary.json",
+    "consolidate": "results/runs/*/consolidate/parity.json",
+    "evaluate_run": "results/runs/*/evaluate_run/tuned.json",
+    "render_report": "results/report/report.html",
+}
+
+
+def still_to_come(project: Project) -> list[str]:
+    """Stages that have not left their last file yet."""
+    return [stage for stage, pattern in LEAVES.items() if not [*project.root.glob(pattern)]]
+
+
 def wait_for_any_stage(victim: Victim, chance: random.Random) -> bool:
-    """Wait for a stage that is still to come, and some moment of it."""
-    name = chance.choice([*STAGES, "finetune", "finetune"])
+    """Wait for a stage that is still to come, the next one most likely, and some moment of it."""
+    coming = still_to_come(victim.project)
+    if not coming:
+        return False
+    name = victim.where = chance.choice([coming[0], coming[0], *coming[:3]])
     while victim.running():
         if victim.stage(name):
             time.sleep(chance.uniform(0, 6))
@@ -150,7 +170,7 @@ def kill_job(victim: Victim, chance: random.Random) -> bool:
     if not wait_for_any_stage(victim, chance):
         return False
     shells = [p for p in victim.tree() if p.name() == "bash"]
-    jobs = [p for name in STAGES for p in victim.stage(name)[:1]]
+    jobs = [p for name in LEAVES for p in victim.stage(name)[:1]]
     return bool(shells + jobs) and send(chance.choice(shells + jobs), signal.SIGKILL)
 
 
@@ -266,6 +286,7 @@ FAULTS: dict[str, Fault] = {
     "metrics and history cut": damage(cut_records),
     "clock jumped": damage(jump_clock),
 }
+IN_TRAINING = {n for n in FAULTS if n.startswith(("SIGKILL of a rank", "SIGKILL of the l", "SIGTERM to a r", "SIGTERM to the l", "SIGUSR1", "newest", "metrics", "clock"))}  # fmt: skip
 READ_ONLY = "folder read-only at the start"
 
 
@@ -289,7 +310,6 @@ def strike(project: Project, target: str, name: str, chance: random.Random) -> R
         return Row(name, "start", status, last_words(output), 0)
     victim = Victim(project, target)
     hit = FAULTS[name](victim, chance)
-    stages = [stage for stage in STAGES if victim.stage(stage)] if hit else []
     reached = trained_steps(project)
     status, output = victim.finish()
     (project.root / "results" / ".ballast").unlink(missing_ok=True)
@@ -297,7 +317,7 @@ def strike(project: Project, target: str, name: str, chance: random.Random) -> R
         return None
     folder = checkpoint_folder(project)
     newest = max(saved_steps(folder), default=0) if folder else 0
-    return Row(name, ", ".join(stages) or "-", status, last_words(output), max(0, reached - newest))
+    return Row(name, victim.where, status, last_words(output), max(0, reached - newest))
 
 
 def last_words(output: str) -> str:
@@ -321,7 +341,7 @@ def complete(project: Project, target: str) -> int:
 def facts(project: Project) -> dict[str, Any]:
     """What must not depend on any fault: contents by file, without times."""
     root = project.root / "results"
-    exact = ["runs/*/consolidate/adapter/adapter_model.safetensors", "tokens/*/*.npy", "base/*/SHA256SUMS"]  # fmt: skip
+    exact = ["runs/*/consolidate/adapter/adapter_model.safetensors", "tokens/*/*.npy", "base/*/*.safetensors"]  # fmt: skip
     found: dict[str, Any] = {
         str(path.relative_to(root)): path.read_bytes()
         for pattern in exact
@@ -367,14 +387,17 @@ def read_only(project: Project) -> Iterator[None]:
 
 
 def storm(
-    project: Project, target: str, *, names: list[str], chance: random.Random
+    project: Project, target: str, *, names: list[str], most: int, chance: random.Random
 ) -> Iterator[Row]:
-    """Let the faults happen one after the other; a fault whose moment has passed is left out."""
-    for name in names:
-        row = strike(project, target, name, chance)
-        if row is None:  # everything is finished: more faults would hit nothing
+    """Let faults happen one after the other, while there is still something to be hit."""
+    for _ in range(most):
+        coming = still_to_come(project)
+        possible = [n for n in names if n not in IN_TRAINING or "finetune" in coming]
+        if not coming:
             return
-        yield row
+        row = strike(project, target, chance.choice(possible), chance)
+        if row is not None:
+            yield row
 
 
 def round_of(
@@ -384,9 +407,8 @@ def round_of(
     project = make_project(root / f"round-{number}", train=undisturbed.settings["train"])
     with small_disk(project.root / "results") as mounted:
         names = [*FAULTS, READ_ONLY] if mounted else [n for n in FAULTS if n != "disk full"]
-        chosen = [chance.choice(names) for _ in range(most)]
         rows = []
-        for row in storm(project, "all", names=chosen, chance=chance):
+        for row in storm(project, "all", names=names, most=most, chance=chance):
             rows.append(row)
             print(f"| {number} | {row.fault} | {row.stage} | {row.status} | {row.repeated_steps} | {row.said} |", flush=True)  # fmt: skip
         attempts = complete(project, "all")
@@ -407,7 +429,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         undisturbed = make_project(root / "undisturbed", train=TRAIN)
-        undisturbed.run("all")
+        complete(undisturbed, "all")
         print(
             "| round | fault | stage | status | steps trained again | said |\n|---|---|---|---|---|---|"
         )

@@ -170,3 +170,29 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "vocab_size": 101,
         "splits": {"train": train, "heldout": {"tokens": 307, "documents": 5}},
     } | changes
+
+
+# The parts of a preflight.json that a message about lack of memory shows.
+SMALL_DOCUMENT: dict[str, Any] = {
+    "verdict": "fits",
+    "plan": {
+        "device": "cpu", "processes": 2, "micro_batch_size": 2, "accumulation_steps": 1, "num_steps": 6,
+        "compute_dtype": "float32",
+    },
+    "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
+    "phases": {"forward": 2**31},
+    "peak_bytes": 2**31,
+    "allocator_slack_bytes": 0,
+    "outside_allocator_bytes": 0,
+    "capacity_bytes": 2**32,
+    "margin_bytes": 0,
+    "host_bytes": 2**32,
+    "host_capacity_bytes": 2**33,
+    "disk_bytes": {"adapter": 2**20},
+    "disk_free_bytes": 2**34,
+    "time": {"step_s": None, "basis": "unknown device"},
+    "candidates": [
+        {"micro_batch_size": 1, "peak_bytes": 3 * 2**29, "fits": True},
+        {"micro_batch_size": 2, "peak_bytes": 2**31, "fits": True},
+    ],
+}  # fmt: skip

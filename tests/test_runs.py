@@ -110,6 +110,7 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "checkpoint_every_minutes": {"checkpoint_every_minutes": None},
     "keep_checkpoints": {"keep_checkpoints": 1},
     "grace_seconds": {"grace_seconds": 5.0},
+    "hang_seconds": {"hang_seconds": 7.0},
     "deterministic": {"deterministic": True},
     "log_every_steps": {"log_every_steps": 5},
 }
@@ -123,6 +124,7 @@ OPERATIONAL = {
     "checkpoint_every_minutes",
     "keep_checkpoints",
     "grace_seconds",
+    "hang_seconds",
     "log_every_steps",
 }
 

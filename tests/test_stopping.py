@@ -54,8 +54,8 @@ def stopped_after(folder: Path, first: int) -> int | str | None:
 
     original = training.check_step
 
-    def check(loss: float, norm: float, *, step: int) -> None:
-        original(loss, norm, step=step)
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(loss, norm, step=step, origin=origin)
         if step + 1 == first and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -98,8 +98,8 @@ def diverging(folder: Path) -> str:
 
     original = training.check_step
 
-    def check(loss: float, norm: float, *, step: int) -> None:
-        original(float("nan") if step + 1 == STEPS else loss, norm, step=step)
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(float("nan") if step + 1 == STEPS else loss, norm, step=step, origin=origin)
 
     training.check_step = check  # this process ends with the call
     train = CONFIG.train.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 9})

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from workflow.lib.batches import make_batch
 from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
+from workflow.lib.model import local
 from workflow.lib.parallel import process_group
 from workflow.lib.schedule import learning_rate
 from workflow.lib.setup import build_training_model
@@ -326,7 +328,7 @@ def messages(base: Path) -> dict[str, str]:
 def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> None:
     (found,) = run_distributed(messages, base, world_size=1)
     assert found["nan"].startswith(
-        "step 1: loss = nan, gradient norm = nan: training has diverged."
+        "step 1: loss = nan, gradient norm = nan: training has diverged (first in "
     )
     assert found["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
 
@@ -345,3 +347,40 @@ def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
 
 def test_healthy_step_passes() -> None:
     check_step(2.0, 1e-30, step=0)
+
+
+def poisoned(base: Path) -> str:
+    """Be a process of a run whose adapter of one layer has become infinite."""
+    with process_group("cpu", timeout_s=60) as world:
+        config = settings()
+        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "gpu_memory_bytes": None}  # fmt: skip
+        training = build_training_model(base, config, plan, world, **build).training
+        before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
+        for name, param in trainable_parameters(training).items():
+            if ".layers.1.mlp.up_proj.lora_B" in name:
+                with torch.no_grad():
+                    local(param).fill_(math.inf)
+                    before[name] = local(param).clone()
+        loop = steps(
+            training, make_optimizer(training, config.train, device=world.device),
+            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
+            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
+        )  # fmt: skip
+        try:
+            next(loop)
+        except UserError as error:
+            after = {n: local(p) for n, p in trainable_parameters(training).items()}
+            assert all(torch.equal(after[n], before[n]) for n in before), "nothing was updated"
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_divergence_names_layer_rows_and_process(base: Path, processes: int) -> None:
+    for message in run_distributed(poisoned, base, world_size=processes):
+        assert message.startswith("step 1: loss = nan")
+        assert re.search(
+            r"first in \S*layers\.1\.mlp\S*, forward, rows \[\d+\] of the tokens, process 0\)",
+            message,
+        ), message

@@ -1,23 +1,32 @@
 """Starting the processes of a run through torchrun's own API, and naming the process that failed first."""
 
+import json
+import logging
 import math
 import os
 import signal
 import sys
+import tempfile
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from workflow.lib.diagnosis import first_cause, killed, memory_kills
 from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, Watch
 from workflow.lib.nodes import ALONE, Place
 from workflow.lib.rendezvous import LOOPBACK, use_loopback
 
 MEETING_S = 900  # for the slowest node to start Python from a shared disk
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
+REPEAT = "Repeat the command to continue from what is finished."
 
 
 def launch_workers(
@@ -29,25 +38,21 @@ def launch_workers(
     grace_s: float = 60.0,
     deterministic: bool = False,
     what: str = "training",
+    inspect_inputs: Callable[[], list[str]] = list,
 ) -> None:
     """Run `python -m module arguments` in `processes` torchrun workers; return when all have ended well.
 
     `place` says which share of them this machine starts, and where all meet. Every node of the run calls this.
 
-    Raises `UserError` naming the rank that failed first, and `StoppedError` if stopped by a signal
-    (workers get the signal and `grace_s` to save a checkpoint). what: the work, for the message.
+    what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is wrong with the files that it read. Raises `UserError`
+    with the cause of the process that failed first, and `StoppedError` if stopped by a signal (workers get the signal
+    and `grace_s` to save a checkpoint).
     """
     local = processes // place.nodes
-    cores = len(os.sched_getaffinity(0))  # of a shared machine, what the job may use
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // local)))
-    # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if deterministic:  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # read by torch; without it workers are killed 30 s after the signal
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
+    set_environment(processes=local, grace_s=grace_s, deterministic=deterministic)
     # torchrun knows no SIGUSR1, which clusters send before they take a machine back
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
     config = LaunchConfig(
         min_nodes=place.nodes,
         max_nodes=place.nodes,
@@ -56,23 +61,81 @@ def launch_workers(
         monitor_interval=0.2,
         **_rendezvous(place),
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == os.EX_TEMPFAIL:
+    memory_kills_before = memory_kills()
+    with watched() as hung:
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except ChildFailedError as error:
+            if any(f.exitcode == os.EX_TEMPFAIL for f in error.failures.values()):
+                raise StoppedError(STOPPED) from None
+            rank, failure = first_cause(error.failures)
+            cause = hung[0] if hung else _cause(failure, memory_kills_before, inspect_inputs)
+            raise UserError(
+                f"{cause.rstrip()}\n({what}: process {rank} of {processes}, the first to fail; the log says more. "
+                f"{REPEAT})"
+            ) from None
+        except SignalException:
             raise StoppedError(STOPPED) from None
-        cause = (
-            f"killed by {failure.signal_name()}"
-            if failure.exitcode < 0
-            else f"exit status {failure.exitcode}"
-        )
-        raise UserError(
-            f"{what} stopped: process {rank} of {processes} failed first ({cause}); its message stands above and "
-            "in the log. Repeat the command to continue from what is finished."
-        ) from None
-    except SignalException:
-        raise StoppedError(STOPPED) from None
+        except json.JSONDecodeError:
+            raise UserError(
+                f"a process failed, and its message is cut: is {tempfile.gettempdir()} full? The log may have it. {REPEAT}"
+            ) from None
+
+
+def set_environment(*, processes: int, grace_s: float, deterministic: bool) -> None:
+    """Set what the workers of this machine inherit; processes: how many they are."""
+    cores = len(os.sched_getaffinity(0))  # of a shared machine, what the job may use
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives in the flight recorder
+    if deterministic:  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # read by torch; without it workers are killed 30 s after the signal
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """Within the block watch the workers' signs of life; end all of them when one hangs, and put the reason in the list."""
+    hung: list[str] = []
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="heartbeats-", ignore_cleanup_errors=True) as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        watch = Watch(Path(folder))
+        watcher = threading.Thread(target=_watch, args=(watch, hung, ended), daemon=True)
+        watcher.start()
+        try:
+            yield hung
+        finally:
+            ended.set()
+            watcher.join()
+            del os.environ[FOLDER_VARIABLE]
+
+
+def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        verdict = watch.look()
+        if verdict is None:
+            continue
+        hung.append(verdict)
+        for pid in watch.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # a process that hangs hears nothing else
+        return
+
+
+def _cause(
+    failure: ProcessFailure, memory_kills_before: int, inspect_inputs: Callable[[], list[str]]
+) -> str:
+    """Return what a worker said at its end, or why it could not say anything."""
+    if failure.exitcode < 0:
+        kills = memory_kills() - memory_kills_before
+        return killed(-failure.exitcode, out_of_memory_kills=kills, damaged=inspect_inputs())
+    said: Any = failure.message  # torch writes a mapping where it declares a string
+    if not isinstance(said, dict):
+        return f"exit status {failure.exitcode}; its message stands above"
+    return str(said["message"]).removeprefix("UserError: ")
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:

@@ -26,6 +26,7 @@ OPERATIONAL_KEYS = frozenset(
         "checkpoint_every_minutes",
         "keep_checkpoints",
         "grace_seconds",
+        "hang_seconds",
         "log_every_steps",
     }
 )

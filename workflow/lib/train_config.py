@@ -127,6 +127,8 @@ class TrainConfig(Section):
     """Newest checkpoints kept while training. Does not change the result."""
     grace_seconds: float = Field(60.0, ge=1.0, le=86_400.0)
     """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save; also how long a second start waits for the first. Does not change the result."""
+    hang_seconds: float = Field(45.0, ge=5.0, le=86_400.0)
+    """Seconds without any progress within a step after which the run is stopped and the process that hangs is named; ten times the longest step so far if that is more. Does not change the result."""
     deterministic: bool = False
     """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for bit. On CPUs results are so anyway."""
     log_every_steps: int = Field(1, ge=1, le=10**9)

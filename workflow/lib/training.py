@@ -24,6 +24,7 @@ from workflow.lib.batches import attention_costs, micro_batches, process_rows
 from workflow.lib.config import TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
+from workflow.lib.nonfinite import find_origin
 from workflow.lib.parallel import World
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.tokens import TokenStore
@@ -106,9 +107,8 @@ def steps(
         trained = int(store.trained_tokens_per_row[rows].sum())
         loss, norm = optimizer_step(
             training, optimizer, store, rows,
-            trained_tokens=trained, micro_batch_size=micro_batch_size, max_norm=train.max_grad_norm, world=world,
+            trained_tokens=trained, micro_batch_size=micro_batch_size, max_norm=train.max_grad_norm, step=step, world=world,
         )  # fmt: skip
-        check_step(loss, norm, step=step)
         seconds = time.monotonic() - began
         elapsed_s += seconds
         yield StepMetrics(
@@ -138,29 +138,39 @@ def optimizer_step(
     trained_tokens: int,
     micro_batch_size: int,
     max_norm: float | None,
+    step: int,
     world: World,
 ) -> tuple[float, float]:
     """Forward, backward, clip, update over one global batch; return its loss and its gradient norm before clipping.
 
-    rows: (global_batch_size,) row numbers, the same on all processes. Collective.
+    rows: (global_batch_size,) row numbers, the same on all processes. Nothing is updated if `check_step` raises.
+    Collective.
     """
     costs = attention_costs(store.position_ids[rows])
     mine = process_rows(rows, costs, rank=world.rank, size=world.size)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in micro_batches(store, mine, micro_batch_size=micro_batch_size, device=world.device):
-        loss = (
+        part = (
             training(
                 batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
             )
             / trained_tokens
         )
-        loss.backward()
-        total += loss.detach()
-    norm = clip_gradients(training, max_norm=max_norm)
+        part.backward()
+        total += part.detach()
+    total_norm = clip_gradients(training, max_norm=max_norm)
+    dist.all_reduce(total)
+    loss, norm = float(total), float(total_norm)
+    origin = None
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        groups = (mine[i : i + micro_batch_size] for i in range(0, len(mine), micro_batch_size))
+        batches = micro_batches(store, mine, micro_batch_size=micro_batch_size, device=world.device)
+        listed = ([int(row) for row in group] for group in groups)
+        origin = find_origin(training, zip(listed, batches, strict=True), world=world)
+    check_step(loss, norm, step=step, origin=origin)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    dist.all_reduce(total)
-    return float(total), float(norm)
+    return loss, norm
 
 
 def clip_gradients(training: nn.Module, *, max_norm: float | None) -> torch.Tensor:
@@ -174,11 +184,11 @@ def clip_gradients(training: nn.Module, *, max_norm: float | None) -> torch.Tens
     return norm
 
 
-def check_step(loss: float, norm: float, *, step: int) -> None:
-    """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run."""
+def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:
+    """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run; origin: where it arose."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
-            f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has diverged. "
+            f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has diverged{f' ({origin})' if origin else ''}. "
             "Lower train.learning_rate, raise train.warmup_share, or set train.max_grad_norm; "
             "the last checkpoint is kept."
         )

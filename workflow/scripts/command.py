@@ -48,6 +48,8 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         with only_writer(args):
             main(args)
     except UserError as error:
+        if is_worker():  # the launcher says it once for all
+            keep_to_file()
         logger.error("%s", error)
         sys.exit(1)
     except StoppedError as stopped:
@@ -57,8 +59,19 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         logger.error("interrupted; the same command takes up the work again")
         sys.exit(130)
     except Exception:
+        if is_worker():
+            keep_to_file()
         logger.exception("%s failed unexpectedly", parser.prog)
         sys.exit(1)
+
+
+def told_to_launcher(
+    main: Callable[[argparse.Namespace], None],
+) -> Callable[[argparse.Namespace], None]:
+    """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)"""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(main)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -82,6 +95,13 @@ class RedactingFormatter(logging.Formatter):
         return redacted(super().format(record), secrets=secret_values(os.environ))
 
 
+def keep_to_file() -> None:
+    """Write what follows to the log file alone."""
+    for handler in logger.handlers:
+        if not isinstance(handler, logging.FileHandler):
+            handler.setLevel(logging.CRITICAL + 1)
+
+
 def start_log(path: Path | None) -> None:
     """Send records to the terminal (info and above, short) and, if given, to a file (all, with time and level).
 
@@ -89,6 +109,7 @@ def start_log(path: Path | None) -> None:
     """
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
+    logging.raiseExceptions = False  # a full disk must not print a traceback for every record
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     console = logging.StreamHandler(sys.stderr)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from workflow.lib.artifacts import provenance, put_in_place, read_json, write_json
@@ -29,7 +28,9 @@ from workflow.lib.checkpoint import (
     save_adapter,
 )
 from workflow.lib.config import RunConfig, TrackingConfig
+from workflow.lib.diagnosis import damaged_tokens, explained
 from workflow.lib.environment import is_worker
+from workflow.lib.heartbeat import Pulse
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.launch import launch_workers
 from workflow.lib.locks import exclusive
@@ -42,16 +43,17 @@ from workflow.lib.stopping import StopRequest, on_any
 from workflow.lib.summary import Journal, summarize
 from workflow.lib.tokens import TokenStore
 from workflow.lib.tracking import View, live_view
-from workflow.lib.training import make_optimizer, steps
+from workflow.lib.training import make_optimizer, peak_bytes, steps
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = read_json(args.preflight)["plan"]
+    preflight = read_json(args.preflight)
+    plan = preflight["plan"]
     if is_worker():
-        work(args, RunConfig.model_validate(args.config), plan)
+        guarded_work(args, RunConfig.model_validate(args.config), preflight)
     else:
         train = args.config["train"]
         launch_workers(
@@ -61,13 +63,21 @@ def main(args: argparse.Namespace) -> None:
             place=find_place(plan["nodes"], os.environ),
             grace_s=train["grace_seconds"],
             deterministic=train["deterministic"],
+            inspect_inputs=lambda: damaged_tokens(args.tokens),
         )
 
 
-@record  # torchrun learns which worker failed first, and why
+def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: dict[str, Any]) -> None:
+    device = torch.device(preflight["plan"]["device"])
+    with explained(run=args.run, preflight=preflight, measured_bytes=lambda: peak_bytes(device)):
+        work(args, config, preflight["plan"])
+
+
 def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> None:
+    rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
     with ExitStack() as stack:
-        if int(os.environ["RANK"]) == 0:
+        pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
+        if rank == 0:
             lock, wait_s = args.checkpoints / ".lock", config.train.grace_seconds
             stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
         else:
@@ -89,7 +99,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             args.base, config, plan, world, compute_dtype=dtype, attention=attention
         )
         checks = startup_checks(model, store, args.base, world)
-        journal, selected_step = train(args, config, plan, world, store, model)
+        journal, selected_step = train(args, config, plan, world, store, model, pulse)
         write_results(args, config, plan, world, store, model, journal, checks, selected_step)
 
 
@@ -100,6 +110,7 @@ def train(
     world: World,
     store: TokenStore,
     model: TrainingModel,
+    pulse: Pulse,
 ) -> tuple[Journal, int]:
     """Train from the newest checkpoint to the end, and leave the selected adapter in the model; return its step too.
 
@@ -131,6 +142,7 @@ def train(
         first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
         elapsed_s=journal.elapsed_s, world=world,
     )  # fmt: skip
+    pulse.step(resumed.step + 1)
     with (
         StopRequest() as stop,
         writer.finishing(),
@@ -140,6 +152,7 @@ def train(
         for metrics in stepping:
             step, last = metrics.step, metrics.step == num_steps
             if heldout is not None and heldout.due(step):
+                pulse.phase("held-out loss")
                 loss = heldout.loss(model.training, world=world)
                 metrics = replace(metrics, heldout_loss=loss)
             if journal.add(metrics):
@@ -151,6 +164,7 @@ def train(
             due = last or cadence.due(step=step, last_saved_s=writer.last_saved_s)
             stopping, saving = on_any((stop.asked, due), group=world.io_group)
             if saving or stopping:
+                pulse.phase("saving")
                 writer.save(model.training, optimizer, step=step)
             if stopping and not last:
                 writer.wait()
@@ -158,6 +172,8 @@ def train(
                     "stopped after step %d of %d as asked; checkpoint saved", step, num_steps
                 )
                 sys.exit(os.EX_TEMPFAIL)
+            pulse.step(step + 1)
+        pulse.phase("saving")
     if best is not None and best.step != num_steps:
         best.load_(model.training)
         logger.info(

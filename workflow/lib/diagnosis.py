@@ -1,0 +1,184 @@
+"""From an exception or an exit status to its cause in a user's words, and what to change.
+
+A worker translates what it raises (`explained`); the launcher chooses among the failures of all processes: one that
+lost its peer is a consequence, whatever came first on the clock.
+"""
+
+import errno
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workflow.lib.errors import UserError
+from workflow.lib.memory import GIB
+from workflow.lib.preflight_table import render
+from workflow.lib.tokens import TokenStore
+
+
+class PeerLostError(RuntimeError):
+    """This process only noticed that another one is gone."""
+
+
+NO_SPACE = re.compile(r"os error (28|122|27)\b|No space left|quota exceeded", re.IGNORECASE)
+OUT_OF_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc")
+PEER_LOST = re.compile(
+    r"Connection (closed|reset) by|Broken pipe|Socket Timeout|Timed out waiting|gloo.*(closed|timed? ?out)"
+    r"|remote process exited|NCCL communicator was aborted|Connection refused",
+    re.IGNORECASE,
+)
+GPU_LOST = re.compile(
+    r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side assert"
+    r"|no CUDA-capable device",
+    re.IGNORECASE,
+)
+UNWRITABLE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file size limit (ulimit -f) is reached",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "the folder may not be written",
+    errno.EPERM: "the folder may not be written",
+}
+
+
+@contextmanager
+def explained(
+    *, run: str, preflight: dict[str, Any], measured_bytes: Callable[[], int]
+) -> Iterator[None]:
+    """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`); pass on the rest.
+
+    preflight: the document with the prediction. measured_bytes: this process's peak so far.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if _out_of_memory(error):
+            message = out_of_memory(error, run=run, preflight=preflight, measured=measured_bytes())
+            raise UserError(message) from None
+        if (lack := unwritable(error)) is not None:
+            raise UserError(lack) from None
+        if PEER_LOST.search(str(error)):
+            raise PeerLostError(f"lost another process: {_first_line(error)}") from error
+        if GPU_LOST.search(str(error)):
+            raise UserError(gpu_lost(error)) from error
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    host = isinstance(error, (RuntimeError, OSError)) and OUT_OF_HOST_MEMORY.search(str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(host)
+
+
+def out_of_memory(
+    error: BaseException, *, run: str, preflight: dict[str, Any], measured: int
+) -> str:
+    """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its table."""
+    plan, predicted = preflight["plan"], preflight["peak_bytes"]
+    where = "GPU" if plan["device"] == "cuda" else "host"
+    smaller = [
+        c for c in preflight["candidates"] if c["micro_batch_size"] < plan["micro_batch_size"]
+    ]
+    change = "Raise hardware.memory_margin_gib, use more processes, or shorten data.seq_len"
+    if smaller:
+        best = max(smaller, key=lambda candidate: candidate["micro_batch_size"])
+        change = (
+            f"Set train.micro_batch_size = {best['micro_batch_size']} "
+            f"(predicted peak {best['peak_bytes'] / GIB:.2f} GiB); the result stays the same"
+        )
+    return (
+        f"out of {where} memory: preflight predicted a peak of {predicted / GIB:.2f} GiB of "
+        f"{preflight['capacity_bytes'] / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use before the request that "
+        f"failed ({_first_line(error)}). Is another program using this memory? {change}, and repeat the command; "
+        f"it continues from the last checkpoint.\n{render(preflight, run=run)}"
+    )
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Return the message for a file that cannot be written, None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in UNWRITABLE and NO_SPACE.search(str(error)):
+        number = errno.ENOSPC
+    if number not in UNWRITABLE:
+        return None
+    name = getattr(error, "filename", None)
+    where = f" ({name})" if name else ""
+    return (
+        f"{UNWRITABLE[number]}{where}. Every finished file is kept, and so is the last checkpoint. "
+        "Mend that and repeat the command; it continues from there."
+    )
+
+
+def gpu_lost(error: BaseException) -> str:
+    """Return the message for a GPU that failed under the run."""
+    return (
+        f"the GPU or its driver failed ({_first_line(error)}). Look for Xid in `dmesg` and at `nvidia-smi`; reset or leave "
+        "out the GPU (CUDA_VISIBLE_DEVICES), and repeat the command; it continues from the last checkpoint, also on fewer GPUs."
+    )
+
+
+SIGNAL_CAUSES = {
+    signal.SIGBUS: "a file that it reads by memory map was cut, or its disk failed",
+    signal.SIGSEGV: "a defect in compiled code, or damaged memory",
+    signal.SIGILL: "an instruction that this processor does not have",
+}
+
+
+def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
+    """Say why a process died of a signal.
+
+    out_of_memory_kills: processes that the kernel has killed for memory on this machine meanwhile. damaged: what was
+    found wrong with the inputs since.
+    """
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL and out_of_memory_kills > 0:
+        return (
+            f"killed by {name}: the machine ran out of host memory, and the kernel ended it. Stop other programs, lower "
+            "hardware.cpu_processes or train.micro_batch_size, or add memory"
+        )
+    cause = SIGNAL_CAUSES.get(signal.Signals(number), "")
+    parts = [f"killed by {name}", *([cause] if cause else []), *damaged]
+    return ": ".join(parts[:2]) + "".join(f". {part}" for part in parts[2:])
+
+
+def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has ended for lack of memory since the machine started."""
+    try:
+        lines = vmstat.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def damaged_tokens(folder: Path) -> list[str]:
+    """Return what is wrong with a tokens folder now, as a list of no or one message."""
+    try:
+        TokenStore.open(folder)
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own account.
+
+    A process that lost its peer, or that was told to stop, only followed.
+    """
+
+    def order(item: tuple[int, Any]) -> tuple[Any, ...]:
+        rank, failure = item
+        lost = PEER_LOST.search(str(failure.message)) is not None
+        followed = lost or failure.exitcode == -signal.SIGTERM
+        return (followed, failure.timestamp, rank)
+
+    return min(failures.items(), key=order)
