@@ -1,6 +1,7 @@
 """The command line that all stages share: exit status, one message for a mistake, a traceback for a defect, the log."""
 
 import argparse
+import errno
 import logging
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from workflow.lib.errors import UserError
-from workflow.scripts.command import run, stage_parser
+from workflow.scripts.command import only_writer, run, stage_parser
 
 logger = logging.getLogger("workflow")
 
@@ -50,15 +51,46 @@ def defect(args: argparse.Namespace) -> None:
     raise KeyError("missing")
 
 
+def full_disk(args: argparse.Namespace) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "train.input_ids.npy")
+
+
 def interrupted(args: argparse.Namespace) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
-    ("main", "status"), [(succeed, 0), (mistake, 1), (defect, 1), (interrupted, 130)]
+    ("main", "status"),
+    [(succeed, 0), (mistake, 1), (defect, 1), (full_disk, 1), (interrupted, 130)],
 )
 def test_exit_status(monkeypatch: pytest.MonkeyPatch, main: object, status: int) -> None:
     assert outcome(main, monkeypatch) == status
+
+
+def test_full_disk_is_one_message_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome(full_disk, monkeypatch)
+    said = capsys.readouterr().err
+    assert said.startswith("the disk is full (train.input_ids.npy).")
+    assert "Traceback" not in said
+
+
+def test_second_process_may_not_write_the_same_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One that outlived a killed Snakemake, say."""
+    from workflow.scripts import command
+
+    monkeypatch.setattr(command, "WAIT_S", 0.0)
+    output = tmp_path / "tokens"
+    args = argparse.Namespace(output=output)
+    with (
+        only_writer(args),
+        pytest.raises(UserError, match=f"is writing {output}"),
+        only_writer(args),
+    ):
+        pass
 
 
 def test_mistake_is_one_message_without_traceback(

@@ -3,11 +3,13 @@
 Nothing here imports torch: the driver, the preflight and the report use it too.
 """
 
+import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +115,32 @@ def write_checksums(folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
     lines = [f"{file_sha256(p)}  {p.relative_to(folder).as_posix()}" for p in files]
     write_text(folder / "SHA256SUMS", "\n".join(lines) + "\n")
+
+
+NO_SPACE = re.compile(r"os error (28|122|27)\b|No space left|quota exceeded", re.IGNORECASE)
+UNWRITABLE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file size limit (ulimit -f) is reached",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "the folder may not be written",
+    errno.EPERM: "the folder may not be written",
+}
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Return the message for a file that cannot be written, None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in UNWRITABLE and NO_SPACE.search(str(error)):
+        number = errno.ENOSPC
+    if number not in UNWRITABLE:
+        return None
+    name = getattr(error, "filename", None)
+    where = f" ({name})" if name else ""
+    return (
+        f"{UNWRITABLE[number]}{where}. Every finished file is kept, and so is the last checkpoint. "
+        "Mend that and repeat the command; it continues from there."
+    )
 
 
 PACKAGES = (

@@ -4,7 +4,6 @@ A worker translates what it raises (`explained`); the launcher chooses among the
 lost its peer is a consequence, whatever came first on the clock.
 """
 
-import errno
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.artifacts import unwritable
 from workflow.lib.errors import UserError
 from workflow.lib.memory import GIB
 from workflow.lib.preflight_table import render
@@ -24,7 +24,6 @@ class PeerLostError(RuntimeError):
     """This process only noticed that another one is gone."""
 
 
-NO_SPACE = re.compile(r"os error (28|122|27)\b|No space left|quota exceeded", re.IGNORECASE)
 OUT_OF_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc")
 PEER_LOST = re.compile(
     r"Connection (closed|reset) by|Broken pipe|Socket Timeout|Timed out waiting|gloo.*(closed|timed? ?out)"
@@ -36,14 +35,6 @@ GPU_LOST = re.compile(
     r"|no CUDA-capable device",
     re.IGNORECASE,
 )
-UNWRITABLE = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file size limit (ulimit -f) is reached",
-    errno.EROFS: "the disk is read-only",
-    errno.EACCES: "the folder may not be written",
-    errno.EPERM: "the folder may not be written",
-}
 
 
 @contextmanager
@@ -101,21 +92,6 @@ def out_of_memory(
         f"{preflight['capacity_bytes'] / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use before the request that "
         f"failed ({_first_line(error)}). Is another program using this memory? {change}, and repeat the command; "
         f"it continues from the last checkpoint.\n{render(preflight, run=run)}"
-    )
-
-
-def unwritable(error: BaseException) -> str | None:
-    """Return the message for a file that cannot be written, None for any other error."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in UNWRITABLE and NO_SPACE.search(str(error)):
-        number = errno.ENOSPC
-    if number not in UNWRITABLE:
-        return None
-    name = getattr(error, "filename", None)
-    where = f" ({name})" if name else ""
-    return (
-        f"{UNWRITABLE[number]}{where}. Every finished file is kept, and so is the last checkpoint. "
-        "Mend that and repeat the command; it continues from there."
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from workflow.lib.artifacts import unwritable
 from workflow.lib.environment import is_worker
 from workflow.lib.errors import StoppedError, UserError
 from workflow.lib.locks import exclusive
@@ -58,10 +59,13 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     except KeyboardInterrupt:
         logger.error("interrupted; the same command takes up the work again")
         sys.exit(130)
-    except Exception:
+    except Exception as error:
         if is_worker():
             keep_to_file()
-        logger.exception("%s failed unexpectedly", parser.prog)
+        if (lack := unwritable(error)) is not None:
+            logger.error("%s", lack)
+        else:
+            logger.exception("%s failed unexpectedly", parser.prog)
         sys.exit(1)
 
 
