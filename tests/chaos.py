@@ -208,12 +208,11 @@ def full_disk(victim: Victim, chance: random.Random) -> bool:
     """Until the command has ended; then somebody frees the space."""
     if not wait_for_any_stage(victim, chance):
         return False
-    with (victim.project.root / "results" / ".ballast").open("wb") as ballast:
-        for size in (2**20, 2**12, 2**8):
+    with (victim.project.root / "results" / ".ballast").open("wb", buffering=0) as ballast:
+        for size in (2**20, 2**12):
             try:
-                while True:
-                    ballast.write(bytes(size))
-                    ballast.flush()
+                while ballast.write(bytes(size)) == size:
+                    pass
             except OSError:
                 continue
     return True

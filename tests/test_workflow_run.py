@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.chaos import FAULTS, complete, differences, storm
 from tests.hub_server import HubRepo, start_hub
 from tests.workflow_project import (
     Finished,
@@ -29,7 +31,7 @@ from workflow.lib.inference import load_adapter, load_base
 
 ADAPTER = "adapter/adapter_model.safetensors"
 STEPS = 41
-LONG = {"train": {"max_steps": STEPS, "checkpoint_every_steps": 4}}
+LONG = {"train": {"max_steps": STEPS, "checkpoint_every_steps": 4, "grace_seconds": 20.0}}
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])
 
 ARTIFACTS = {
@@ -326,6 +328,47 @@ def test_interrupted_run_ends_with_the_bytes_of_an_undisturbed_one(
     interrupted: Interrupted, undisturbed: Project
 ) -> None:
     assert adapter_bytes(interrupted.project) == adapter_bytes(undisturbed)
+
+
+def ready_to_train(finished_project: Project, root: Path) -> Project:
+    """A project with tokens and base, whose longer training is still to come."""
+    project = finished_project.copy(root)
+    project.edit(LONG)
+    for folder in ("checkpoints", "runs/demo/finetune", "runs/demo/consolidate"):
+        shutil.rmtree(project.root / "results" / folder)
+    return project
+
+
+@pytest.mark.slow
+def test_five_faults_at_random_moments_change_no_artifact(
+    finished_project: Project, undisturbed: Project, tmp_path: Path
+) -> None:
+    """The short form; `python -m tests.chaos` is the long one."""
+    project = ready_to_train(finished_project, tmp_path / "project")
+    names = [name for name in FAULTS if name not in ("disk full", "SIGTERM to Snakemake")]
+    rows = list(storm(project, "train", names=names, most=5, chance=random.Random(11)))
+    complete(project, "train")
+    assert rows
+    assert not any("TRACEBACK" in row.said for row in rows), rows
+    assert differences(project, undisturbed) == []
+
+
+@pytest.mark.slow
+def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
+    finished_project: Project, tmp_path: Path
+) -> None:
+    """Diverged by a rate that no adapter survives; the message is the last thing that the user sees."""
+    project = ready_to_train(finished_project, tmp_path / "project")
+    project.edit(
+        {"train": {"learning_rate": 1.0, "weight_decay": 1.0, "max_grad_norm": None, "adam_beta2": 0.0, "adam_eps": 1e-12}, "lora": {"alpha": 65536.0}}
+    )  # fmt: skip
+    done = project.snakemake("train")
+    assert done.status == 1, done.output
+    end = done.output.splitlines()[-6:]
+    (said,) = [line for line in end if line.startswith("logs/finetune/demo.log: step ")]
+    assert "training has diverged (first in " in said
+    assert "Repeat the command to continue from the last checkpoint" in said
+    assert "Traceback" not in done.output
 
 
 # Model and dataset of the hub.

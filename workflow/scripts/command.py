@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from workflow.lib.artifacts import unwritable
@@ -41,12 +41,17 @@ def stage_parser(
     return parser
 
 
-def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+def run(
+    main: Callable[[argparse.Namespace], None],
+    parser: argparse.ArgumentParser,
+    *,
+    locks_itself: bool = False,
+) -> None:
     """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another stage, by Ctrl-C)."""
     args = parser.parse_args()
     start_log(args.log)
     try:
-        with only_writer(args):
+        with nullcontext() if locks_itself else only_writer(args):
             main(args)
     except UserError as error:
         if is_worker():  # the launcher says it once for all
@@ -75,7 +80,7 @@ def told_to_launcher(
     """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)"""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(main)  # type: ignore[return-value]
+    return record(main)
 
 
 @contextmanager

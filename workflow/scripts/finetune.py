@@ -270,4 +270,4 @@ if __name__ == "__main__":
     parser.add_argument(
         "--timeout-s", type=float, default=1800.0, help="seconds until a collective counts as hung"
     )
-    run(main, parser)
+    run(main, parser, locks_itself=True)  # the checkpoints, by the worker that writes them
