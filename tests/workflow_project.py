@@ -28,7 +28,7 @@ from workflow.lib.config import merge
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TARGETS = ("all", "tokenize", "preflight", "train", "evaluate", "report")
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0  # of one command, on a busy machine
 
 # Small on purpose: two processes, six steps. The random model needs a high rate to move at all.
 SETTINGS: dict[str, Any] = {
