@@ -100,7 +100,7 @@ elif behaviour in ("stop 1", "sleep in 1"):
     from workflow.lib.heartbeat import Pulse
     from workflow.lib.parallel import process_group
 
-    with Pulse(rank=rank, start_s=600, step_s=8) as pulse, process_group("cpu", timeout_s=300):
+    with Pulse(rank=rank, start_s=600, step_s=14) as pulse, process_group("cpu", timeout_s=300):
         for step in range(1, 5):
             pulse.step(step)
             if step == 4 and rank == 1:

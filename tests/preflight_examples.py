@@ -192,7 +192,7 @@ SMALL_DOCUMENT: dict[str, Any] = {
     "disk_free_bytes": 2**34,
     "time": {"step_s": None, "basis": "unknown device"},
     "candidates": [
-        {"micro_batch_size": 1, "peak_bytes": 3 * 2**29, "fits": True},
-        {"micro_batch_size": 2, "peak_bytes": 2**31, "fits": True},
+        {"micro_batch_size": 1, "recomputation": "all layers", "why": "slower", "peak_bytes": 3 * 2**29, "fits": True, "relative_time": 1.1},
+        {"micro_batch_size": 2, "recomputation": "all layers", "why": "chosen", "peak_bytes": 2**31, "fits": True, "relative_time": 1.0},
     ],
 }  # fmt: skip

@@ -153,7 +153,8 @@ def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
     def order(item: tuple[int, Any]) -> tuple[Any, ...]:
         rank, failure = item
-        lost = PEER_LOST.search(str(failure.message)) is not None
+        text = str(failure.message)
+        lost = PeerLostError.__name__ in text or PEER_LOST.search(text) is not None
         followed = lost or failure.exitcode == -signal.SIGTERM
         return (followed, failure.timestamp, rank)
 

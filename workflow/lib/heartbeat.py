@@ -19,7 +19,7 @@ from typing import Any
 FOLDER_VARIABLE = "FINETUNE_HEARTBEATS"
 BEAT_S = 1.0
 LASTING_S = 5.0  # from then on a beat tells where the process is
-SILENT_S = 10.0  # a process without a beat for so long does not run at all
+SILENT_S = 5.0  # a process without a beat for so long does not run at all
 WARM_UP = 10.0  # a step may take so many times the longest before it
 
 
