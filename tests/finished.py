@@ -66,6 +66,7 @@ def save_tokens(folder: Path) -> None:
     for name, array in arrays.items():
         np.save(folder / name, array.astype(ARRAYS[name]))
     heldout = {"tokens": len(arrays["heldout.input_ids.npy"]), "documents": len(documents)}
+    heldout |= {"sources": [{"source": "questions", "documents": len(documents)}]}
     splits = {"train": {"packed_rows": ROWS}, "heldout": heldout}
     facts = {"format_version": 1, "seq_len": SEQ_LEN, "vocab_size": VOCAB}
     write_json(folder / "manifest.json", facts | {"splits": splits})

@@ -228,6 +228,7 @@ def test_base_is_not_measured_again_for_another_adapter(
 
 def test_losses_by_source_add_up(evaluated):
     heldout = evaluated[3]["heldout"]
+    assert set(heldout["sources"]) == {"notes", "questions"}
     sums = sum(part["loss"] * part["trained_tokens"] for part in heldout["sources"].values())
     assert sums == pytest.approx(heldout["loss"] * heldout["trained_tokens"])
     assert sum(part["documents"] for part in heldout["sources"].values()) == heldout["documents"]

@@ -537,6 +537,29 @@ def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
     assert (first["token_share"], second["token_share"], second["split"]) == (1.0, 1.0, "heldout")
 
 
+def test_every_held_out_document_knows_its_source(stage: Stage) -> None:
+    more = save_rows(stage.folder / "more.jsonl", rows(3, start=2000))
+    named = [
+        {"path": str(stage.heldout), "name": "first"},
+        {"path": str(more), "name": "more"},
+    ]
+    store = stage.run(heldout=named)
+    assert store.heldout_sources() == ["first"] * NUM_HELDOUT + ["more"] * 3
+
+
+def test_sources_of_documents_split_off_are_told_too(stage: Stage) -> None:
+    stage.heldout = None
+    others = rows(40, start=2000)
+    more = save_rows(stage.folder / "more.jsonl", others)
+    named = [{"path": str(stage.train), "name": "first"}, {"path": str(more), "name": "more"}]
+    store = stage.run(train=named, heldout_share=0.5)
+    from_more = {tuple(expected_ids(stage, row)) for row in others}
+    documents = [tuple(ids.tolist()) for ids, _ in store.heldout_documents()]
+    told = ["more" if ids in from_more else "first" for ids in documents]
+    assert store.heldout_sources() == told
+    assert set(told) == {"first", "more"}
+
+
 def many_files(stage: Stage) -> str:
     """Save more chunks than one process encodes alone; return their glob."""
     for number in range(2 * FEW_CHUNKS):

@@ -107,6 +107,12 @@ def tiny_tokens(folder: Path, documents: list[Document]) -> None:
     for name, array in arrays.items():
         np.save(folder / name, array.astype(ARRAYS[name]))
     heldout = {"tokens": sum(map(len, ids)), "documents": len(documents)}
+    heldout |= {
+        "sources": [
+            {"source": "notes", "documents": 1},
+            {"source": "questions", "documents": len(documents) - 1},
+        ]
+    }
     splits = {"train": {"packed_rows": 1}, "heldout": heldout}
     template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
     facts = {"format_version": 1, "seq_len": LONGEST, "chat_template_sha256": template}

@@ -95,12 +95,13 @@ def prepare(
             "Raise evaluate.max_documents, hold out more rows (data.heldout or data.heldout_share), or set it to false",
         )
     losses_of = chosen if settings.heldout else []
+    sources = store.heldout_sources()
     return Questions(
         settings=settings,
         tokenizer=tokenizer,
         documents=documents,
         losses_of=losses_of,
-        sources=["heldout"] * len(losses_of),
+        sources=[sources[number] for number in losses_of],
         prompts=choose_prompts(documents, chosen, count=settings.samples, seed=settings.seed),
         tasks=load_tasks(
             settings,

@@ -81,8 +81,24 @@ def splits_facts(
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
         "train": {**facts, "packed_rows": packed_rows, "fill": fill},
-        "heldout": split_facts(heldout, seq_len=seq_len, near_duplicates=near.heldout),
+        "heldout": {
+            **split_facts(heldout, seq_len=seq_len, near_duplicates=near.heldout),
+            "sources": _documents_by_source(heldout),
+        },
     }
+
+
+def _documents_by_source(split: Split) -> list[dict[str, Any]]:
+    """Return name and documents of each source; the split's documents lie in this order."""
+    corpus = split.corpus
+    source_of_file = np.array([file.source for file in corpus.files], dtype=np.int64)
+    sources = source_of_file[split.documents.files()[split.chosen]]
+    assert (np.diff(sources) >= 0).all(), "documents lie in the order of their sources"
+    counts = np.bincount(sources, minlength=len(corpus.sources)).tolist()
+    return [
+        {"source": source.name, "documents": count}
+        for source, count in zip(corpus.sources, counts, strict=True)
+    ]
 
 
 def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
