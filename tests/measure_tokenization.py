@@ -3,7 +3,7 @@
 Not collected by pytest. Both read the same file of chat messages, use the same tokenizer and chat template, mask
 all but the assistant's turns, pack by best fit, and write their result to disk, on the same number of
 processes. Imports are not timed, everything from opening the file on is; the repetitions alternate, so a change
-of the machine's load meets both. TRL lives in an environment of its own:
+of the machine's load meets both; processor seconds of all processes are shown too, which feel that load less. TRL lives in an environment of its own:
 `python -m tests.measure_tokenization --data FILE --other PYTHON [--copies N] [--repeat N]`.
 """
 
@@ -40,7 +40,25 @@ def write_messages(source: Path, target: Path, *, copies: int) -> int:
     return copies * len(pairs)
 
 
-def time_ours(data: Path, folder: Path, processes: int) -> float:
+class Clock:
+    """Adds up the seconds inside it: by the wall, and of the processors of this process and its ended children."""
+
+    def __init__(self) -> None:
+        self.wall = self.processors = 0.0
+
+    def __enter__(self) -> None:
+        self._began = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        wall, processors = self._now()
+        self.wall += wall - self._began[0]
+        self.processors += processors - self._began[1]
+
+    def _now(self) -> tuple[float, float]:
+        return time.monotonic(), sum(os.times()[:4])
+
+
+def time_ours(data: Path, folder: Path, processes: int) -> Clock:
     """Run the stage's own main."""
     from workflow.lib.config import DataConfig
     from workflow.lib.tokenizer import load_tokenizer
@@ -57,25 +75,24 @@ def time_ours(data: Path, folder: Path, processes: int) -> float:
         output=folder / "tokens",
         processes=processes,
     )
-    began = time.monotonic()
-    main(args)
-    return time.monotonic() - began
+    clock = Clock()
+    with clock:
+        main(args)
+    return clock
 
 
-def time_trl(data: Path, folder: Path, processes: int) -> float:
+def time_trl(data: Path, folder: Path, processes: int) -> Clock:
     """Load the file with `datasets`, and let SFTTrainer prepare it; the model is there before."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    class Timed(SFTTrainer):  # type: ignore[misc]  # the package is not in this environment
-        seconds = 0.0
+    clock = Clock()
 
+    class Timed(SFTTrainer):  # type: ignore[misc]  # the package is not in this environment
         def _prepare_dataset(self, *args: object, **kwargs: object) -> object:
-            began = time.monotonic()
-            prepared = super()._prepare_dataset(*args, **kwargs)
-            type(self).seconds += time.monotonic() - began
-            return prepared
+            with clock:
+                return super()._prepare_dataset(*args, **kwargs)
 
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     model = AutoModelForCausalLM.from_pretrained(BASE)
@@ -89,19 +106,18 @@ def time_trl(data: Path, folder: Path, processes: int) -> float:
         bf16=False,
         report_to="none",
     )
-    began = time.monotonic()
-    dataset = load_dataset("json", data_files=str(data), split="train")
-    loaded = time.monotonic() - began
+    with clock:
+        dataset = load_dataset("json", data_files=str(data), split="train")
     trainer = Timed(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer)
     print(f"{len(trainer.train_dataset)} packed rows", file=sys.stderr)
-    return loaded + Timed.seconds
+    return clock
 
 
 TIMED = {"ours": time_ours, "trl": time_trl}
 
 
-def measure(name: str, python: str, data: Path, processes: int) -> float:
-    """Time one preparation in a fresh process with fresh caches; return seconds."""
+def measure(name: str, python: str, data: Path, processes: int) -> tuple[float, float]:
+    """Time one preparation in a fresh process with fresh caches; return wall and processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"HF_HOME": folder, "HF_DATASETS_CACHE": folder, "HF_HUB_OFFLINE": "1"}
         run = subprocess.run(
@@ -109,7 +125,8 @@ def measure(name: str, python: str, data: Path, processes: int) -> float:
              "--folder", folder, "--processes", str(processes)],
             env=os.environ | caches, stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
-        return float(run.stdout.split()[-1])
+        wall, processors = run.stdout.split()[-2:]
+        return float(wall), float(processors)
 
 
 def main() -> None:
@@ -123,20 +140,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(TIMED[args.one](args.data, args.folder, args.processes))
+        clock = TIMED[args.one](args.data, args.folder, args.processes)
+        print(clock.wall, clock.processors)
         return
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "messages.jsonl"
         rows = write_messages(args.data, data, copies=args.copies)
         ratios = []
         for _ in range(args.repeat):
-            ours = measure("ours", sys.executable, data, args.processes)
-            other = measure("trl", args.other, data, args.processes)
-            ratios.append(other / ours)
+            wall, processors = measure("ours", sys.executable, data, args.processes)
+            other_wall, other_processors = measure("trl", args.other, data, args.processes)
+            ratios.append((other_wall / wall, other_processors / processors))
             print(
-                f"ours {rows / ours:,.0f} rows/s, TRL {rows / other:,.0f}, ratio {ratios[-1]:.2f}"
+                f"ours {rows / wall:,.0f} rows/s, TRL {rows / other_wall:,.0f}, ratio {ratios[-1][0]:.2f}; "
+                f"processor seconds {processors:.1f} and {other_processors:.1f}, ratio {ratios[-1][1]:.2f}"
             )
-        print(f"median ratio {statistics.median(ratios):.2f} over {rows} rows")
+        medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+        print(f"median ratios {medians[0]:.2f} and {medians[1]:.2f} over {rows} rows")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,20 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import CHAT_TEMPLATE, ROLES, TEXTS, tiny_tokenizer
 from workflow.lib.chat import Encoded, SampleEncoder
+from workflow.lib.encoding import token_span
 from workflow.lib.errors import UserError
 from workflow.lib.messages import Conversation, RowError
 from workflow.lib.samples import TokenRow
@@ -393,3 +402,47 @@ def test_pad_token_that_is_the_end_token_leaves_the_end_trained(tmp_path: Any) -
     tokenizer = tiny_tokenizer(tmp_path, pad=False)
     encoded = encode(tokenizer, CHAT)
     assert encoded.ids[encoded.mask].tolist().count(tokenizer.eos_token_id) == 2
+
+
+def byte_level(*, trim: bool) -> Tokenizer:
+    """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins with."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=trim)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the fox  the answer é"] * 9, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As SentencePiece does: text is normalized, which changes its length, and a blank put before it."""
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator(["the fox  the answer e"] * 9, trainer)
+    return tokenizer
+
+
+SPANNED = {
+    "bytes": byte_level(trim=False),
+    "trimmed": byte_level(trim=True),
+    "normalized": metaspace(),
+}
+
+
+@pytest.mark.parametrize("kind", SPANNED)
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(alphabet=st.sampled_from("the fox  éﬁİ\u0323\u0307五🦊\n\t"), max_size=30),
+    ends=st.tuples(st.integers(0, 31), st.integers(0, 31)),
+)
+def test_token_span_is_that_of_the_tokens_that_touch_the_characters(
+    kind: str, text: str, ends: tuple[int, int]
+) -> None:
+    encoding = SPANNED[kind].encode(text, add_special_tokens=False)
+    start, end = sorted(ends)
+    touching = [i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
+    expected = (touching[0], touching[-1] + 1) if touching else (0, 0)
+    assert token_span(encoding, start, end) == expected

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.encoding import SafeEncoder
+from workflow.lib.encoding import SafeEncoder, token_span
 from workflow.lib.errors import UserError
 from workflow.lib.messages import Conversation, RowError, map_texts
 from workflow.lib.rendering import ChatTemplate, with_texts
@@ -132,12 +132,12 @@ class SampleEncoder:
         """Return the token ids, and the tokens [first, stop) of the `{% generation %}` blocks of these turns."""
         text, blocks = template.render(conversation.messages, tools=conversation.tools)
         encoding = self._encoder.encode_rendered(text, guarded=guarded)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        ids = encoding.ids  # a list made anew at each look
         spans = []
         for start, end in _blocks_of(turns, conversation, blocks):
-            first, stop = _token_span(offsets, start, end)
-            spans.append((first, self._with_end_of_turn(encoding.ids, first, stop)))
-        return encoding.ids, spans
+            first, stop = token_span(encoding, start, end)
+            spans.append((first, self._with_end_of_turn(ids, first, stop)))
+        return ids, spans
 
     def _spans_from_prefixes(
         self, template: ChatTemplate, conversation: Conversation, turns: list[int], *, guarded: bool
@@ -206,12 +206,6 @@ def _blocks_of(
             "assistant turns, so those to be trained cannot be told from the others"
         )
     return [block for answer, block in zip(answers, blocks, strict=True) if answer in turns]
-
-
-def _token_span(offsets: npt.NDArray[np.int64], start: int, end: int) -> tuple[int, int]:
-    """Return the tokens [first, stop) that touch the characters [start, end); offsets are (tokens, 2)."""
-    touching = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
-    return (int(touching[0]), int(touching[-1]) + 1) if len(touching) else (0, 0)
 
 
 def _encoded(ids: list[int], mask: Mask, held_special_text: bool) -> Encoded:

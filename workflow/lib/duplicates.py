@@ -8,7 +8,7 @@ have (system prompts, templates) do not count: what every document says makes no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,10 @@ SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread
 PAIRS_AT_ONCE = 1024
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
+OPEN_KEYS = 1024  # shards whose keys stay mapped from band to band; a process may have 65,530 maps
+
 Places = npt.NDArray[np.int64]
+OpenKeys = Callable[[Shard], npt.NDArray[np.uint32]]
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,16 @@ def find_near_duplicates(train: Split, heldout: Split, measure: Measure) -> Near
     )
 
 
-def _keys(split: Split, band: int) -> npt.NDArray[np.uint32]:
+def _open_keys() -> OpenKeys:
+    """Return what maps the keys of a shard, and keeps the last ones mapped: all bands ask for the same."""
+    return lru_cache(maxsize=OPEN_KEYS)(lambda shard: mapped(f"{shard.stem}.keys.npy"))
+
+
+def _keys(split: Split, band: int, open_keys: OpenKeys) -> npt.NDArray[np.uint32]:
     """Return one band's key of each document of `split.first_of_row`."""
     parts = [np.empty(0, dtype=np.uint32)]
     for number, chosen in split.documents.by_shard(split.first_of_row):
-        keys = mapped(f"{split.documents.shards[number].stem}.keys.npy")
+        keys = open_keys(split.documents.shards[number])
         parts.append(keys[band][chosen - split.documents.shard_offsets[number]])
     return np.concatenate(parts)
 
@@ -122,9 +130,9 @@ def _bands(measure: Measure) -> range:
 
 def _within(split: Split, measure: Measure) -> list[int]:
     """Return the places of documents that resemble an earlier one."""
-    compared = _Comparison(split, split, measure)
+    compared, open_keys = _Comparison(split, split, measure), _open_keys()
     for band in _bands(measure):
-        keys = _keys(split, band)
+        keys = _keys(split, band, open_keys)
         order = np.argsort(keys, kind="stable")
         ranked = keys[order]
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
@@ -136,9 +144,9 @@ def _within(split: Split, measure: Measure) -> list[int]:
 
 def _between(heldout: Split, train: Split, measure: Measure) -> list[tuple[int, int, float]]:
     """Return each held-out document that resembles a training one, with that one and the resemblance."""
-    compared = _Comparison(heldout, train, measure)
+    compared, open_keys = _Comparison(heldout, train, measure), _open_keys()
     for band in _bands(measure):
-        keys, others = _keys(heldout, band), _keys(train, band)
+        keys, others = _keys(heldout, band, open_keys), _keys(train, band, open_keys)
         order = np.argsort(others, kind="stable")
         ranked = others[order]
         first = np.searchsorted(ranked, keys, side="left")

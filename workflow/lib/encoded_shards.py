@@ -204,8 +204,9 @@ def read_facts(stem: Path) -> ShardFacts:
 
 
 def mapped(path: str) -> npt.NDArray[Any]:
-    """Return a `.npy` file's array by memory map (an empty array cannot be mapped)."""
-    array: npt.NDArray[Any] = np.load(
-        path, mmap_mode="r" if Path(path).stat().st_size > 128 else None, allow_pickle=False
-    )
-    return array
+    """Return a `.npy` file's array by memory map (an empty array cannot be mapped).
+
+    It is a plain array over the map: slices of `np.memmap` take four times as long.
+    """
+    mode: Literal["r"] | None = "r" if Path(path).stat().st_size > 128 else None
+    return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))

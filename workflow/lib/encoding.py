@@ -10,6 +10,7 @@ such strings, nearly all, takes the first tokenizer as it is.
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -56,6 +57,23 @@ class SafeEncoder:
     def encode_plain(self, text: str) -> Encoding:
         """Encode text of the data alone: no part of it becomes a special token."""
         return self._guarded.encode(text, add_special_tokens=False)
+
+
+def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
+    """Return the tokens [first, stop) that touch the characters [start, end); (0, 0) if none does.
+
+    Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets takes ten times as long.
+    """
+
+    def characters(place: int) -> tuple[int, int]:
+        found = encoding.token_to_chars(place)
+        assert found is not None, "every place is that of a token"
+        return found
+
+    places = range(len(encoding))
+    first = bisect_right(places, start, key=lambda place: characters(place)[1])
+    stop = bisect_left(places, end, lo=first, key=lambda place: characters(place)[0])
+    return (first, stop) if first < stop else (0, 0)
 
 
 def _guard_table(specials: list[str]) -> dict[int, int]:
