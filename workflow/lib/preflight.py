@@ -228,27 +228,11 @@ def document(
     chosen, limits = decision.chosen, decision.limits
     prediction, setup = chosen.prediction, chosen.setup
     train = manifest["splits"]["train"]
-    num_steps = total_steps(run.train, num_rows=train["packed_rows"])
-    accumulation = decision.rows // chosen.micro_batch_size
-    enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
+    plan = _plan(decision, run, machine, num_rows=train["packed_rows"])
     return {
         "verdict": "fits" if decision.fits else "does_not_fit",
         "reason": decision.reason,
-        "plan": {
-            "device": machine.device,
-            "processes": machine.processes,
-            "nodes": machine.nodes,
-            "shard_size": setup.shards,
-            "micro_batch_size": chosen.micro_batch_size,
-            "accumulation_steps": accumulation,
-            "activation_checkpointing": setup.activation_checkpointing,
-            "reshard_after_forward": setup.reshard_after_forward,
-            "gpu_memory_bytes": limits.capacity_bytes - limits.outside_allocator_bytes
-            if enforced
-            else None,
-            "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),
-            "num_steps": num_steps,
-        },
+        "plan": plan,
         "terms": [
             {"name": name, "bytes": size, "explanation": EXPLANATIONS[name]}
             for name, size in prediction.phases[prediction.peak_phase].items()
@@ -267,26 +251,47 @@ def document(
             duration.micro_batch_work(shape, setup, trained_share=trained_share(manifest)),
             gpu_names=machine.gpu_names,
             tokens=setup.tokens,
-            accumulation_steps=accumulation,
-            num_steps=num_steps,
+            accumulation_steps=plan["accumulation_steps"],
+            num_steps=plan["num_steps"],
             price_per_gpu_hour=run.hardware.price_per_gpu_hour,
         ),
-        "candidates": [
-            {
-                "micro_batch_size": candidate.micro_batch_size,
-                "activation_checkpointing": candidate.setup.activation_checkpointing,
-                "recomputation": candidate.recomputation,
-                "peak_bytes": candidate.prediction.peak_bytes,
-                "relative_time": candidate.step_s / chosen.step_s,
-                "fits": candidate.fits,
-                "why": explain(candidate, chosen),
-            }
-            for candidate in decision.found
-        ],
+        "candidates": [_candidate(candidate, chosen) for candidate in decision.found],
         "model": asdict(shape)
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,
             "quantized_parameters": shape.quantized_weights,
             "trainable_parameters": lora_parameters(shape, setup),
         },
+    }
+
+
+def _plan(decision: Decision, run: RunConfig, machine: Machine, *, num_rows: int) -> dict[str, Any]:
+    """Return what `finetune` follows."""
+    chosen, limits = decision.chosen, decision.limits
+    enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
+    allowed = limits.capacity_bytes - limits.outside_allocator_bytes
+    return {
+        "device": machine.device,
+        "processes": machine.processes,
+        "nodes": machine.nodes,
+        "shard_size": chosen.setup.shards,
+        "micro_batch_size": chosen.micro_batch_size,
+        "accumulation_steps": decision.rows // chosen.micro_batch_size,
+        "activation_checkpointing": chosen.setup.activation_checkpointing,
+        "reshard_after_forward": chosen.setup.reshard_after_forward,
+        "gpu_memory_bytes": allowed if enforced else None,
+        "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),
+        "num_steps": total_steps(run.train, num_rows=num_rows),
+    }
+
+
+def _candidate(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
+    return {
+        "micro_batch_size": candidate.micro_batch_size,
+        "activation_checkpointing": candidate.setup.activation_checkpointing,
+        "recomputation": candidate.recomputation,
+        "peak_bytes": candidate.prediction.peak_bytes,
+        "relative_time": candidate.step_s / chosen.step_s,
+        "fits": candidate.fits,
+        "why": explain(candidate, chosen),
     }
