@@ -160,3 +160,8 @@ def test_design_names_ten_stages() -> None:
     assert len(stages()) == 10
     assert len(torch_free()) >= 7
     assert open_to_rules() >= {"config", "runs"}
+
+
+def test_snakemake_finds_the_default_profile_beside_the_snakefile() -> None:
+    """A checkout without symbolic links would lose `rerun-incomplete` and `nolock` in silence."""
+    assert (ROOT / "profiles" / "default" / "config.yaml").is_file()
