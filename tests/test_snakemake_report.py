@@ -14,7 +14,7 @@ CAPTIONS = Path(__file__).resolve().parents[1] / "workflow" / "report" / "captio
 def page(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
     project = finished_project.copy(tmp_path_factory.mktemp("snakemake-report") / "project")
     done = project.snakemake("--report", "snakemake.html")
-    assert done.returncode == 0, done.output
+    assert done.status == 0, done.output
     return (project.root / "snakemake.html").read_text(encoding="utf-8")
 
 

@@ -35,7 +35,11 @@ def once(rules: list[str]) -> dict[str, int]:
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("report title", {"report": {"title": "Another title"}}, REPORT),
     ("samples", {"evaluate": {"samples": 1}}, EVALUATION),
-    ("merged model", {"export": {"merged": True}}, EXPORT),
+    (
+        "merged model",
+        {"export": {"merged": True}},
+        ["consolidate", "evaluate_run_and_merged", "write_card", *REPORT],
+    ),
     ("live view", {"tracking": {"tensorboard": False}}, []),
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
     ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),

@@ -41,4 +41,5 @@ if __name__ == "__main__":
     parser.add_argument("--base", type=Path, required=True, help="base.json of the evaluation")
     parser.add_argument("--tuned", type=Path, required=True, help="tuned.json of the evaluation")
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
-    run(main, parser)
+    # One small file, replaced at once; a lock would stay in the folder of the adapter that people publish.
+    run(main, parser, locks_itself=True)
