@@ -1,13 +1,15 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.report_examples import evaluation
-from tests.workflow_project import make_project
+from tests.workflow_project import Finished, Project, executed, make_project
 from workflow.lib.artifacts import canonical_json, write_json
 from workflow.lib.errors import UserError
 from workflow.lib.records import TunedEvaluation
@@ -113,3 +115,37 @@ def test_requirement_is_planned_only_where_there_is_one(tmp_path):
     assert "require_gain" not in project.planned("all")
     project.edit({"evaluate": {"require": {"heldout_loss": 0.1}}})
     assert project.planned("evaluate")["require_gain"] == 1
+
+
+@dataclass(frozen=True)
+class Missed:
+    project: Project
+    done: Finished
+
+
+@pytest.fixture(scope="module")
+def missed(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Missed:
+    """A project that lacks its report, and must gain the impossible."""
+    project = finished_project.copy(tmp_path_factory.mktemp("require") / "project")
+    shutil.rmtree(project.root / "results" / "report")
+    project.edit({"evaluate": {"require": {"heldout_loss": 99.0}}})
+    return Missed(project, project.snakemake("all"))
+
+
+def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed: Missed) -> None:
+    project, done = missed.project, missed.done
+    assert done.status == 1
+    assert executed(done.output) == {"render_report": 1, "require_gain": 1}
+    assert (project.root / "results" / "report" / "report.html").is_file()
+    assert (project.folder("consolidate") / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (project.root / "results" / "requirements.json").exists()
+    assert "Traceback" not in done.output
+    # The cause is said once more where a user looks, at the end.
+    end = done.output[done.output.index("Exiting because a job execution failed") :]
+    assert end.count("evaluate.require is not met. demo: heldout_loss gained") == 1
+
+
+def test_requirement_is_judged_after_the_report_is_made(missed: Missed) -> None:
+    """Snakemake starts nothing after a failure, so what is still to be made would be lost."""
+    output = missed.done.output
+    assert output.index("(Rule: render_report)") < output.index("rule require_gain:")

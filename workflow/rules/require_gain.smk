@@ -1,14 +1,15 @@
-# The last stage, and the least urgent: what it refuses is made, kept and reported all the same.
+# After everything else of all runs, the report too: Snakemake starts no further job once one has failed.
 rule require_gain:
     input:
-        expand("results/runs/{run}/evaluate_run/tuned.json", run=REQUIRED),
+        evaluations(),
+        expand(rules.write_card.output, run=RUNS),
+        rules.render_report.output.page,
     output:
         "results/requirements.json",
     log:
         "logs/require_gain/requirements.log",
     conda:
         "../../envs/report.yaml"
-    priority: -FIRST
     params:
         config=json.dumps(REQUIRED, sort_keys=True),
     shell:
