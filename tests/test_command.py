@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,3 +173,21 @@ def test_every_stage_explains_itself(stage: str) -> None:
     assert done.returncode == 0
     assert "--config" in done.stdout
     assert "--log" in done.stdout
+
+
+def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback() -> None:
+    stage = [sys.executable, "-X", "importtime", "-m", "workflow.scripts.quantize_base", "--help"]
+    process = subprocess.Popen(
+        stage,
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    # A module is told when its import is done: torch's first part, seconds before torch itself.
+    next(line for line in process.stderr if " torch." in line)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in "".join(said)

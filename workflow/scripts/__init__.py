@@ -1,12 +1,21 @@
 """The stages as command-line programs: in what order. `python -m workflow.scripts.<stage> --help` explains each.
 
 What is set here holds before any stage imports a package: progress bars, the packages' own ones included,
-are for terminals only; and two packages' advice to programmers stays out of the user's sight.
+are for terminals only; two packages' advice to programmers stays out of the user's sight; and Ctrl-C during
+the imports, which take seconds, ends the stage without a traceback.
 """
 
 import logging
 import os
+import signal
 import sys
+from types import FrameType
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    """End at once with the status of Ctrl-C: nothing is begun yet. Packages catch exceptions of their imports."""
+    os._exit(128 + signum)
+
 
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -14,3 +23,6 @@ logging.getLogger("bitsandbytes").setLevel(
     logging.ERROR
 )  # install a package that downloads kernels
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a model object is passed, not a name
+# Python's word for "the module to run is still being looked for": a stage starts, nobody merely imports one.
+if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, leave)  # until `command.run`

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from workflow.lib.errors import StoppedError, UserError
 from workflow.lib.locks import exclusive
 from workflow.lib.nodes import follows
 from workflow.lib.redaction import redacted, secret_values
+from workflow.scripts import leave
 
 logger = logging.getLogger("workflow")
 
@@ -51,6 +53,8 @@ def run(
     args = parser.parse_args()
     start_log(args.log)
     try:
+        if signal.getsignal(signal.SIGINT) is leave:  # from here on there is work to end in order
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         with nullcontext() if locks_itself else only_writer(args):
             main(args)
     except UserError as error:
