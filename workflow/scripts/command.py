@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from workflow import scripts
 from workflow.lib.artifacts import unwritable
 from workflow.lib.environment import is_worker
 from workflow.lib.errors import StoppedError, UserError
 from workflow.lib.locks import exclusive
 from workflow.lib.nodes import follows
 from workflow.lib.redaction import redacted, secret_values
-from workflow.scripts import leave
 
 logger = logging.getLogger("workflow")
 
@@ -53,7 +53,8 @@ def run(
     args = parser.parse_args()
     start_log(args.log)
     try:
-        if signal.getsignal(signal.SIGINT) is leave:  # from here on there is work to end in order
+        # From here on there is work to end in order.
+        if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with nullcontext() if locks_itself else only_writer(args):
             main(args)
