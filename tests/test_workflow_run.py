@@ -76,11 +76,6 @@ ARTIFACTS = {
 }
 
 
-UNHURRIED = pytest.mark.skipif(
-    "UNHURRIED" not in os.environ, reason="set UNHURRIED=1: minutes of training, and timing matters"
-)
-
-
 @pytest.fixture
 def project(finished_project: Project, tmp_path: Path) -> Project:
     return finished_project.copy(tmp_path / "project")
@@ -307,7 +302,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_step_it_stopped_at(interrupted: Inter
     assert "Traceback" not in output
 
 
-@UNHURRIED
+@pytest.mark.slow
 def test_command_repeated_while_an_orphan_trains_names_its_process(
     interrupted: Interrupted,
 ) -> None:
@@ -353,7 +348,7 @@ def ready_to_train(finished_project: Project, root: Path) -> Project:
     return project
 
 
-@UNHURRIED
+@pytest.mark.slow
 def test_five_faults_at_random_moments_change_no_artifact(
     finished_project: Project, undisturbed: Project, tmp_path: Path
 ) -> None:
@@ -367,7 +362,7 @@ def test_five_faults_at_random_moments_change_no_artifact(
     assert differences(project, undisturbed) == []
 
 
-@UNHURRIED
+@pytest.mark.slow
 def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
     finished_project: Project, tmp_path: Path
 ) -> None:
