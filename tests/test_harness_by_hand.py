@@ -22,7 +22,7 @@ from tests.tiny_export import tiny_adapter
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.harness import load_tasks, run_tasks
 from workflow.lib.inference import load_adapter, load_base
-from workflow.lib.local_tasks import OFFLINE
+from workflow.lib.local_tasks import OFFLINE, SINGLE_PROCESS
 from workflow.lib.task_scores import TaskScores
 from workflow.lib.tokenizer import load_tokenizer
 
@@ -68,7 +68,7 @@ def command(module: str, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=os.environ | OFFLINE | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | OFFLINE | SINGLE_PROCESS | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=600,
@@ -120,9 +120,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     tiny_adapter(loaded(), folder / "adapter")
     tuned = load_adapter(loaded(), folder / "adapter")
     run_by_hand(folder)
-    ours = scores(tuned)
-    with tuned.disable_adapter():
-        return Measured(ours, scores(tuned), folder / "scores")
+    with (
+        pytest.MonkeyPatch.context() as variables
+    ):  # as the stage does before it imports the harness
+        for name, value in SINGLE_PROCESS.items():
+            variables.setenv(name, value)
+        ours = scores(tuned)
+        with tuned.disable_adapter():
+            return Measured(ours, scores(tuned), folder / "scores")
 
 
 def mean_log_likelihood(scores: dict[str, TaskScores]) -> float:

@@ -331,6 +331,14 @@ def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> Non
         "step 1: loss = nan, gradient norm = nan: training has diverged (first in "
     )
     assert found["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
+    assert "data.loss_on" in found["zero"]
+
+
+def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
+    with pytest.raises(
+        UserError, match="the updates have broken the model. Lower train.learning_rate"
+    ):
+        check_step(5.7, 0.0, step=2)
 
 
 @pytest.mark.parametrize(

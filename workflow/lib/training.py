@@ -193,7 +193,12 @@ def check_step(loss: float, norm: float, *, step: int, origin: str | None = None
             "the last checkpoint is kept."
         )
     if norm == 0.0:
+        # Adapters start with gradients of their own; later ones vanish where the update has saturated the model.
+        causes = {
+            True: "nothing is being learned. Check that the rows have trained tokens (data.loss_on).",
+            False: "the updates have broken the model. Lower train.learning_rate or lora.alpha, or set "
+            "train.max_grad_norm; the last checkpoint is kept.",
+        }
         raise UserError(
-            f"step {step + 1}: the gradient norm is exactly 0 (loss = {loss}): nothing is being learned. "
-            "Check that the rows have trained tokens (data.loss_on)."
+            f"step {step + 1}: the gradient norm is exactly 0 (loss = {loss}): {causes[step == 0]}"
         )

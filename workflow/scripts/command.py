@@ -52,12 +52,13 @@ def run(
     """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another stage, by Ctrl-C)."""
     args = parser.parse_args()
     start_log(args.log)
+    work = told_to_launcher(main) if is_worker() else main
     try:
         # From here on there is work to end in order.
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with nullcontext() if locks_itself else only_writer(args):
-            main(args)
+            work(args)
     except UserError as error:
         if is_worker():  # the launcher says it once for all
             keep_to_file()
