@@ -336,7 +336,7 @@ def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> Non
 
 def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
     with pytest.raises(
-        UserError, match="the updates have broken the model. Lower train.learning_rate"
+        UserError, match=r"the updates have broken the model\. Lower train\.learning_rate"
     ):
         check_step(5.7, 0.0, step=2)
 
