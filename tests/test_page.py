@@ -366,3 +366,51 @@ def test_merged_model_is_beside_the_adapter_where_one_is_exported(tmp_path: Path
     page = render_page(runs, report=ReportConfig(), settings={"demo": {}})
     assert {1.5625, -0.0625} <= Page(page).numbers
     assert "Merged model" not in rendered(tmp_path, "demo")
+
+
+def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
+    """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss, with this gate."""
+    write_run(root, "demo", num_steps=3)
+    evaluate = {"require": require, "require_by": by, "sample_temperature": 0.7}
+    page = render_page(
+        read(root, "demo"), report=ReportConfig(), settings={"demo": {"evaluate": evaluate}}
+    )
+    return " ".join("".join(Page(page).text).split())
+
+
+@pytest.mark.parametrize(
+    ("least", "by", "found"),
+    [(1.4, "estimate", "reached"), (1.4, "interval", "missed"), (1.5, "estimate", "missed")],
+)
+def test_gate_is_in_the_verdict_as_its_stage_will_judge(
+    tmp_path: Path, least: float, by: str, found: str
+) -> None:
+    text = with_gate(tmp_path, {"heldout_loss": least}, by=by)
+    asked = (
+        f"{found} heldout_loss gained +1.4753 [+1.3711, +1.5802]; at least +{least:.4f} was asked"
+    )
+    assert asked in text
+    assert ("The required gain is missed: the workflow ends" in text) is (found == "missed")
+
+
+def test_gate_that_cannot_be_judged_says_why(tmp_path: Path) -> None:
+    text = with_gate(tmp_path, {"pydocs_mc/f1": 0.1})
+    assert "The required gain cannot be judged" in text
+    assert "pydocs_mc/f1': it is not measured. Known: pydocs_mc/acc" in text
+
+
+def test_run_without_gate_shows_none(two_runs: str) -> None:
+    assert "<dt>Required</dt>" not in two_runs
+
+
+def test_drawn_answers_stand_below_the_greedy_ones(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    assert "drawn" not in "".join(Page(rendered(tmp_path, "demo")).text)
+    for subject in ("base", "tuned"):
+        path = folder / "evaluate_run" / f"{subject}.json"
+        edit(path, lambda d: [s.update(drawn=f"luck of {d['subject']}") for s in d["samples"]])
+    settings = {"demo": {"evaluate": {"sample_temperature": 0.7}}}
+    page = render_page(read(tmp_path, "demo"), report=ReportConfig(), settings=settings)
+    text = "".join(Page(page).text)
+    for subject in ("base", "tuned"):
+        assert text.count(f"{subject.title()}, drawn at 0.7\nluck of {subject}\n") == 3

@@ -26,12 +26,13 @@ from workflow.lib.comparison import (
     setting_columns,
     task_columns,
 )
-from workflow.lib.config import ReportConfig
+from workflow.lib.config import EvaluateConfig, ReportConfig
 from workflow.lib.figures import Figure, curve_figures, heldout_figure, memory_figure
 from workflow.lib.length_figure import length_figure
 from workflow.lib.parallel_plot import parallel_figure
 from workflow.lib.records import Interval, Step
 from workflow.lib.reporting import Run
+from workflow.lib.requirements import gate
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "report"
 CURVE_TABLE_ROWS = 12  # steps listed under the curves: a phone's screen of the same numbers
@@ -69,6 +70,8 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
         ),
     ]
     best = best_run(runs)
+    asked = {run.name: _evaluation_settings(settings, run) for run in runs}
+    gates = {run.name: gate(asked[run.name], run.tuned) for run in runs}
     return (
         _environment()
         .get_template("page.html.j2")
@@ -81,7 +84,13 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
             same_heldout=comparable(runs),
             best=best,
             others=[run for run in runs if run is not best],
-            doubtful=[run for run in runs if verdict(run) != "improved" or run.failed_checks],
+            gates=gates,
+            doubtful=[
+                run
+                for run in runs
+                if verdict(run) != "improved" or run.failed_checks or not gates[run.name].passed
+            ],
+            temperatures={name: of.sample_temperature for name, of in asked.items()},
             datasets=datasets,
             curves=curves,
             memory=memory,
@@ -102,6 +111,10 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
             script_hashes=[_csp_hash(plotly), _csp_hash(script)],
         )
     )
+
+
+def _evaluation_settings(settings: Mapping[str, Any], run: Run) -> EvaluateConfig:
+    return EvaluateConfig.model_validate(settings.get(run.name, {}).get("evaluate", {}))
 
 
 def _datasets(runs: list[Run]) -> list[tuple[Run, list[str], Figure | None]]:

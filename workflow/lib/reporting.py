@@ -31,13 +31,15 @@ from workflow.lib.section import NAME_PATTERN
 
 @dataclass(frozen=True)
 class SamplePair:
-    """One held-out prompt with both answers."""
+    """One held-out prompt with both answers, the greedy ones and, where they were asked for, the drawn ones."""
 
     document: int
     prompt: str
     reference: str
     base: str
     tuned: str
+    base_drawn: str | None
+    tuned_drawn: str | None
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,22 @@ class Run:
     def samples(self) -> list[SamplePair]:
         """Both answers to each sampled prompt."""
         return [
-            SamplePair(base.document, base.prompt, base.reference, base.answer, tuned.answer)
+            SamplePair(
+                document=base.document,
+                prompt=base.prompt,
+                reference=base.reference,
+                base=base.answer,
+                tuned=tuned.answer,
+                base_drawn=base.drawn,
+                tuned_drawn=tuned.drawn,
+            )
             for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
         ]
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether answers were drawn at a temperature too."""
+        return any(sample.tuned_drawn is not None for sample in self.samples)
 
     @property
     def checks(self) -> list[Check]:

@@ -1,11 +1,33 @@
 """Least gains that a run must reach (`evaluate.require`), held against its evaluation."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from workflow.lib.errors import UserError, setting_error
-from workflow.lib.evaluate_config import HELDOUT_LOSS
+from workflow.lib.evaluate_config import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.records import Interval, TunedEvaluation
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What `evaluate.require` asked of a run, perhaps nothing, and what it reached. `problem`: why it cannot be judged."""
+
+    verdicts: list[dict[str, Any]]
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether `require_gain` lets the run through."""
+        return self.problem is None and all(verdict["met"] for verdict in self.verdicts)
+
+
+def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
+    """Return the judgement of a run for the report, which tells what `verdicts` refuses to judge."""
+    try:
+        return Gate(verdicts(settings.require, tuned, by=settings.require_by))
+    except UserError as error:
+        return Gate([], problem=str(error))
 
 
 def verdicts(
