@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.canaries import CANARIES
 from tests.workflow_project import Project, make_project
+
+if TYPE_CHECKING:
+    from tests.tokenizing import Stage
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +24,21 @@ def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     done = project.run("all")
     (root.parent / "terminal.txt").write_text(done.output)
     return replace(project, environment={})
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny tokenizer, saved once for all tests of `tokenize_dataset`."""
+    from tests.tiny import tiny_tokenizer  # imports torch, which most tests do without
+
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def stage(tmp_path: Path, tokenizer_folder: Path) -> "Stage":
+    """A place to run `tokenize_dataset` in."""
+    from tests.tokenizing import Stage
+
+    return Stage(tmp_path, tokenizer_folder)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.encoding import SafeEncoder, token_span
 from workflow.lib.errors import UserError
-from workflow.lib.messages import Conversation, RowError, map_texts
+from workflow.lib.messages import Conversation, RowError, texts_of
 from workflow.lib.rendering import ChatTemplate, with_texts
 from workflow.lib.samples import Sample, TokenRow
 
@@ -101,14 +101,9 @@ class SampleEncoder:
         return _encoded(ids, mask, guarded)
 
     def _holds_special(self, conversation: Conversation) -> bool:
-        found = False
-
-        def look(text: str) -> None:
-            nonlocal found
-            found = found or self._encoder.holds_special(text)
-
-        map_texts([conversation.messages, conversation.tools], look)
-        return found
+        texts = texts_of([conversation.messages, conversation.tools])
+        holds = self._encoder.holds_special
+        return holds("\n".join(texts)) and any(map(holds, texts))  # one search where none has any
 
     def _find_answers(
         self, template: ChatTemplate, conversation: Conversation, *, guarded: bool

@@ -54,7 +54,8 @@ def _parse_line(number: int, line: bytes) -> Row | BrokenRow:
         return BrokenRow(number, reason, preview(shown))
     except (ValueError, RecursionError) as error:
         return BrokenRow(number, f"broken JSON: {error}", preview(shown))
-    return as_row(number, value)
+    brackets = line.count(b"{") + line.count(b"[")
+    return as_row(number, value, brackets=brackets)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.artifacts import file_sha256
 from workflow.lib.chat import Encoded, SampleEncoder
@@ -45,10 +44,10 @@ LOG_SECONDS = 60  # between two lines of progress in the log
 class Encoding:
     """What a process needs to encode rows; formats and columns by number of the source.
 
-    The tokenizer travels pickled: loading its folder anew would import most of Transformers in every process.
+    The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens takes a second to build.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    encoder: SampleEncoder
     chat_template: str | None
     formats: tuple[Format, ...]
     columns: tuple[DataColumns, ...]
@@ -151,12 +150,7 @@ def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> It
 
 def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
     """Return what writes the shard of a task."""
-    settings = encoding.settings
-    encoder = SampleEncoder(
-        encoding.tokenizer,
-        chat_template=encoding.chat_template,
-        loss_on=settings.loss_on,
-    )
+    settings, encoder = encoding.settings, encoding.encoder
 
     def encode_row(source: int, row: Row) -> Encoded:
         format, columns = encoding.formats[source], encoding.columns[source]

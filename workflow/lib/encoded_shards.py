@@ -1,11 +1,14 @@
 """Shards: what became of one chunk of a data file, encoded by any process and kept on disk until all are done.
 
 A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and `.facts.json`, the
-last written last: with it the shard is finished, and a run that takes up the work
+last written last: with it, and with the checksums in it, the shard is finished, and a run that takes up the work
 again reads it instead of encoding the chunk anew. Its content depends on the chunk and the settings alone.
+Nothing is synced, which would stop every process some times for each chunk: what a power cut
+leaves half written fails its checksum, and is encoded once more.
 """
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.artifacts import atomic_path, canonical_json, read_json, write_text
+from workflow.lib.artifacts import canonical_json, read_json
 from workflow.lib.chat import Encoded
 from workflow.lib.messages import RowError
 from workflow.lib.rows import BrokenRow, Row
 
-SHARD_VERSION = 1  # to be raised when the same chunk and settings give another shard
+SHARD_VERSION = 2  # to be raised when the same chunk and settings give another shard
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the file.
@@ -48,6 +51,7 @@ class ShardFacts:
 
     rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped: ordinals of the
     rows that became no document. special_texts: rows whose text spells a special token, encoded as text.
+    checksums: CRC-32 of each array.
     """
 
     rows_read: int = 0
@@ -58,6 +62,7 @@ class ShardFacts:
     dropped: list[int] = field(default_factory=list)
     rejects: list[dict[str, Any]] = field(default_factory=list)
     cuts: list[dict[str, Any]] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 class ShardBuilder:
@@ -115,10 +120,15 @@ class ShardBuilder:
         self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
         ids = [ids for ids, _ in self._pieces] or [np.empty(0, dtype=np.uint32)]
         mask = [mask for _, mask in self._pieces] or [np.empty(0, dtype=np.bool_)]
-        save_array(stem, "ids", np.concatenate(ids).astype("<u4", copy=False))
-        save_array(stem, "mask", np.concatenate(mask))
-        save_array(stem, "table", table)
-        write_text(Path(f"{stem}.facts.json"), canonical_json(asdict(self.facts)))
+        arrays = {
+            "ids": np.concatenate(ids).astype("<u4", copy=False),
+            "mask": np.concatenate(mask),
+            "table": table,
+        }
+        for name, array in arrays.items():
+            save_array(stem, name, array)
+            self.facts.checksums[name] = checksum(array)
+        Path(f"{stem}.facts.json").write_text(canonical_json(asdict(self.facts)), encoding="utf-8")
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
@@ -188,14 +198,24 @@ class Shard:
 
 
 def save_array(stem: Path, name: str, array: npt.NDArray[Any]) -> None:
-    """Write one array of a shard, synced: the power may fail too."""
-    with atomic_path(Path(f"{stem}.{name}.npy")) as temporary, temporary.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
+    """Write one array of a shard."""
+    np.save(f"{stem}.{name}.npy", array, allow_pickle=False)
+
+
+def checksum(array: npt.NDArray[Any]) -> int:
+    """Return the CRC-32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def is_finished(stem: Path) -> bool:
-    """Tell whether the shard at `stem` is complete."""
-    return Path(f"{stem}.facts.json").is_file()
+    """Tell whether the shard at `stem` is complete and as it was written."""
+    try:
+        checksums = read_facts(stem).checksums
+        return bool(checksums) and all(
+            checksum(mapped(f"{stem}.{name}.npy")) == known for name, known in checksums.items()
+        )
+    except (OSError, ValueError, TypeError):  # not there, cut off, or of other fields
+        return False
 
 
 def read_facts(stem: Path) -> ShardFacts:

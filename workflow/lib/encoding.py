@@ -11,6 +11,7 @@ such strings, nearly all, takes the first tokenizer as it is.
 import json
 import re
 from bisect import bisect_left, bisect_right
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -23,21 +24,27 @@ class SafeEncoder:
     """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept ordinary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        spec = json.loads(tokenizer.backend_tokenizer.to_str())
-        spec["truncation"] = spec["padding"] = None
-        specials = [token["content"] for token in spec["added_tokens"] if token["special"]]
-        self.special_ids = {t["id"] for t in spec["added_tokens"] if t["special"]}
-        self._guard = _guard_table(specials)
+        self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        added = self._plain.get_added_tokens_decoder()
+        specials = {number: token.content for number, token in added.items() if token.special}
+        self.special_ids = set(specials)
+        self._guard = _guard_table(list(specials.values()))
         self._swap = self._guard | {new: old for old, new in self._guard.items()}
-        self._special = _any_of(specials)
-        guarded = [text.translate(self._guard) for text in specials]
-        self._either = _any_of([*specials, *guarded])
-        self._plain = Tokenizer.from_str(json.dumps(spec))
-        renamed = _rename_specials(spec, dict(zip(specials, guarded, strict=True)))
-        self._guarded = Tokenizer.from_str(json.dumps(renamed))
-        for text, alias in zip(specials, guarded, strict=True):
-            same = self._guarded.token_to_id(alias) == self._plain.token_to_id(text)
+        self._special = _any_of(list(specials.values()))
+        self._names = {text: text.translate(self._guard) for text in specials.values()}
+        self._either = _any_of([*self._names, *self._names.values()])
+
+    @cached_property
+    def _guarded(self) -> Tokenizer:
+        """Made at its first use: a large vocabulary takes a second, and most chats spell no special token."""
+        spec = json.loads(self._plain.to_str())
+        guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
+        for text, alias in self._names.items():
+            same = guarded.token_to_id(alias) == self._plain.token_to_id(text)
             assert same, f"special token {text!r} changed its id when guarded"
+        return guarded
 
     def holds_special(self, text: str) -> bool:
         """Tell whether `text` spells a special token."""

@@ -71,7 +71,8 @@ def _message(item: Any, where: str) -> Message:
     if role is None:
         raise RowError(f"unknown role: {where} has {given!r}, known are {', '.join(ROLES)}")
     more = {k: v for k, v in item.items() if k not in READ_KEYS and v is not None}
-    check_unicode(more, where)
+    if more:
+        check_unicode(more, where)
     content = _either(item, "content", "value")
     calls = _tool_calls(item, content if given == "function_call" else None, where)
     if calls:
@@ -193,10 +194,28 @@ def text_of(text: Any, what: str, *, may_be_blank: bool = False) -> str:
 
 def check_unicode(value: Any, what: str) -> None:
     """Raise `RowError` if a text of `value` holds half a character."""
+    if isinstance(value, str) and value.isascii():
+        return
     try:
-        map_texts(value, str.encode)
+        for text in texts_of(value):
+            text.encode()
     except UnicodeEncodeError:
         raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
+
+
+def texts_of(value: Any) -> list[str]:
+    """Return every text in `value`, keys too, in no particular order."""
+    found, left = [], [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            left += item
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return found
 
 
 def map_texts(value: Any, change: Callable[[str], Any]) -> Any:

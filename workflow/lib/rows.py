@@ -56,9 +56,12 @@ def preview(text: str) -> str:
     return printable(text[:PREVIEW_CHARS])
 
 
-def as_row(number: int, value: Any) -> Row | BrokenRow:
-    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded depth."""
-    if is_too_deep(value):
+def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | BrokenRow:
+    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded depth.
+
+    brackets: how many open in its text, where that is known; few cannot nest deeply.
+    """
+    if (brackets is None or brackets > MAX_DEPTH) and is_too_deep(value):
         return BrokenRow(number, f"nested too deeply: more than {MAX_DEPTH} levels", "")
     if isinstance(value, dict):
         return Row(number, value)

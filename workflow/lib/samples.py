@@ -23,6 +23,7 @@ from workflow.lib.messages import (
 from workflow.lib.rows import printable
 
 IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
+MESSAGES_COLUMN = DataColumns().messages
 SHAREGPT_COLUMN = "conversations"  # taken for `messages` where data.columns says nothing else
 
 # Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first that fits.
@@ -80,7 +81,7 @@ def _fits(name: Format, found: Collection[str], columns: DataColumns, *, is_set:
 
 
 def _messages_column(found: Collection[str], columns: DataColumns) -> str:
-    is_default = columns.messages == DataColumns().messages
+    is_default = columns.messages == MESSAGES_COLUMN
     missing = columns.messages not in found
     return (
         SHAREGPT_COLUMN if is_default and missing and SHAREGPT_COLUMN in found else columns.messages

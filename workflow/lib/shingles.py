@@ -115,7 +115,11 @@ def resemblance(first: frozenset[int], second: frozenset[int]) -> float:
 
 def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
     """Return the shingles that more than `share` of the documents have, and at least three of them, sorted."""
-    pairs = np.unique(np.stack([hashes, owners.astype(np.uint64)]), axis=1)
-    found, counts = np.unique(pairs[0], return_counts=True)
+    order = np.lexsort((owners, hashes))
+    hashes, owners = hashes[order], owners[order]
+    other = hashes[1:] != hashes[:-1]
+    first_in_document = np.ones(len(hashes), dtype=np.bool_)
+    first_in_document[1:] = other | (owners[1:] != owners[:-1])
+    found, counts = np.unique(hashes[first_in_document], return_counts=True)
     documents = len(np.unique(owners))
     return found[counts > max(math.floor(share * documents), 2)]

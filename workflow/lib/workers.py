@@ -48,7 +48,7 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in memory.
 
-    `prepare`, tasks and results must be picklable. With one process, or no more than `alone` tasks, which take less
+    Tasks and results must be picklable. With one process, or no more than `alone` tasks, which take less
     time than processes to start, all of it happens in this one. An exception of a task is raised here. Raises `KilledError` if a process is killed, as it is when memory runs out.
     """
     tasks = iter(tasks)

@@ -111,10 +111,10 @@ def find_encodings(
     formats = {split: find_formats(split, sources) for split, sources in splits.items()}
     chats = any(format not in WITHOUT_TEMPLATE for some in formats.values() for format in some)
     template = read_chat_template(tokenizer, settings.chat_template) if chats else None
-    SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)  # checks it
+    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)
     return {
         split: Encoding(
-            tokenizer=tokenizer,
+            encoder=encoder,
             chat_template=template,
             formats=formats[split],
             columns=tuple(source.columns for source in sources),
