@@ -29,6 +29,8 @@ include: "workflow/rules/evaluate_run.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
+include: "workflow/rules/benchmark_run.smk"
+include: "workflow/rules/render_benchmark.smk"
 
 
 localrules:
@@ -38,6 +40,7 @@ localrules:
     train,
     evaluate,
     report,
+    benchmark,
 
 
 # Every target names the artifacts of all stages before it. Snakemake removes the outputs of a job that
@@ -73,6 +76,12 @@ rule report:
     input:
         rules.evaluate.input,
         rules.render_report.output,
+
+
+# Speed and memory of the training engine on this machine; no part of `all`.
+rule benchmark:
+    input:
+        lambda w: f"results/benchmark/{benchmark_folder(BENCHMARK)}/page",
 
 
 rule all:

@@ -14,7 +14,16 @@ import pytest
 import yaml
 
 from tests.preflight_examples import llama_shape
-from workflow.lib.config import Config, RunConfig, check_local_paths, is_hub_id, load_config, merge
+from workflow.lib.benchmark_cases import model_config, requests, run_settings
+from workflow.lib.config import (
+    Config,
+    RunConfig,
+    check_local_paths,
+    is_hub_id,
+    load_benchmark,
+    load_config,
+    merge,
+)
 from workflow.lib.gpus import BY_NAME
 from workflow.lib.memory import GIB
 from workflow.lib.planner import Machine
@@ -142,7 +151,8 @@ def setting(document: dict[str, Any], path: str) -> Any:
 
 
 def test_every_preset_for_gpus_has_a_promise_here() -> None:
-    assert {path.stem for path in PRESETS} == {*PROMISES, "sweep-demo"}
+    training = {path.stem for path in PRESETS if not path.stem.startswith("benchmark-")}
+    assert training == {*PROMISES, "sweep-demo"}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -152,7 +162,7 @@ def test_preset_names_only_what_differs_from_the_defaults(path: Path) -> None:
     shared = {key: value for key, value in document.items() if key != "runs"}
     below = merge(defaults, shared)
     assert [key for key in changed(shared) if setting(shared, key) == setting(defaults, key)] == []
-    for name, run in document["runs"].items():
+    for name, run in document.get("runs", {}).items():
         same = [key for key in changed(run) if setting(run, key) == setting(below, key)]
         assert same == [], f"{name} repeats defaults"
 
@@ -167,6 +177,17 @@ def test_local_paths_of_preset_exist(path: Path) -> None:
 def test_command_in_the_preset_names_its_own_file(path: Path) -> None:
     (named,) = re.findall(r"--configfile (\S+)", path.read_text())
     assert named == f"workflow/presets/{path.name}"
+
+
+@pytest.mark.parametrize("name", [p.stem for p in PRESETS if p.stem.startswith("benchmark-")])
+def test_every_case_of_a_benchmark_preset_is_a_run_that_could_be(name: str) -> None:
+    benchmark = load_benchmark(yaml.safe_load(preset(name).read_text()))
+    found = requests(benchmark, num_gpus=0)
+    assert found
+    for request in found:
+        assert model_config(request.sizes)["max_position_embeddings"] >= request.sizes.seq_len
+        if request.settings.get("hardware", {}).get("shard_size") != 1:  # what `ddp` asks for
+            run_settings(request, device="cpu")
 
 
 @pytest.mark.parametrize("name", PROMISES)

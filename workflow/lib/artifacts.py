@@ -149,6 +149,8 @@ PACKAGES = (
     "peft",
     "bitsandbytes",
     "accelerate",
+    "trl",
+    "liger_kernel",
     "datasets",
     "safetensors",
     "tokenizers",

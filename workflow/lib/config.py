@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
+from workflow.lib.benchmark_config import BenchmarkConfig
 from workflow.lib.config_errors import explain
 from workflow.lib.data_config import DataColumns, DataConfig, DataSource
 from workflow.lib.errors import UserError, setting_error
@@ -28,9 +29,10 @@ from workflow.lib.train_config import (
 )
 
 __all__ = [
-    "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
+    "BenchmarkConfig", "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
     "LoraSettings", "ModelConfig", "QuantizeConfig", "ReportConfig", "RunConfig", "Section",
-    "TrackingConfig", "TrainConfig", "check_local_paths", "is_hub_id", "json_schema", "load_config", "merge",
+    "TrackingConfig", "TrainConfig", "check_local_paths", "is_hub_id", "json_schema", "load_benchmark", "load_config",
+    "merge",
 ]  # fmt: skip
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -60,10 +62,12 @@ class RunConfig(Section):
 
 
 class Config(RunConfig):
-    """The whole document: shared settings, the report, and the runs that override them."""
+    """The whole document: shared settings, the report, the benchmark, and the runs that override the settings."""
 
     report: ReportConfig = ReportConfig()
     """The report over all runs."""
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+    """What the target `benchmark` measures."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
 
@@ -94,6 +98,11 @@ def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, Ru
         for name, override in config.runs.items()
     }
     return config.report, runs
+
+
+def load_benchmark(document: Mapping[str, Any]) -> BenchmarkConfig:
+    """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as `load_config` does."""
+    return _validate(Config, document, prefix="").benchmark
 
 
 def _validate(model: type[SectionT], document: Mapping[str, Any], *, prefix: str) -> SectionT:

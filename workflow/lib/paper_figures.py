@@ -21,7 +21,9 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 def write_paper_figures(folder: Path, runs: list[Run]) -> list[Path]:
     """Write `loss.png`, and `heldout.png` if a run has a held-out loss, into `folder`; return the paths."""
     figures = {"loss.png": loss_figure(runs), "heldout.png": heldout_figure(runs)}
-    return [_save(folder / name, figure) for name, figure in figures.items() if figure is not None]
+    return [
+        save_figure(folder / name, figure) for name, figure in figures.items() if figure is not None
+    ]
 
 
 def loss_figure(runs: list[Run]) -> Figure:
@@ -73,7 +75,22 @@ def _axes(*, height_inches: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _save(path: Path, figure: Figure) -> Path:
+def axes_of_rows(labels: list[str], *, columns: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure of `columns` plots side by side that share a row per label, the first on top."""
+    size = (WIDTH_INCHES + 1.5, 1.2 + 0.3 * len(labels))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    plots = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    plots[0].set_yticks(range(len(labels)), labels)
+    plots[0].set_ylim(len(labels) - 0.5, -0.5)
+    for axes in plots:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.5, axis="x")
+    return figure, list(plots)
+
+
+def save_figure(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG; return `path`."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
     return path

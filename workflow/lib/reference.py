@@ -44,9 +44,12 @@ Every key of [`config.yaml`](../../config.yaml), with its type, bounds, default 
 `python -m workflow.lib.reference` from the models in [`workflow/lib/config.py`](../lib/config.py).
 
 Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override any
-setting of any section except `report`. A stage runs again when a section that it reads changes, or a
+setting of any section except `report` and `benchmark`. A stage runs again when a section that it reads changes, or a
 file that it reads; changing `hardware` or `tracking` never trains again.
 """
+
+# Readers of the sections that belong to no run.
+WHOLE_DOCUMENT_READERS = {"report": "render_report", "benchmark": "benchmark_run"}
 
 # Words for the types and bounds of a JSON schema; {} is the bound.
 _TYPES = {
@@ -137,7 +140,7 @@ def _key_yaml(key: str, field: FieldInfo, kind: str) -> str:
 def _section_md(name: str, field: FieldInfo) -> str:
     both = (*STAGE_SECTIONS.items(), *UNRECORDED_SECTIONS.items())
     readers = [f"`{stage}`" for stage, sections in both if name in sections]
-    readers = readers or ["`render_report`"]
+    readers = readers or [f"`{WHOLE_DOCUMENT_READERS[name]}`"]
     lines = [f"## {name}\n", f"{_description(field)} Read by {', '.join(readers)}.\n"]
     if name == "train":
         kept = ", ".join(
@@ -172,6 +175,8 @@ def spell_type(schema: dict[str, Any]) -> str:
         return "section"
     if schema.get("type") == "array" and "oneOf" in schema["items"]:
         return "list of these"
+    if schema.get("type") == "array" and schema["items"].get("type") == "integer":
+        return "list of whole numbers"
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:

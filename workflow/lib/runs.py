@@ -16,6 +16,8 @@ from workflow.lib.sources import resolve_splits
 RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs before a job.
 EVALUATIONS = str(RESULTS / "evaluations")
+# Random models of the benchmark, undeclared for the same reason.
+BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
 
 # Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are edited.
 OPERATIONAL_KEYS = frozenset(

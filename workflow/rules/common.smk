@@ -8,7 +8,13 @@ from snakemake.exceptions import WorkflowError
 
 from workflow.lib import allocation
 from workflow.lib import runs as layout
-from workflow.lib.config import check_local_paths, is_hub_id, load_config
+from workflow.lib.benchmark_cases import benchmark_folder, on_gpus, requests
+from workflow.lib.config import (
+    check_local_paths,
+    is_hub_id,
+    load_benchmark,
+    load_config,
+)
 from workflow.lib.environment import use_this_interpreter
 from workflow.lib.errors import UserError
 from workflow.lib.failures import failure_causes
@@ -21,6 +27,10 @@ STARTED = time.time()
 
 try:
     REPORT, RUNS = load_config(config)
+    BENCHMARK = load_benchmark(config)
+    requests(
+        BENCHMARK, num_gpus=0
+    )  # an unknown case is said here, with the other settings
     for name, settings in RUNS.items():
         check_local_paths(name, settings)
     for folder in {
@@ -201,6 +211,27 @@ def evaluations(runs=RUNS):
         for name in runs
         for subject in ["base", "tuned", *(["merged"] if name in MERGED else [])]
     ]
+
+
+def benchmark_requests():
+    """What the benchmark measures on this machine."""
+    return requests(BENCHMARK, num_gpus=len(visible_gpus()))
+
+
+def benchmark_request(wildcards):
+    """The measurement that a job makes."""
+    label = f"{wildcards.case}-x{wildcards.processes}"
+    return next(found for found in benchmark_requests() if found.label == label)
+
+
+def benchmark_gpus(wildcards):
+    """GPUs that a measurement gets; of more than there are, all, and its row says what is lacking."""
+    there = len(visible_gpus())
+    return (
+        min(int(wildcards.processes), there)
+        if on_gpus(BENCHMARK, num_gpus=there)
+        else 0
+    )
 
 
 onerror:

@@ -1,0 +1,199 @@
+"""The benchmark from its settings to its page: cases, rows with a cause, and only what is missing is measured."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.workflow_project import Project, make_project
+from workflow.lib.artifacts import read_jsonl
+from workflow.lib.benchmark_cases import Request, read_cases, requests, run_settings
+from workflow.lib.benchmark_plan import model_flops_per_token, prepare
+from workflow.lib.catalog import known_config
+from workflow.lib.config import load_benchmark
+from workflow.lib.errors import UserError
+from workflow.lib.memory import predict
+from workflow.lib.memory_terms import Setup
+from workflow.lib.shapes import Linear, ModelShape, shape_of_config
+from workflow.scripts import benchmark_run
+
+TINY: dict[str, Any] = {
+    "model": "model", "seq_len": 24, "steps": 3, "rank": 3, "device": "cpu", "cases": ["flash", "ddp"],
+}  # fmt: skip
+
+
+def wanted(**changes: Any) -> list[Request]:
+    """Return the requests of settings that differ from the defaults so."""
+    return requests(load_benchmark({"benchmark": changes}), num_gpus=0)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose benchmark of two cases, one of which cannot run, has been made."""
+    made = make_project(tmp_path_factory.mktemp("benchmark"), benchmark=TINY)
+    made.run("benchmark")
+    return made
+
+
+def rows(project: Project) -> dict[str, dict[str, Any]]:
+    """Return the measurements by case."""
+    (path,) = project.root.glob("results/benchmark/*/page/measurements.jsonl")
+    return {row["case"]: row for row in read_jsonl(path)}
+
+
+def test_measured_case_has_speed_losses_and_peaks(project: Project) -> None:
+    row = rows(project)["flash"]
+    found = row["measured"]
+    assert row["status"] == "measured"
+    assert len(found["losses"]) == len(found["grad_norms"]) == len(found["step_s"]) == 3
+    assert all(norm > 0 for norm in found["grad_norms"])
+    tokens = row["sizes"]["micro_batch_size"] * row["sizes"]["seq_len"]
+    assert found["tokens_per_s_per_process"] == tokens / statistics.median(found["step_s"][1:])
+    assert found["host_bytes"] > 2**27
+    assert found["bytes_read"] > 0
+    assert all(check["passed"] for check in found["checks"])
+    assert 0 < found["model_flops_utilisation"] < 1.5
+
+
+def test_case_that_cannot_run_is_a_row_with_its_cause(project: Project) -> None:
+    row = rows(project)["ddp"]
+    assert row["status"] == "failed"
+    assert "shard_size = 1: a model is sharded over at least 2 processes" in row["cause"]
+
+
+def test_row_predicts_its_case_again_without_the_model(project: Project) -> None:
+    row = rows(project)["flash"]
+    linears = tuple(Linear(**linear) for linear in row["shape"]["linears"])
+    vectors = tuple(row["shape"]["layer_vectors"])
+    shape = ModelShape(**(row["shape"] | {"linears": linears, "layer_vectors": vectors}))
+    setup = Setup(**(row["setup"] | {"targets": tuple(row["setup"]["targets"])}))
+    assert predict(shape, setup).peak_bytes == row["predicted"]["peak_bytes"]
+
+
+def test_page_shows_the_numbers_of_the_measurements(project: Project) -> None:
+    (page,) = project.root.glob("results/benchmark/*/page/*.md")
+    found = rows(project)["flash"]["measured"]
+    text = page.read_text()
+    assert page.name == f"model_2xcpu_{rows(project)['flash']['provenance']['created_utc'][:10]}.md"
+    assert f"| {found['tokens_per_s_per_process']:,.0f} |" in text
+    assert f"{found['losses'][0]:.4f} -> {found['losses'][-1]:.4f}" in text
+    assert page.with_suffix(".png").stat().st_size > 5000
+
+
+def test_what_is_measured_is_not_measured_again(project: Project) -> None:
+    assert project.planned("benchmark") == {}
+
+
+def test_only_a_new_case_is_measured(project: Project) -> None:
+    before = project.settings
+    project.edit({"benchmark": {"cases": ["flash", "ddp", "shard_grad_op"]}})
+    plan = project.plan("benchmark")
+    project.write_settings(before)
+    assert [job.wildcards["case"] for job in plan["benchmark_run"]] == ["shard_grad_op"]
+    assert len(plan["render_benchmark"]) == 1
+
+
+def test_unknown_case_is_one_message_with_the_nearest_names() -> None:
+    with pytest.raises(UserError, match=r"benchmark.cases = 'flush': .* Did you mean flash"):
+        wanted(cases=["flush"])
+
+
+def test_unknown_shape_is_one_message_with_the_nearest_models() -> None:
+    (request,) = wanted(cases=["flash"], model="meta-llama/Llama-2-70b-hg")
+    with pytest.raises(UserError, match=r"benchmark.model = .*Did you mean .*Llama-2-70b-hf"):
+        prepare(request, num_gpus=0)
+
+
+def test_cap_without_a_gpu_is_refused() -> None:
+    (request,) = wanted(cases=["flash"], memory_cap_gib=23.0)
+    with pytest.raises(UserError, match=r"benchmark.memory_cap_gib = 23.0: it runs on the CPU"):
+        prepare(request, num_gpus=0)
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    (request,) = wanted(cases=["flash"], processes=[3])
+    with pytest.raises(UserError, match=r"benchmark.processes = 3: this machine shows 2 GPU"):
+        prepare(request, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"documents": 9, "seq_len": 32}, "documents = 9: a row of seq_len = 32 tokens holds at most 8"),
+        ({"processes": []}, "must be numbers of 1 to 4096"),
+        ({"cases": []}, "there is nothing to measure"),
+        ({"memory_cap_gib": 0}, "benchmark.memory_cap_gib = 0: must be above 0"),
+    ],
+)  # fmt: skip
+def test_bad_size_is_one_message(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        wanted(**changes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"title": 3}, "title = 3: must be text"),
+        ({"title": "x", "benchmark": {"processes": [2]}}, "benchmark.processes is not a case's own"),
+        ({"title": "x", "peer": {"strategy": "fsdp3"}}, "strategy"),
+        ({"title": "x", "setting": {}}, "setting"),
+    ],
+)  # fmt: skip
+def test_wrong_entry_of_a_list_of_cases_is_named(
+    tmp_path: Path, entry: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"mine": entry}))
+    with pytest.raises(UserError, match=f"case mine of .*\\s*.*{message}"):
+        read_cases(str(tmp_path / "cases.yaml"))
+
+
+def test_unknown_setting_of_a_case_names_the_case() -> None:
+    request = Request.of(wanted(cases=["flash"])[0].document() | {"settings": {"train": {"fussed": 1}}})  # fmt: skip
+    with pytest.raises(UserError, match=r"case flash: .*train.fussed"):
+        run_settings(request, device="cpu")
+
+
+def test_every_shipped_case_but_ddp_has_settings_that_a_run_may_have() -> None:
+    found = wanted(cases="all", peers=True, processes=[4])
+    assert {request.name for request in found if request.peer} == {
+        name for name in read_cases(None) if name.startswith("trl_")
+    }
+    for request in found:
+        if request.name != "ddp":
+            run_settings(request, device="cpu")
+
+
+def test_peers_are_left_out_unless_asked_for() -> None:
+    assert not any(request.peer for request in wanted(cases="all"))
+    assert [request.name for request in wanted(cases=["trl_ddp"])] == ["trl_ddp"]
+
+
+def test_every_case_is_measured_with_every_number_of_processes() -> None:
+    labels = [request.label for request in wanted(cases=["flash", "sdpa"], processes=[2, 4])]
+    assert labels == ["flash-x2", "flash-x4", "sdpa-x2", "sdpa-x4"]
+
+
+def test_request_survives_its_document() -> None:
+    (request,) = wanted(cases=["packed"], device="cpu")
+    document = json.loads(json.dumps(request.document()))
+    assert Request.of(document).document() == document
+    assert Request.of(document).sizes.documents == 8
+
+
+def test_model_work_of_a_token_by_hand() -> None:
+    config = known_config("meta-llama/Llama-2-70b-hf")
+    assert config is not None
+    shape = shape_of_config(config | {"num_hidden_layers": 1}, origin=Path("x"))
+    weights = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 32000 * 8192
+    expected = 4 * weights + 6 * 512 * 8192
+    assert model_flops_per_token(shape, seq_len=2048, documents=4) == expected
+
+
+def test_cases_that_no_time_is_left_for_are_rows(tmp_path: Path) -> None:
+    output = tmp_path / "measurements.jsonl"
+    words = ["--cases", "flash", "trl_fsdp2", "--output", str(output), "--time-limit-s", "0"]
+    benchmark_run.main(benchmark_run.parser().parse_args(words))
+    assert [row["cause"] for row in read_jsonl(output)] == ["not run: out of time"] * 2

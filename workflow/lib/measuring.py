@@ -1,0 +1,207 @@
+"""One case of the benchmark in its worker processes: built and trained by the very functions that `finetune` uses.
+
+What is recorded of all processes is the same for other software that a benchmark compares with (`Observed`).
+"""
+
+import gc
+import os
+import resource
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workflow.lib.attention import resolve_training_attention
+from workflow.lib.config import RunConfig
+from workflow.lib.errors import UserError
+from workflow.lib.heartbeat import Pulse
+from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
+from workflow.lib.parallel import World, process_group
+from workflow.lib.random_base import random_rows
+from workflow.lib.setup import build_training_model, startup_checks
+from workflow.lib.training import make_optimizer, steps
+
+TIMEOUT_S = 600.0  # of a collective; loading of the largest model included
+STEP_S = 120.0
+OUT_OF_MEMORY = "out of GPU memory"
+# Of what processes have seen, the row has the largest value of these, and that of the main process of those.
+LARGEST = ("allocated_bytes", "reserved_bytes", "setup_allocated_bytes", "host_bytes", "load_s", "bytes_read")  # fmt: skip
+OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "checks")
+GEMM_REPEATS = 10
+GEMM_WARM_UP_S = 0.3  # until clocks have settled
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is asked to do, as JSON in a file."""
+
+    base: str
+    """Folder of the random NF4 base."""
+    run: dict[str, Any]
+    plan: dict[str, Any]
+    documents: int
+    rows: int
+    vocab_size: int
+    check_bytes: bool
+    products: list[list[int]]
+    """Linears of the model as [out_features, in_features, how many]."""
+    peer: dict[str, Any] | None
+
+
+@dataclass
+class Observed:
+    """What one process has seen; peaks are those of the steps, after loading and checks."""
+
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    load_s: float = 0.0
+    bytes_read: int = 0
+    setup_allocated_bytes: int = 0
+    """Peak of loading and checks."""
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    host_bytes: int = 0
+    """Peak resident set of the process."""
+    gemm_flops_per_s: float = 0.0
+    attention: str = ""
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+    def start_training(self) -> None:
+        """Note the peak of what came before, and count anew."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.setup_allocated_bytes = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+    def end_training(self) -> None:
+        """Note the peaks."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.allocated_bytes = torch.cuda.max_memory_allocated()
+            self.reserved_bytes = torch.cuda.max_memory_reserved()
+        self.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any]:
+    """Return the measurement over all processes: the largest peaks, the slowest load, the speed of the main process.
+
+    tokens_per_step: of one process. Speed is the median over the last two thirds of the steps.
+    """
+    main = everyone[0]
+    timed = main.step_s[len(main.step_s) // 3 :]
+    largest = {name: max(getattr(seen, name) for seen in everyone) for name in LARGEST}
+    return {
+        "tokens_per_s_per_process": tokens_per_step / statistics.median(timed),
+        **largest,
+        "allocated_bytes_by_process": [seen.allocated_bytes for seen in everyone],
+        "reserved_bytes_by_process": [seen.reserved_bytes for seen in everyone],
+        "gemm_flops_per_s": statistics.median(seen.gemm_flops_per_s for seen in everyone),
+        **{name: getattr(main, name) for name in OF_MAIN},
+    }
+
+
+def measure(job: Job) -> dict[str, Any] | None:
+    """Build, check and train the job's model; return the measurement on the main process, None on others. Collective.
+
+    Raises `UserError` if GPU memory runs out.
+    """
+    config, plan = RunConfig.model_validate(job.run), job.plan
+    rank = int(os.environ["RANK"])
+    with (
+        Pulse(rank=rank, start_s=TIMEOUT_S, step_s=STEP_S) as pulse,
+        process_group(plan["device"], timeout_s=TIMEOUT_S, shard_size=plan["shard_size"]) as world,
+    ):
+        seen = Observed()
+        try:
+            _train(job, config, world, seen, pulse)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
+        everyone: list[Observed] = [seen] * world.size
+        dist.all_gather_object(everyone, seen, group=world.io_group)
+        if not world.is_main:
+            return None
+        tokens = plan["micro_batch_size"] * plan["accumulation_steps"] * config.data.seq_len
+        return together(everyone, tokens_per_step=tokens)
+
+
+def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
+    base, plan, settings = Path(job.base), job.plan, config.train
+    dtype = resolve_dtype(config.model.compute_dtype, world.device)
+    rows = plan["micro_batch_size"] * config.data.seq_len
+    seen.gemm_flops_per_s = gemm_rate(job.products, rows=rows, dtype=dtype, device=world.device)
+    seen.attention = resolve_training_attention(
+        config.model.attention, world.device, compute_dtype=dtype,
+        softcapped=softcaps_attention(base), dropout=attention_dropout(base),
+    )  # fmt: skip
+    store = random_rows(
+        rows=job.rows, seq_len=config.data.seq_len, documents=job.documents, vocab_size=job.vocab_size,
+    )  # fmt: skip
+    began = time.monotonic()
+    model = build_training_model(
+        base, config, plan, world, compute_dtype=dtype, attention=seen.attention
+    )
+    synchronize(world.device)
+    seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
+    if job.check_bytes:
+        seen.checks = startup_checks(model, store, base, world)
+    optimizer = make_optimizer(model.training, settings, device=world.device)
+    seen.start_training()
+    for metrics in steps(
+        model.training, optimizer, store, settings, first_step=0, num_steps=plan["num_steps"],
+        micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
+    ):  # fmt: skip
+        pulse.step(metrics.step + 1)
+        seen.step_s.append(metrics.tokens / metrics.tokens_per_s)
+        seen.losses.append(metrics.loss)
+        seen.grad_norms.append(metrics.grad_norm)
+    seen.end_training()
+
+
+@torch.no_grad()
+def gemm_rate(
+    products: list[list[int]], *, rows: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Return the FLOP/s at which this device multiplies `rows` rows by the model's weights, and gradients by them.
+
+    products: [out_features, in_features, how many]. What the training step is held against: the same machine, the
+    same shapes, nothing else. Frees what it takes.
+    """
+    flops = seconds = 0.0
+    for out, into, count in products:
+        weight = torch.randn(out, into, dtype=dtype, device=device)
+        forward = torch.randn(rows, into, dtype=dtype, device=device)
+        backward = torch.randn(rows, out, dtype=dtype, device=device)
+        for left, right in ((forward, weight.t()), (backward, weight)):
+            seconds += count * _product_seconds(left, right)
+            flops += count * 2.0 * rows * out * into
+    del weight, forward, backward, left, right
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return flops / seconds
+
+
+def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the median seconds of a product, the first ones left out."""
+    until = time.monotonic() + (GEMM_WARM_UP_S if left.is_cuda else 0.0)
+    torch.mm(left, right)
+    while time.monotonic() < until:
+        torch.mm(left, right)
+        synchronize(left.device)
+    found = []
+    for _ in range(GEMM_REPEATS):
+        synchronize(left.device)
+        began = time.perf_counter()
+        torch.mm(left, right)
+        synchronize(left.device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

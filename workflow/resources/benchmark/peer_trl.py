@@ -1,0 +1,202 @@
+"""The same case by other software: TRL's SFTTrainer over Accelerate (DDP, FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
+
+A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the same random base, with
+the packed weights as bf16 views, the storage that these stacks recommend for sharding, and takes the same rows, batch, rank
+and steps. Peaks, speed and the rate of products are measured by the same code. Accelerate is told what to do by the environment
+variables that `accelerate launch` sets. Packages: envs/peers.txt.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from transformers.utils import is_flash_attn_2_available
+from trl import SFTConfig, SFTTrainer
+
+from workflow.lib.artifacts import read_json, write_json
+from workflow.lib.config import RunConfig
+from workflow.lib.errors import UserError
+from workflow.lib.measuring import OUT_OF_MEMORY, Job, Observed, gemm_rate, synchronize, together
+from workflow.lib.parallel import die_with_parent
+from workflow.lib.random_base import random_rows
+from workflow.scripts.command import run, stage_parser
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_OFFLOAD_PARAMS": "false",
+}
+VERSIONS = {
+    "fsdp1": {
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_SYNC_MODULE_STATES": "false",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    },
+    "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+}
+
+
+class Watch(TrainerCallback):
+    """Records what a step takes, as the benchmark of our engine does: all that the step started has ended."""
+
+    def __init__(self, seen: Observed, device: torch.device) -> None:
+        self._seen, self._device = seen, device
+        self._began = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._seen.start_training()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        synchronize(self._device)
+        self._began = time.monotonic()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        synchronize(self._device)
+        self._seen.step_s.append(time.monotonic() - self._began)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "grad_norm" in logs:
+            self._seen.losses.append(float(logs["loss"]))
+            self._seen.grad_norms.append(float(logs["grad_norm"]))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._seen.end_training()
+
+
+def main(args: argparse.Namespace) -> None:
+    die_with_parent()
+    job = Job(**read_json(args.job))
+    config = RunConfig.model_validate(job.run)
+    if job.documents > 1:
+        raise UserError("this peer takes rows of one document: set benchmark.documents to 1")
+    device = torch.device("cpu")
+    if job.plan["device"] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        cap_memory(job.plan, device)
+    seen = Observed()
+    try:
+        train(job, config, device, seen)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
+    everyone = [seen]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, seen)
+    if int(os.environ["RANK"]) == 0:
+        tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
+        write_json(args.output, together(everyone, tokens_per_step=tokens))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def cap_memory(plan: dict[str, Any], device: torch.device) -> None:
+    """Bound what PyTorch may reserve, as for our engine."""
+    if plan["gpu_memory_bytes"] is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan["gpu_memory_bytes"] / total))
+
+
+def train(job: Job, config: RunConfig, device: torch.device, seen: Observed) -> None:
+    assert job.peer is not None, "the benchmark starts this for peers alone"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = job.plan["micro_batch_size"] * config.data.seq_len
+    seen.gemm_flops_per_s = gemm_rate(job.products, rows=rows, dtype=dtype, device=device)
+    seen.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    sharded = job.peer["strategy"] in VERSIONS and int(os.environ["WORLD_SIZE"]) > 1
+    if sharded:
+        os.environ |= FSDP | VERSIONS[job.peer["strategy"]]
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = str(job.peer["checkpointing"]).lower()
+    began = time.monotonic()
+    model = AutoModelForCausalLM.from_pretrained(
+        job.base, dtype=dtype, attn_implementation=seen.attention,
+        device_map={"": device.index if device.type == "cuda" else "cpu"},
+    )  # fmt: skip
+    seen.load_s = time.monotonic() - began
+    seen.bytes_read = sum(path.stat().st_size for path in Path(job.base).glob("*.safetensors"))
+    if sharded:
+        (layer, *_) = model._no_split_modules
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = str(layer)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model=model,
+            args=arguments(job, config, folder, device, sharded=sharded),
+            train_dataset=dataset(job, config),
+            processing_class=tokenizer(AutoConfig.from_pretrained(job.base).vocab_size),
+            peft_config=LoraConfig(
+                r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
+                target_modules="all-linear", task_type="CAUSAL_LM",
+            ),
+            callbacks=[Watch(seen, device)],
+        )  # fmt: skip
+        trainer.train()
+
+
+def arguments(
+    job: Job, config: RunConfig, folder: str, device: torch.device, *, sharded: bool
+) -> SFTConfig:
+    """Return the trainer's settings; sharded models are recomputed by Accelerate, as it recommends."""
+    assert job.peer is not None
+    return SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=job.plan["micro_batch_size"],
+        gradient_accumulation_steps=job.plan["accumulation_steps"],
+        max_steps=job.plan["num_steps"],
+        max_length=config.data.seq_len,
+        learning_rate=config.train.learning_rate,
+        max_grad_norm=config.train.max_grad_norm,
+        optim="adamw_torch_fused" if device.type == "cuda" else "adamw_torch",
+        bf16=device.type == "cuda",
+        use_cpu=device.type == "cpu",
+        gradient_checkpointing=job.peer["checkpointing"] and not sharded,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=job.peer["liger"],
+        packing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=device.type == "cuda",
+    )
+
+
+def dataset(job: Job, config: RunConfig) -> Dataset:
+    """Return the random rows that our engine trains on."""
+    store = random_rows(
+        rows=job.rows, seq_len=config.data.seq_len, documents=1, vocab_size=job.vocab_size
+    )
+    return Dataset.from_dict({"input_ids": store.input_ids.astype("int64")})
+
+
+def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that nothing is encoded with: the trainer asks for one, with a padding token."""
+    words = {"<end>": vocab_size - 1}
+    core = Tokenizer(WordLevel(words, unk_token="<end>"))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__, config_required=False)
+    parser.add_argument("--job", type=Path, required=True, help="what the worker does")
+    parser.add_argument("--output", type=Path, required=True, help="what was measured")
+    run(main, parser)

@@ -1,0 +1,53 @@
+"""Render a benchmark's page and figure, named `<model>_<hardware>_<date>`, from the measurements of its cases.
+
+With --publish FOLDER a copy goes there too, among the pages that are kept:
+
+    python -m workflow.scripts.render_benchmark --measurements measurements.jsonl --output page \\
+        --publish workflow/docs/benchmarks
+"""
+
+import argparse
+import logging
+import shutil
+from pathlib import Path
+
+from workflow.lib.artifacts import put_in_place, read_jsonl, write_jsonl, write_text
+from workflow.lib.benchmark_page import page_name, render_page, write_figure
+from workflow.lib.errors import UserError
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    rows = [row for path in args.measurements for row in read_jsonl(path)]
+    if not rows:
+        raise UserError("there is no measurement in the files that --measurements names.")
+    name = page_name(rows)
+    partial = args.output.with_name(f".{args.output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_jsonl(partial / "measurements.jsonl", rows)
+    if any(row["measured"] for row in rows):
+        write_figure(partial / f"{name}.png", rows)
+    write_text(partial / f"{name}.md", render_page(rows, figure=f"{name}.png"))
+    put_in_place(partial, args.output)
+    for folder in [args.publish] if args.publish else []:
+        for path in args.output.glob(f"{name}.*"):
+            shutil.copyfile(path, folder / path.name)
+    measured = sum(row["measured"] is not None for row in rows)
+    logger.info("%d of %d cases measured: %s", measured, len(rows), args.output / f"{name}.md")
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = stage_parser(__doc__, config_required=False)
+    arguments.add_argument(
+        "--measurements", type=Path, nargs="+", required=True, help="JSON Lines, joined"
+    )
+    arguments.add_argument("--output", type=Path, required=True, help="folder of page and figure")
+    arguments.add_argument("--publish", type=Path, help="folder that gets a copy of both")
+    return arguments
+
+
+if __name__ == "__main__":
+    run(main, parser())
