@@ -4,289 +4,52 @@ python -m tests.chaos --faults 50 --seed 1
 
 Every round begins with a fresh small project (two processes on the CPU) and ends when the command has succeeded. Its
 artifacts must then equal those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the
-evaluation, every line of the metrics. Prints a table of what was done, what was said, and what was trained again.
-As root the results lie on a small tmpfs, which can be full or read-only.
+evaluation, every line of the metrics. Between two commands nothing is done but what the message asked for: to free
+the disk, or to delete a folder that it names as damaged. Prints every fault as it happens, and at the end a table of
+what was done, what was said, and what was trained again. As root the results lie on a small tmpfs, which can be full
+or read-only.
 """
 
 import argparse
 import json
-import os
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
+from tests.chaos_faults import (
+    BALLAST,
+    FAULTS,
+    IN_TRAINING,
+    ON_A_SMALL_DISK,
+    STEPS,
+    Victim,
+    checkpoint_folder,
+    still_to_come,
+    trained_steps,
+)
 from tests.workflow_project import Project, make_project
 from workflow.lib.checkpoint import saved_steps
 
-STEPS = 40
-TRAIN = {"max_steps": STEPS, "checkpoint_every_steps": 5, "grace_seconds": 60.0}
+TRAIN = {
+    "max_steps": STEPS,
+    "checkpoint_every_steps": 5,
+    "grace_seconds": 60.0,
+    "hang_seconds": 20.0,
+}
 RESULTS_MB = 64
-TIMEOUT_S = 900.0  # of one command, on a busy machine
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
-
-
-class Victim:
-    """A command in progress, and everything that it has started."""
-
-    def __init__(self, project: Project, target: str) -> None:
-        self.project = project
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read at the end
-        self.process = subprocess.Popen(
-            project.command(target), cwd=project.root, stdout=self.output, stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, process_group=0,
-        )  # fmt: skip
-        self._seen: dict[int, psutil.Process] = {}
-        self.where = "start"  # the stage at which the fault hit
-
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def tree(self) -> list[psutil.Process]:
-        """Everything started so far that is alive; it is remembered, so that orphans are found too."""
-        for known in [*self._seen.values()]:
-            try:
-                below = known.children(recursive=True)
-            except psutil.NoSuchProcess:
-                continue
-            self._seen |= {p.pid: p for p in below}
-        if self.running():
-            main = psutil.Process(self.process.pid)
-            self._seen |= {main.pid: main}
-            self._seen |= {p.pid: p for p in main.children(recursive=True)}
-        return [p for p in self._seen.values() if p.is_running() and p.status() != "zombie"]
-
-    def stage(self, name: str) -> list[psutil.Process]:
-        """The processes of a stage: its launcher or only process first, then workers by rank."""
-        found = []
-        for process in self.tree():
-            try:
-                if f"workflow.scripts.{name}" in process.cmdline() and "bash" not in process.name():
-                    found.append((int(process.environ().get("RANK", -1)), process))
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
-
-    def finish(self) -> tuple[int, str]:
-        """Wait for the command's end; return its status and what it said. One that hangs is a failure of the round."""
-        status = self.process.wait(timeout=TIMEOUT_S)
-        self.output.seek(0)
-        return status, self.output.read()
-
-
-def checkpoint_folder(project: Project) -> Path | None:
-    """Where this round's run has its checkpoints."""
-    return next(iter(project.root.glob("results/checkpoints/*")), None)
-
-
-def trained_steps(project: Project) -> int:
-    """Steps in the metrics that are being written."""
-    folder = checkpoint_folder(project)
-    path = folder / "metrics.jsonl" if folder else None
-    return path.read_text().count("\n") if path and path.exists() else 0
-
-
-# Faults. Each returns False if its moment has passed: the stage was over before it could be hit.
-Fault = Callable[[Victim, random.Random], bool]
-
-
-def send(process: psutil.Process, number: int) -> bool:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return False
-    return True
-
-
-def wait_for_training(victim: Victim, chance: random.Random) -> bool:
-    """Wait until some more steps are trained, or, one time in five, only until the workers are there."""
-    victim.where = "finetune"
-    early = chance.random() < 0.2
-    goal = trained_steps(victim.project) + chance.randint(1, 12)
-    while victim.running():
-        if early and len(victim.stage("finetune")) > 1:
-            time.sleep(chance.uniform(0, 3))
-            return victim.running()
-        if not early and trained_steps(victim.project) >= min(goal, STEPS - 1):
-            return bool(victim.stage("finetune"))
-        time.sleep(0.05)
-    return False
-
-
-# What a stage leaves at its end.
-LEAVES = {
-    "tokenize_dataset": "results/tokens/*/manifest.json",
-    "quantize_base": "results/base/*/quantization.json",
-    "finetune": "results/runs/*/finetune/summary.json",
-    "consolidate": "results/runs/*/consolidate/parity.json",
-    "evaluate_run": "results/runs/*/evaluate_run/tuned.json",
-    "render_report": "results/report/report.html",
-}
-
-
-def still_to_come(project: Project) -> list[str]:
-    """Stages that have not left their last file yet."""
-    return [stage for stage, pattern in LEAVES.items() if not [*project.root.glob(pattern)]]
-
-
-def wait_for_any_stage(victim: Victim, chance: random.Random) -> bool:
-    """Wait for a stage that is still to come, the next one most likely, and some moment of it."""
-    coming = still_to_come(victim.project)
-    if not coming:
-        return False
-    name = victim.where = chance.choice([coming[0], coming[0], *coming[:3]])
-    while victim.running():
-        if victim.stage(name):
-            time.sleep(chance.uniform(0, 6))
-            return victim.running()
-        time.sleep(0.05)
-    return False
-
-
-def hit_training(number: int, *, launcher: bool) -> Fault:
-    def fault(victim: Victim, chance: random.Random) -> bool:
-        if not wait_for_training(victim, chance):
-            return False
-        processes = victim.stage("finetune")
-        chosen = processes[:1] if launcher else processes[1:]
-        return bool(chosen) and send(chance.choice(chosen), number)
-
-    return fault
-
-
-def kill_job(victim: Victim, chance: random.Random) -> bool:
-    """The process of a stage, whichever it is, or the shell around it."""
-    if not wait_for_any_stage(victim, chance):
-        return False
-    shells = [p for p in victim.tree() if p.name() == "bash"]
-    jobs = [p for name in LEAVES for p in victim.stage(name)[:1]]
-    return bool(shells + jobs) and send(chance.choice(shells + jobs), signal.SIGKILL)
-
-
-def kill_snakemake(victim: Victim, chance: random.Random) -> bool:
-    """Snakemake alone: what it has started goes on without it."""
-    return wait_for_any_stage(victim, chance) and send(
-        psutil.Process(victim.process.pid), signal.SIGKILL
-    )
-
-
-def kill_everything(victim: Victim, chance: random.Random) -> bool:
-    """As a power cut does, except that the disk has all that was written."""
-    if not wait_for_any_stage(victim, chance):
-        return False
-    for process in victim.tree():
-        send(process, signal.SIGKILL)
-    return True
-
-
-def ctrl_c(victim: Victim, chance: random.Random) -> bool:
-    """The terminal sends it to the whole group."""
-    if not wait_for_any_stage(victim, chance):
-        return False
-    os.killpg(victim.process.pid, signal.SIGINT)
-    return True
-
-
-def terminate_snakemake(victim: Victim, chance: random.Random) -> bool:
-    return wait_for_any_stage(victim, chance) and send(
-        psutil.Process(victim.process.pid), signal.SIGTERM
-    )
-
-
-def full_disk(victim: Victim, chance: random.Random) -> bool:
-    """Until the command has ended; then somebody frees the space."""
-    if not wait_for_any_stage(victim, chance):
-        return False
-    with (victim.project.root / "results" / ".ballast").open("wb", buffering=0) as ballast:
-        for size in (2**20, 2**12):
-            try:
-                while ballast.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    return True
-
-
-def damage(action: Callable[[Path, random.Random], None]) -> Fault:
-    """Kill everything while it trains, then damage what is on the disk."""
-
-    def fault(victim: Victim, chance: random.Random) -> bool:
-        if not wait_for_training(victim, chance):
-            return False
-        for process in victim.tree():
-            send(process, signal.SIGKILL)
-        folder = checkpoint_folder(victim.project)
-        if folder is not None:
-            action(folder, chance)
-        return True
-
-    return fault
-
-
-def truncate_checkpoint(folder: Path, chance: random.Random) -> None:
-    for step in saved_steps(folder)[-1:]:
-        files = sorted(p for p in (folder / f"step-{step:08d}").iterdir() if p.stat().st_size)
-        path = chance.choice(files)
-        os.truncate(path, chance.randrange(path.stat().st_size))
-
-
-def flip_bit(folder: Path, chance: random.Random) -> None:
-    for step in saved_steps(folder)[-1:]:
-        files = sorted((folder / f"step-{step:08d}").glob("*.safetensors"))
-        path = chance.choice(files)
-        content = bytearray(path.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        path.write_bytes(content)
-
-
-def cut_records(folder: Path, chance: random.Random) -> None:
-    """Metrics and history end anywhere, as after a power cut."""
-    for name in ("metrics.jsonl", "history.jsonl"):
-        path = folder / name
-        if path.exists():
-            os.truncate(path, chance.randrange(path.stat().st_size + 1))
-
-
-def jump_clock(folder: Path, chance: random.Random) -> None:
-    """Every file of the project is from another time, some from the future."""
-    root = folder.parents[2]
-    shift_s = chance.choice([-86_400.0, -3600.0, 3600.0, 86_400.0])
-    for path in root.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            stat = path.stat()
-            os.utime(path, (stat.st_atime + shift_s, stat.st_mtime + shift_s))
-
-
-FAULTS: dict[str, Fault] = {
-    "SIGKILL of a rank": hit_training(signal.SIGKILL, launcher=False),
-    "SIGKILL of the launcher": hit_training(signal.SIGKILL, launcher=True),
-    "SIGTERM to a rank": hit_training(signal.SIGTERM, launcher=False),
-    "SIGTERM to the launcher": hit_training(signal.SIGTERM, launcher=True),
-    "SIGUSR1 to the launcher": hit_training(signal.SIGUSR1, launcher=True),
-    "SIGKILL of a stage or its shell": kill_job,
-    "SIGKILL of Snakemake": kill_snakemake,
-    "SIGKILL of everything": kill_everything,
-    "Ctrl-C": ctrl_c,
-    "SIGTERM to Snakemake": terminate_snakemake,
-    "disk full": full_disk,
-    "newest checkpoint truncated": damage(truncate_checkpoint),
-    "newest checkpoint, one bit flipped": damage(flip_bit),
-    "metrics and history cut": damage(cut_records),
-    "clock jumped": damage(jump_clock),
-}
-IN_TRAINING = {n for n in FAULTS if n.startswith(("SIGKILL of a rank", "SIGKILL of the l", "SIGTERM to a r", "SIGTERM to the l", "SIGUSR1", "newest", "metrics", "clock"))}  # fmt: skip
 READ_ONLY = "folder read-only at the start"
+DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the folder")
 
 
 @dataclass(frozen=True)
@@ -311,7 +74,10 @@ def strike(project: Project, target: str, name: str, chance: random.Random) -> R
     hit = FAULTS[name](victim, chance)
     reached = trained_steps(project)
     status, output = victim.finish()
-    (project.root / "results" / ".ballast").unlink(missing_ok=True)
+    (project.root / BALLAST).unlink(missing_ok=True)
+    do_as_told(project, output)
+    if "Traceback" in output:
+        print(output, file=sys.stderr, flush=True)
     if not hit:
         return None
     folder = checkpoint_folder(project)
@@ -325,7 +91,13 @@ def last_words(output: str) -> str:
     if "Traceback" in output:
         ours.append("TRACEBACK")
     lines = ours or [line for line in output.splitlines() if line.strip()]
-    return lines[-1][:160].replace("|", "/") if lines else ""
+    return lines[-1][:200].replace("|", "/") if lines else ""
+
+
+def do_as_told(project: Project, output: str) -> None:
+    """Delete the folders of which the command said that they are to be deleted."""
+    for folder in {match[1] for match in DAMAGED.finditer(output)}:
+        shutil.rmtree(project.root / folder, ignore_errors=True)
 
 
 def complete(project: Project, target: str) -> int:
@@ -334,6 +106,7 @@ def complete(project: Project, target: str) -> int:
         status, output = Victim(project, target).finish()
         if status == 0:
             return attempt
+        do_as_told(project, output)
     raise AssertionError(f"the command still fails after {MOST_REPEATS} repeats:\n{output}")
 
 
@@ -386,28 +159,46 @@ def read_only(project: Project) -> Iterator[None]:
 
 
 def storm(
-    project: Project, target: str, *, names: list[str], most: int, chance: random.Random
+    project: Project,
+    target: str,
+    *,
+    names: Sequence[str],
+    most: int,
+    chance: random.Random,
+    tried: Counter[str],
 ) -> Iterator[Row]:
-    """Let faults happen one after the other, while there is still something to be hit."""
+    """Let faults happen one after the other, while there is still something to be hit.
+
+    tried: how often each kind has happened so far; the rarest come first.
+    """
     for _ in range(most):
         coming = still_to_come(project)
         possible = [n for n in names if n not in IN_TRAINING or "finetune" in coming]
         if not coming:
             return
-        row = strike(project, target, chance.choice(possible), chance)
+        least = min(tried[name] for name in possible)
+        name = chance.choice([name for name in possible if tried[name] == least])
+        row = strike(project, target, name, chance)
         if row is not None:
+            tried[name] += 1
             yield row
 
 
 def round_of(
-    number: int, *, root: Path, undisturbed: Project, chance: random.Random, most: int
+    number: int,
+    *,
+    root: Path,
+    undisturbed: Project,
+    chance: random.Random,
+    most: int,
+    tried: Counter[str],
 ) -> list[Row]:
     """Run one round on a fresh project; raises `AssertionError` if anything differs at its end."""
     project = make_project(root / f"round-{number}", train=undisturbed.settings["train"])
     with small_disk(project.root / "results") as mounted:
-        names = [*FAULTS, READ_ONLY] if mounted else [n for n in FAULTS if n != "disk full"]
+        names = [*FAULTS, READ_ONLY] if mounted else sorted(FAULTS.keys() - ON_A_SMALL_DISK.keys())
         rows = []
-        for row in storm(project, "all", names=names, most=most, chance=chance):
+        for row in storm(project, "all", names=names, most=most, chance=chance, tried=tried):
             rows.append(row)
             print(f"| {number} | {row.fault} | {row.stage} | {row.status} | {row.repeated_steps} | {row.said} |", flush=True)  # fmt: skip
         attempts = complete(project, "all")
@@ -418,28 +209,44 @@ def round_of(
     return rows
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Return a table with a line per kind of fault."""
+    lines = [
+        "| fault | times | stages hit | exit status | steps trained again, at most | said most often |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted({row.fault for row in rows}):
+        of_kind = [row for row in rows if row.fault == name]
+        stages, statuses = ({str(v) for v in column} for column in zip(*((r.stage, r.status) for r in of_kind), strict=True))  # fmt: skip
+        said = Counter(row.said for row in of_kind).most_common(1)[0][0]
+        most = max(row.repeated_steps for row in of_kind)
+        lines.append(
+            f"| {name} | {len(of_kind)} | {', '.join(sorted(stages))} | {', '.join(sorted(statuses))} | {most} | {said} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=50, help="how many faults at least")
     parser.add_argument("--seed", type=int, default=0, help="of faults and moments")
-    parser.add_argument("--round", type=int, default=6, help="faults of a round at most")
+    parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
     args = parser.parse_args()
-    chance = random.Random(args.seed)
+    chance, tried = random.Random(args.seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         undisturbed = make_project(root / "undisturbed", train=TRAIN)
         complete(undisturbed, "all")
-        print(
-            "| round | fault | stage | status | steps trained again | said |\n|---|---|---|---|---|---|"
-        )
-        done, number = 0, 0
-        while done < args.faults:
+        print("| round | fault | stage | status | steps trained again | said |\n|---|---|---|---|---|---|")  # fmt: skip
+        rows: list[Row] = []
+        number = 0
+        while len(rows) < args.faults:
             number += 1
-            done += len(
-                round_of(number, root=root, undisturbed=undisturbed, chance=chance, most=args.round)
-            )
-    print(f"{done} faults in {number} rounds: every artifact equals the undisturbed one")
+            rows += round_of(
+                number, root=root, undisturbed=undisturbed, chance=chance, most=args.round, tried=tried
+            )  # fmt: skip
+    print(f"\n{summary(rows)}\n\n{len(rows)} faults in {number} rounds: every artifact equals the undisturbed one")  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

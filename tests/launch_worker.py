@@ -1,5 +1,6 @@
-"""A worker for the tests of the launcher: `python -m tests.launch_worker <behaviour> <folder>`."""
+"""A stage for the tests of the launcher, on the command line of all stages: `python -m tests.launch_worker <behaviour> <folder>`."""
 
+import argparse
 import mmap
 import os
 import resource
@@ -11,28 +12,24 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from tests.preflight_examples import SMALL_DOCUMENT
 from workflow.lib.diagnosis import explained
+from workflow.lib.heartbeat import Pulse
+from workflow.lib.parallel import die_with_parent, process_group
+from workflow.scripts.command import run, stage_parser
 
 
-def allocate_too_much() -> None:
+def allocate_too_much(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))
     torch.empty(2**40)
 
 
-def write_too_much() -> None:
-    """A limit stands in for a full disk: the same error class, by the same path."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        (folder / "checkpoint").write_bytes(bytes(5000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def write_to_a_full_disk(folder: Path) -> None:
+    Path("/dev/full").write_bytes(b"x")
 
 
-def read_cut_file() -> None:
+def read_cut_file(folder: Path) -> None:
     path = folder / "tokens.npy"
     path.write_bytes(bytes(2**20))
     with path.open("r+b") as file:
@@ -41,71 +38,97 @@ def read_cut_file() -> None:
         print(mapped[-1])
 
 
-def lose_peer() -> None:
+def lose_peer(folder: Path) -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:23456")
 
 
-def lose_gpu() -> None:
+def lose_gpu(folder: Path) -> None:
     raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
-FAILURES = {
+def diverge(folder: Path) -> None:
+    from workflow.lib.training import check_step  # the other workers start sooner without
+
+    origin = "first in model.layers.1.mlp, forward, rows [3, 8] of the tokens, process 1"
+    check_step(float("nan"), 1.5, step=6, origin=origin)
+
+
+def be_defect(folder: Path) -> None:
+    raise KeyError("a defect")
+
+
+FAILURES: dict[str, Callable[[Path], None]] = {
     "memory": allocate_too_much,
-    "disk": write_too_much,
+    "full disk": write_to_a_full_disk,
     "data": read_cut_file,
     "gpu": lose_gpu,
+    "nan": diverge,
+    "a defect": be_defect,
 }
 
 
-@record
-def fail(action: Callable[[], None]) -> None:
+def fail(action: Callable[[Path], None], folder: Path) -> None:
     with explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 3 * 2**30):
-        action()
+        action(folder)
 
 
-behaviour, folder = sys.argv[1], Path(sys.argv[2])
-rank = int(os.environ["RANK"])
-
-if behaviour == "note":
-    keys = ("WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
-    (folder / str(rank)).write_text(" ".join(os.environ[key] for key in keys))
-elif behaviour == "raise in 1":
-    if rank == 1:
-        raise RuntimeError("a defect")
-    time.sleep(60)
-elif behaviour == "kill 1":
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-elif behaviour == "stopped":
-    sys.exit(os.EX_TEMPFAIL)
-elif behaviour == "wait":
-    from workflow.lib.parallel import die_with_parent
-
-    die_with_parent()
-    (folder / f"{rank}.part").write_text(str(os.getpid()))
-    (folder / f"{rank}.part").rename(folder / str(rank))
-    time.sleep(120)
-elif behaviour == "lose a peer in 0, kill 1":  # the survivor is the first to say anything
-    if rank == 1:
-        time.sleep(2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2)
-    fail(lose_peer)
-elif behaviour.startswith("fail with "):
-    if rank == 1:
-        fail(FAILURES[behaviour.removeprefix("fail with ")])
-    time.sleep(120)
-elif behaviour in ("stop 1", "sleep in 1"):
-    from workflow.lib.heartbeat import Pulse
-    from workflow.lib.parallel import process_group
-
+def hang(rank: int, *, stopped: bool) -> None:
+    """Take four steps together; process 1 does not take part in the last."""
     with Pulse(rank=rank, start_s=600, step_s=14) as pulse, process_group("cpu", timeout_s=300):
         for step in range(1, 5):
             pulse.step(step)
             if step == 4 and rank == 1:
-                if behaviour == "stop 1":
+                if stopped:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 time.sleep(200)
             torch.distributed.all_reduce(torch.ones(3))
             time.sleep(0.2)
+
+
+def tell_process_id(rank: int, folder: Path) -> None:
+    die_with_parent()
+    (folder / f"{rank}.part").write_text(str(os.getpid()))
+    (folder / f"{rank}.part").rename(folder / str(rank))
+    time.sleep(120)
+
+
+def note(rank: int, folder: Path) -> None:
+    keys = ("WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    (folder / str(rank)).write_text(" ".join(os.environ[key] for key in keys))
+
+
+def main(args: argparse.Namespace) -> None:
+    behaviour, folder, rank = args.behaviour, args.folder, int(os.environ["RANK"])
+    if behaviour == "note":
+        note(rank, folder)
+    elif behaviour == "leave 1":
+        if rank == 1:
+            os._exit(3)  # as a library may do
+        time.sleep(60)
+    elif behaviour == "kill 1":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    elif behaviour == "stopped":
+        sys.exit(os.EX_TEMPFAIL)
+    elif behaviour == "wait":
+        tell_process_id(rank, folder)
+    elif behaviour == "lose a peer in 0, kill 1":  # the survivor is the first to say anything
+        time.sleep(2)
+        if rank == 1:
+            time.sleep(2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fail(lose_peer, folder)
+    elif behaviour.startswith("fail with "):
+        if rank == 1:
+            fail(FAILURES[behaviour.removeprefix("fail with ")], folder)
+        time.sleep(120)
+    else:
+        hang(rank, stopped=behaviour == "stop 1")
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__, config_required=False)
+    parser.add_argument("behaviour")
+    parser.add_argument("folder", type=Path)
+    run(main, parser, locks_itself=True)

@@ -34,13 +34,15 @@ def test_workers_get_their_ranks_and_share_the_cores(tmp_path: Path) -> None:
 
 # What process 1 of 2 does, and the first line that the user sees.
 CAUSES = {
-    "raise in 1": "exit status 1",
-    "kill 1": "killed by SIGKILL",
+    "leave 1": "exit status 3; its message stands above",
     "lose a peer in 0, kill 1": "killed by SIGKILL",
     "fail with memory": "out of host memory: preflight predicted a peak of",
-    "fail with disk": "the file size limit (ulimit -f) is reached",
+    "fail with full disk": "the disk is full",
     "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or its disk failed",
     "fail with gpu": "the GPU or its driver failed (CUDA error: uncorrectable ECC error encountered)",
+    "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged (first in model.layers.1.mlp, "
+    "forward, rows [3, 8] of the tokens, process 1)",
+    "fail with a defect": "KeyError: 'a defect'",
 }
 
 
@@ -53,15 +55,14 @@ def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
         launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(cause)
+    if behaviour == "fail with memory":
+        assert_shows_prediction_measurement_and_change(str(caught.value))
     assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")
     assert "Repeat the command to continue from what is finished" in lines[-1]
     assert time.monotonic() - began < 60, "the other process is not waited for"
 
 
-def test_lack_of_memory_shows_prediction_measurement_and_change(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        launch_workers(WORKER, ["fail with memory", str(tmp_path)], processes=2)
-    message = str(caught.value)
+def assert_shows_prediction_measurement_and_change(message: str) -> None:
     assert "3.00 GiB had been in use" in message
     assert "Set train.micro_batch_size = 1 (predicted peak 1.50 GiB)" in message
     assert "adam_moments" in message, "preflight's table"
@@ -85,7 +86,7 @@ def test_process_that_hangs_is_named_and_all_are_stopped(
 
 
 def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the tokens folder is damaged"):
+    with pytest.raises(UserError, match=r"^killed by SIGKILL: the tokens folder is damaged"):
         launch_workers(
             WORKER,
             ["kill 1", str(tmp_path)],

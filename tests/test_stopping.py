@@ -116,3 +116,30 @@ def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Pat
     messages = run_distributed(diverging, tmp_path, world_size=2)
     assert all(message.startswith(f"step {STEPS}: loss = nan") for message in messages)
     assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, STEPS))
+
+
+def reading_cut_tokens(folder: Path) -> str:
+    """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero from then on."""
+    from workflow.lib import training
+
+    original = training.check_step
+
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(loss, norm, step=step, origin=origin)
+        if step + 1 == 3 and os.environ["RANK"] == "0":
+            path = folder / "tokens" / "train.input_ids.npy"
+            os.truncate(path, path.stat().st_size - 1)
+
+    training.check_step = check  # this process ends with the call
+    try:
+        finetune(arguments(folder))
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    messages = run_distributed(reading_cut_tokens, tmp_path, world_size=2)
+    assert all("is damaged: train.input_ids.npy" in message for message in messages)
+    assert saved_steps(arguments(tmp_path).checkpoints) == [1]

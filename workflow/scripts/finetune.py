@@ -165,6 +165,7 @@ def train(
             stopping, saving = on_any((stop.asked, due), group=world.io_group)
             if saving or stopping:
                 pulse.phase("saving")
+                TokenStore.open(args.tokens)  # what was cut off a mapped file reads as zeros
                 writer.save(model.training, optimizer, step=step)
             if stopping and not last:
                 writer.wait()
