@@ -385,7 +385,6 @@ def test_losses_of_4_then_2_then_8_processes_are_those_of_4(folder: Path) -> Non
             part_of_elastic_run, folder / "nf4", folder / "elastic", last, world_size=processes
         )
         losses += results[0]
-    print(max(abs(a / b - 1) for a, b in zip(losses, undisturbed)))
     assert losses == pytest.approx(undisturbed, rel=2e-5)
 
 

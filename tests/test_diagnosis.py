@@ -30,6 +30,17 @@ EXPLAINED = {
     "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk quota is used up"),
     "lost GPU": (RuntimeError("CUDA error: device-side assert triggered"), "the GPU or its driver failed"),
     "lost GPU under NCCL": (RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG)"), "the GPU or its driver failed"),
+    "GPU memory under NCCL": (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), "out of"),
+    "old driver": (RuntimeError("The NVIDIA driver on your system is too old (found version 11040)."), "this PyTorch does not fit the GPU or its driver (The NVIDIA"),
+    "other GPU": (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "this PyTorch does not fit"),
+    "NCCL": (
+        RuntimeError("NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nsocket: no route to host"),
+        "NCCL, which connects the GPUs, failed (NCCL error in: NCCLUtils.cpp:77, unhandled system error ... socket: no route to host)",
+    ),
+    "shared memory of a container": (
+        RuntimeError("NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nError while creating shared memory segment /dev/shm/nccl-8x (size 9637888), error: No space left on device (28)"),
+        "the shared memory of this machine, /dev/shm, is full (NCCL error",
+    ),
 }  # fmt: skip
 
 
@@ -46,12 +57,20 @@ def test_failure_of_the_machine_is_a_message_with_what_to_do(
     assert "repeat the command" in str(caught.value)
 
 
-def test_lost_peer_is_no_cause() -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1234",
+        "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_lost_peer_is_no_cause(text: str) -> None:
     with (
         pytest.raises(PeerLostError),
         explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 0),
     ):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1234")
+        raise RuntimeError(text)
 
 
 def test_defect_stays_what_it_is() -> None:

@@ -24,17 +24,37 @@ class PeerLostError(RuntimeError):
     """This process only noticed that another one is gone."""
 
 
-OUT_OF_HOST_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc")
+# As torch words it, and NCCL below torch, for GPUs; the allocators, and the start of a thread, for the host.
+NO_MEMORY = re.compile(
+    r"can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
+    r"|Cuda failure (\d+ )?'out of memory'"
+)
 PEER_LOST = re.compile(
     r"Connection (closed|reset) by|Broken pipe|Socket Timeout|Timed out waiting|gloo.*(closed|timed? ?out)"
-    r"|remote process exited|NCCL communicator was aborted|Connection refused",
+    r"|remote process exit|NCCL communicator was aborted|Connection refused",
     re.IGNORECASE,
 )
-GPU_LOST = re.compile(
-    r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side assert"
-    r"|no CUDA-capable device",
-    re.IGNORECASE,
-)
+SHARED_MEMORY = re.compile(r"NCCL.*(/dev/shm|shared memory segment)", re.DOTALL)
+# What the text of an error betrays, and the message; the first that is found counts.
+TROUBLES = {
+    re.compile(
+        r"driver on your system is too old|driver version is insufficient|forward compatibility was attempted"
+        r"|no kernel image is available|PTX was compiled with an unsupported toolchain",
+        re.IGNORECASE,
+    ): "this PyTorch does not fit the GPU or its driver ({cause}). Install a newer driver, or the PyTorch of an older CUDA "
+    "(envs/), and repeat the command; it continues from what is finished.",
+    re.compile(
+        r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side assert"
+        r"|no CUDA-capable device",
+        re.IGNORECASE,
+    ): "the GPU or its driver failed ({cause}). Look for Xid in `dmesg` and at `nvidia-smi`; reset or leave "
+    "out the GPU (CUDA_VISIBLE_DEVICES), and repeat the command; it continues from the last checkpoint, also on fewer GPUs.",
+    re.compile(
+        r"NCCL error|nccl\w*Error"
+    ): "NCCL, which connects the GPUs, failed ({cause}). With NCCL_DEBUG=WARN in the "
+    "environment it says more; between machines, NCCL_SOCKET_IFNAME names the network to use, and all need the same "
+    "versions. Mend that and repeat the command; it continues from the last checkpoint.",
+}
 
 
 @contextmanager
@@ -53,12 +73,15 @@ def explained(
         if _out_of_memory(error):
             message = out_of_memory(error, run=run, preflight=preflight, measured=measured_bytes())
             raise UserError(message) from None
+        if SHARED_MEMORY.search(str(error)):
+            raise UserError(shared_memory_full(error)) from None
         if (lack := unwritable(error)) is not None:
             raise UserError(lack) from None
         if PEER_LOST.search(str(error)):
             raise PeerLostError(f"lost another process: {_first_line(error)}") from error
-        if GPU_LOST.search(str(error)):
-            raise UserError(gpu_lost(error)) from error
+        for pattern, message in TROUBLES.items():
+            if pattern.search(str(error)):
+                raise UserError(message.format(cause=_ends(error))) from error
         raise
 
 
@@ -66,9 +89,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def _ends(error: BaseException) -> str:
+    """Return the first line, and the last, where NCCL puts the cause."""
+    lines = str(error).strip().splitlines()
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
+
+
 def _out_of_memory(error: BaseException) -> bool:
-    host = isinstance(error, (RuntimeError, OSError)) and OUT_OF_HOST_MEMORY.search(str(error))
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(host)
+    told = isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(told)
 
 
 def out_of_memory(
@@ -95,11 +124,11 @@ def out_of_memory(
     )
 
 
-def gpu_lost(error: BaseException) -> str:
-    """Return the message for a GPU that failed under the run."""
+def shared_memory_full(error: BaseException) -> str:
+    """Return the message for what NCCL meets in a container, which gets 64 MB of shared memory unless told otherwise."""
     return (
-        f"the GPU or its driver failed ({_first_line(error)}). Look for Xid in `dmesg` and at `nvidia-smi`; reset or leave "
-        "out the GPU (CUDA_VISIBLE_DEVICES), and repeat the command; it continues from the last checkpoint, also on fewer GPUs."
+        f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the container with more of it "
+        "(docker run --shm-size=8g, or --ipc=host), and repeat the command; it continues from the last checkpoint."
     )
 
 
