@@ -79,6 +79,7 @@ def strike(project: Project, target: str, name: str, chance: random.Random) -> R
     if "Traceback" in output:
         print(output, file=sys.stderr, flush=True)
     if not hit:
+        print(f"missed: {name} ({last_words(output)})", file=sys.stderr, flush=True)
         return None
     folder = checkpoint_folder(project)
     newest = max(saved_steps(folder), default=0) if folder else 0
@@ -209,6 +210,12 @@ def round_of(
     return rows
 
 
+def undisturbed_project(folder: Path) -> Project:
+    project = Project(folder) if folder.exists() else make_project(folder, train=TRAIN)
+    complete(project, "all")
+    return project
+
+
 def summary(rows: Sequence[Row]) -> str:
     """Return a table with a line per kind of fault."""
     lines = [
@@ -231,12 +238,12 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=50, help="how many faults at least")
     parser.add_argument("--seed", type=int, default=0, help="of faults and moments")
     parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
+    parser.add_argument("--undisturbed", type=Path, help="folder for the undisturbed run; if it is finished there, it is not run again")  # fmt: skip
     args = parser.parse_args()
     chance, tried = random.Random(args.seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
-        undisturbed = make_project(root / "undisturbed", train=TRAIN)
-        complete(undisturbed, "all")
+        undisturbed = undisturbed_project(args.undisturbed or root / "undisturbed")
         print("| round | fault | stage | status | steps trained again | said |\n|---|---|---|---|---|---|")  # fmt: skip
         rows: list[Row] = []
         number = 0

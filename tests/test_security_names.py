@@ -1,5 +1,6 @@
 """Names and paths, however they are spelled, are data: they work or are refused, and no shell ever reads them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ HOSTILE = [
     "!x",
     "~",
 ]
+COLUMN = "{run} a'b\"c;touch pwned;$(touch pwned)`touch pwned`\n--help ../../ß数"
 REFUSED_RUN_NAMES = [*HOSTILE, "..", ".", "a/b", "../x", ".hidden", "-x", "_x", "a" * 65, ""]
 
 
@@ -52,9 +54,17 @@ def pwned(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.name.strip("'\"; ") == "pwned"]
 
 
+def rename_column(path: Path, old: str, new: str) -> None:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    renamed = [{new if key == old else key: value for key, value in row.items()} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in renamed), encoding="utf-8")
+
+
 def hostile_project(root: Path) -> Project:
-    """A project whose files, model, template and title have every hostile character at once."""
+    """A project whose files, column, model, layers, template and title have every hostile character at once."""
     project = make_project(root)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        rename_column(project.root / "data" / name, "prompt", COLUMN)
     every = "-- a b'c\"d;touch pwned;$(touch pwned)`touch pwned`|&*#%s!ß数"
     (project.root / every).mkdir()
     names = {
@@ -75,7 +85,10 @@ def hostile_project(root: Path) -> Project:
                 "train": names["data/train.jsonl"],
                 "heldout": names["data/heldout.jsonl"],
                 "chat_template": f"./{every}/--template; $(touch pwned).jinja",
+                "format": "prompt_completion",
+                "columns": {"prompt": COLUMN},
             },
+            "lora": {"target_modules": r".*_proj|--x '\"; \$\(touch pwned\)`touch pwned`"},
             "evaluate": {"tasks_dir": f"./{every}/$(touch pwned)"},
             "report": {"title": f"{every}\n<script>alert(1)</script>"},
         }
@@ -88,6 +101,17 @@ def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder: 
     done = project.snakemake("preflight")
     assert done.status == 0, done.output
     assert project.json("preflight_run", "preflight.json")["verdict"] == "fits"
+    assert pwned(hostile_folder) == []
+
+
+def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder: Path) -> None:
+    project = make_project(hostile_folder / "hub")
+    hostile = {"source": "$(touch pwned);`touch pwned`/a b'c\"", "revision": "--help;touch pwned"}
+    project.edit({"model": hostile})
+    done = project.snakemake("preflight")
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    assert "model.source" in done.output.splitlines()[-1], done.output
     assert pwned(hostile_folder) == []
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from workflow.lib.errors import UserError
-from workflow.lib.weights import INDEX, SINGLE, CheckpointReader
+from workflow.lib.weights import INDEX, QUANTIZATION, SINGLE, CheckpointReader
 
 TENSORS = {
     "a.weight": torch.arange(77, dtype=torch.float32).reshape(11, 7),
@@ -122,6 +122,8 @@ def test_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path, damag
     message = refused(path.parent)
     assert message.startswith(f"{path} is not a whole safetensors file (")
     assert message.endswith("Download it again.")
+    (path.parent / QUANTIZATION).touch()
+    assert refused(path.parent).endswith(f"Delete the folder {path.parent}; it is made again.")
 
 
 def test_absent_tensor_is_refused_by_name(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from workflow.lib.headers import is_beside
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
 def shard_of_tensor(folder: Path) -> dict[str, str]:
@@ -56,9 +57,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise UserError(
-            f"{path} is not a whole safetensors file ({error}). Download it again."
-        ) from None
+        made_here = (path.parent / QUANTIZATION).is_file()
+        change = f"Delete the folder {path.parent}; it is made again" if made_here else "Download it again"  # fmt: skip
+        raise UserError(f"{path} is not a whole safetensors file ({error}). {change}.") from None
 
 
 class CheckpointReader:
