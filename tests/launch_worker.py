@@ -15,6 +15,7 @@ import torch.distributed
 
 from tests.preflight_examples import SMALL_DOCUMENT
 from workflow.lib.diagnosis import explained
+from workflow.lib.errors import BatchMemoryError
 from workflow.lib.heartbeat import Pulse
 from workflow.lib.parallel import die_with_parent, process_group
 from workflow.scripts.command import run, stage_parser
@@ -46,6 +47,10 @@ def lose_gpu(folder: Path) -> None:
     raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+def batch_too_large(folder: Path) -> None:
+    raise BatchMemoryError(6)
+
+
 def diverge(folder: Path) -> None:
     from workflow.lib.training import check_step  # the other workers start sooner without
 
@@ -58,6 +63,7 @@ def be_defect(folder: Path) -> None:
 
 
 FAILURES: dict[str, Callable[[Path], None]] = {
+    "batch": batch_too_large,
     "memory": allocate_too_much,
     "full disk": write_to_a_full_disk,
     "data": read_cut_file,

@@ -3,8 +3,8 @@ import torch
 from transformers import LlamaConfig
 
 from workflow.lib import batch_size
-from workflow.lib.batch_size import fitting_batch_size, halving, token_bytes
-from workflow.lib.errors import UserError
+from workflow.lib.batch_size import fitting_batch_size, halving, restarting, token_bytes
+from workflow.lib.errors import BatchMemoryError, UserError
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
@@ -75,3 +75,24 @@ def test_auto_is_a_power_of_two_that_half_of_free_memory_holds(monkeypatch, sequ
 def test_generation_counts_keys_and_values_of_all_layers():
     cache = token_bytes(CONFIG, keeps_cache=True) - token_bytes(CONFIG, keeps_cache=False)
     assert cache == 4 * 2 * 3 * 16
+
+
+def test_processes_in_step_ask_for_a_new_start_instead():
+    """The others wait within the forward that failed: trying again here would be out of step."""
+    compute, tried = tries(1)
+    with pytest.raises(BatchMemoryError) as found:
+        halving(compute, start=4, what="tasks", collective=True)
+    assert (tried, found.value.size) == ([4], 4)
+
+
+def test_new_starts_have_half_the_batch_until_it_fits():
+    asked = []
+
+    def launch(most):
+        asked.append(most)
+        size = most or 8
+        if size > 2:
+            raise BatchMemoryError(size)
+
+    restarting(launch)
+    assert asked == [None, 4, 2]

@@ -141,6 +141,7 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
         ("train", "lr_schedule", "step", "must be 'cosine', 'linear' or 'constant'"),
         ("train", "micro_batch_size", "x", "must be a whole number or 'auto'"),
         ("train", "activation_checkpointing", "maybe", "must be true, false, auto or a number"),
+        ("evaluate", "shard", "maybe", "must be true, false or auto"),
         (
             "train",
             "activation_checkpointing",

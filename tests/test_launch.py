@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.launch import launch_workers
 
 WORKER = "tests.launch_worker"
@@ -61,6 +61,12 @@ def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
     assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")
     assert "Repeat the command to continue from what is finished" in lines[-1]
     assert time.monotonic() - began < 60, "the other process is not waited for"
+
+
+def test_batch_that_was_too_large_is_named_by_its_size(tmp_path: Path) -> None:
+    with pytest.raises(BatchMemoryError) as caught:
+        launch_workers(WORKER, ["fail with batch", str(tmp_path)], processes=2)
+    assert caught.value.size == 6
 
 
 def assert_shows_prediction_measurement_and_change(message: str) -> None:

@@ -17,9 +17,17 @@ NUM_FIGURES = (
 )
 
 
+# Of all runs: one gain is reached, the other missed.
+EVALUATE = {
+    "sample_temperature": 0.7,
+    "require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5},
+}
+
+
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "workflow.scripts.render_report", "--config"]
-    config = {"report": {"title": "Report"}, "runs": {name: {} for name in names}}
+    settings = {name: {"evaluate": EVALUATE} for name in names}
+    config = {"report": {"title": "Report"}, "runs": settings}
     command += [json.dumps(config), "--runs-dir", str(root / "runs")]
     for name in names:
         command += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
@@ -36,6 +44,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(root, "other", num_steps=11, rate=5e-4)
     edit(folder / "preflight_run" / "preflight.json", lambda d: d["terms"][0].update(name=HOSTILE))
     edit(folder / "evaluate_run" / "tuned.json", lambda d: d["samples"][0].update(answer=HOSTILE))
+    for subject in ("base", "tuned"):
+        edit(
+            folder / "evaluate_run" / f"{subject}.json",
+            lambda d: [sample.update(drawn=HOSTILE) for sample in d["samples"]],
+        )
     done = render(root, "demo", "other")
     assert done.returncode == 0, done.stderr
     return root
@@ -68,7 +81,8 @@ def test_tokens_option_without_folder_is_explained(tmp_path: Path) -> None:
         '{"report": {}, "runs": {}}',
     ]
     command += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
-    command += ["--output", "a", "--comparison", "b", "--figures", "c"]
+    for name in ("output", "comparison", "figures"):
+        command += [f"--{name}", str(tmp_path / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == (
         "--tokens = 'demo': must be NAME=DIR. Give a run and its tokens folder.\n"

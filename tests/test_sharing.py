@@ -5,7 +5,7 @@ import pytest
 from tests.distributed import run_distributed
 from workflow.lib.errors import UserError
 from workflow.lib.parallel import process_group
-from workflow.lib.sharing import agreed, evaluation_processes, main_first, shared_out
+from workflow.lib.sharing import Division, agreed, divide, main_first, shared_out
 
 GIB = 2**30
 
@@ -63,19 +63,49 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "gib", "expected"), [(0, 0, 1), (1, 24, 1), (4, 24, 4), (4, 16, 1)]
+    ("count", "gib", "expected"),
+    [
+        (0, 0, (1, False)),
+        (1, 24, (1, False)),
+        (1, 16, (1, False)),
+        (4, 24, (4, False)),
+        (4, 16, (4, True)),
+    ],
 )
-def test_auto_is_a_process_a_gpu_if_the_model_fits_on_one(model, count, gib, expected):
+def test_auto_is_a_process_a_gpu_sharded_only_if_the_model_does_not_fit_on_one(
+    model, count, gib, expected
+):
     gpus = [gib * GIB] * count
-    assert evaluation_processes("auto", folders=[model], gpu_bytes=gpus) == expected
+    assert divide("auto", shard="auto", folders=[model], gpu_bytes=gpus) == Division(*expected)
+
+
+def test_model_larger_than_one_gpu_fills_them_from_one_process_where_sharding_is_off(model):
+    gpus = [16 * GIB] * 4
+    assert divide("auto", shard=False, folders=[model], gpu_bytes=gpus) == Division(1, False)
+    assert divide(1, shard="auto", folders=[model], gpu_bytes=gpus) == Division(1, False)
 
 
 def test_copies_that_do_not_fit_are_refused(model):
     with pytest.raises(
         UserError, match=r"evaluate\.processes = 2: 10\.0 GiB of weights leave room for 1 process"
     ):
-        evaluation_processes(2, folders=[model], gpu_bytes=[16 * GIB] * 4)
+        divide(2, shard=False, folders=[model], gpu_bytes=[16 * GIB] * 4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "gib", "match"),
+    [
+        (1, 16, r"evaluate\.shard = True: one process has nobody"),
+        ("auto", 4, r"evaluate\.processes = 4: a slice of 2\.5 GiB leaves a GPU of 4\.0 GiB too"),
+        (5, 16, r"evaluate\.processes = 5: .* room for 4 process"),
+    ],
+)
+def test_nothing_or_too_little_to_shard_over_is_refused(model, processes, gib, match):
+    with pytest.raises(UserError, match=match):
+        divide(processes, shard=True, folders=[model], gpu_bytes=[gib * GIB] * 4)
 
 
 def test_cpu_takes_the_number_that_is_asked_for(model):
-    assert evaluation_processes(3, folders=[model], gpu_bytes=[]) == 3
+    for shard in (True, False):
+        found = divide(3, shard=shard, folders=[model], gpu_bytes=[])
+        assert found == Division(3, sharded=shard)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from workflow.lib.errors import setting_error
+from workflow.lib.errors import BatchMemoryError, setting_error
 from workflow.lib.hardware import available_host_bytes
 
 logger = logging.getLogger("workflow")
@@ -59,10 +59,11 @@ def free_bytes(device: torch.device) -> int:
     )
 
 
-def halving(compute: Callable[[int], T], *, start: int, what: str) -> T:
+def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
     """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out of memory.
 
-    what: the part of the evaluation, for the log. Raises `UserError` if one sequence does not fit.
+    what: the part of the evaluation, for the log. collective: forwards are, so that the others wait within the one
+    that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if one sequence does not fit.
     """
     size = start
     while True:
@@ -79,7 +80,23 @@ def halving(compute: Callable[[int], T], *, start: int, what: str) -> T:
                 f"{what} runs out of memory with a single sequence ({reason})",
                 "Shorten documents (data.seq_len) or answers (evaluate.max_new_tokens), or use more GPUs",
             )
+        if collective:
+            raise BatchMemoryError(size)
         size //= 2
         logger.info("%s: out of memory, going on with batches of %d", what, size)
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def restarting(launch: Callable[[int | None], None]) -> None:
+    """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at most.
+
+    What they finished before is archived, so only the rest is measured again.
+    """
+    most = None
+    while True:
+        try:
+            return launch(most)
+        except BatchMemoryError as error:
+            most = error.size // 2
+            logger.info("out of memory: starting again with batches of %d at most", most)

@@ -14,6 +14,14 @@ class UserError(ValueError):
         super().__init__(redacted(message).encode(errors="backslashreplace").decode())
 
 
+class BatchMemoryError(UserError):
+    """A batch of `size` sequences ran out of memory where processes go in step: all must start again with less."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(str(size))
+        self.size = size
+
+
 class StoppedError(Exception):
     """Not a mistake: the run was asked to stop by a signal. The same command continues it."""
 

@@ -50,7 +50,9 @@ class EvaluateConfig(Section):
     batch_size: int | Literal["auto"] = "auto"
     """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where memory runs out."""
     processes: int | Literal["auto"] = "auto"
-    """Processes that share the items, each with a copy of the model; `auto` = one per GPU if the model fits on one, else 1, spread over all."""
+    """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model does not fit on one GPU)."""
+    shard: bool | Literal["auto"] = "auto"
+    """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on one GPU. `false` fills the GPUs one after the other from a single process."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
     require: dict[str, float] = Field({})

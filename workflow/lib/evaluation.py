@@ -133,7 +133,7 @@ def _losses(questions: Questions, *, world: World | None) -> Part:
                 model, mine, batch_size=questions.settings.batch_size, device=model.device
             )
 
-        return shared_out(documents, of, world=world)
+        return shared_out(documents, of, world=world, model=model)
 
     return Part(HELDOUT, {"documents": _digest(documents)}, compute)
 
@@ -175,7 +175,7 @@ def _samples(questions: Questions, *, temperature: float, world: World | None) -
                 description=name,
             )
 
-        answers = shared_out(questions.prompts, of, world=world)
+        answers = shared_out(questions.prompts, of, world=world, model=model)
         return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
 
     facts = {

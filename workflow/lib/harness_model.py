@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.batch_size import fitting_batch_size, halving
 from workflow.lib.parallel import World
-from workflow.lib.sharing import shared_out
+from workflow.lib.sharing import in_step, is_sharded, shared_out
 
 _NO_TERMINAL = not sys.stderr.isatty()
 WINDOWS = 64
@@ -41,6 +41,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             requests,
             lambda mine: super(SharingHFLM, self).loglikelihood(mine, quiet),
             world=self._world,
+            model=self.model,
         )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -52,6 +53,7 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             requests,
             lambda mine: super(SharingHFLM, self).loglikelihood_rolling(mine, quiet),
             world=self._world,
+            model=self.model,
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -59,8 +61,12 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         quiet = disable_tqdm or _NO_TERMINAL
         drawn = any(request.args[1].get("do_sample") for request in requests)
         # Draws follow one stream of random numbers: shares would draw others.
-        world = None if drawn else self._world
-        return shared_out(requests, lambda mine: self._generate(mine, quiet), world=world)
+        if drawn:
+            with in_step(self.model, world=self._world):
+                return self._generate(requests, quiet)
+        return shared_out(
+            requests, lambda mine: self._generate(mine, quiet), world=self._world, model=self.model
+        )
 
     def _generate(self, requests: list[Any], quiet: bool) -> list[str]:
         if not requests:
@@ -85,6 +91,10 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             tokens=max(len(context) + len(answer) for _, context, answer in requests),
         )
 
+    def _model_generate(self, context: Any, *args: Any, **options: Any) -> Any:
+        """Generate without Transformers' own way to keep sharded processes in step, which needs equal numbers of calls."""
+        return super()._model_generate(context, *args, synced_gpus=False, **options)
+
     def _in_batches(
         self, compute: Callable[[], list[Any]], *, tokens: int, keeps_cache: bool = False
     ) -> list[Any]:
@@ -99,4 +109,4 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             tokens=min(tokens, self.max_length),
             keeps_cache=keeps_cache,
         )
-        return halving(with_size, start=start, what="tasks")
+        return halving(with_size, start=start, what="tasks", collective=is_sharded(self.model))

@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from workflow.lib.batch_size import fitting_batch_size, halving
+from workflow.lib.sharing import is_sharded
 from workflow.lib.tokens import Document
 
 LOGITS_BYTES = (
@@ -53,7 +54,7 @@ def heldout_losses(
     def with_size(size: int) -> list[tuple[float, int]]:
         return _losses(model, documents, batch_size=size, device=device, description=description)
 
-    return halving(with_size, start=start, what=description)
+    return halving(with_size, start=start, what=description, collective=is_sharded(model))
 
 
 def _losses(
@@ -94,7 +95,7 @@ def _batches(
         yield batch
 
 
-@torch.inference_mode()
+@torch.no_grad()  # FSDP gathers into the same buffers in every mode, and inference mode would mark them
 def _batch_losses(
     model: nn.Module, documents: Sequence[Document], *, device: torch.device
 ) -> list[float]:

@@ -109,7 +109,7 @@ def load_base(
         dtype=compute_dtype,
         attn_implementation=attention,
     )
-    _refuse_unmatched(
+    refuse_unmatched(
         base_dir,
         missing=report["missing_keys"],
         unexpected=report["unexpected_keys"],
@@ -186,17 +186,18 @@ def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
     places = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
     with safe_open(adapter_dir / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = set(file.keys())
-    _refuse_unmatched(adapter_dir, missing=places - stored, unexpected=stored - places)
+    refuse_unmatched(adapter_dir, missing=places - stored, unexpected=stored - places)
     return tuned
 
 
-def _refuse_unmatched(
+def refuse_unmatched(
     folder: Path,
     *,
     missing: set[str],
     unexpected: set[str],
     mismatched: list[str] | tuple[str, ...] = (),
 ) -> None:
+    """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or has in another shape."""
     found = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
     wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in found.items() if names]
     if wrong:

@@ -19,13 +19,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.diagnosis import first_cause, killed, memory_kills
-from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, Watch
 from workflow.lib.nodes import ALONE, Place
 from workflow.lib.rendezvous import LOOPBACK, use_loopback
 
 MEETING_S = 900  # for the slowest node to start Python from a shared disk
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
+TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
 REPEAT = "Repeat the command to continue from what is finished."
 
 
@@ -45,7 +46,7 @@ def launch_workers(
     `place` says which share of them this machine starts, and where all meet. Every node of the run calls this.
 
     what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is wrong with the files that it read. Raises `UserError`
-    with the cause of the process that failed first, and `StoppedError` if stopped by a signal (workers get the signal
+    with the cause of the process that failed first, `BatchMemoryError` if that is it, and `StoppedError` if stopped by a signal (workers get the signal
     and `grace_s` to save a checkpoint).
     """
     local = processes // place.nodes
@@ -70,6 +71,8 @@ def launch_workers(
                 raise StoppedError(STOPPED) from None
             rank, failure = first_cause(error.failures)
             cause = hung[0] if hung else _cause(failure, memory_kills_before, inspect_inputs)
+            if cause.startswith(TOO_LARGE):
+                raise BatchMemoryError(int(cause.removeprefix(TOO_LARGE))) from None
             raise UserError(
                 f"{cause.rstrip()}\n({what}: process {rank} of {processes}, the first to fail; the log says more. "
                 f"{REPEAT})"

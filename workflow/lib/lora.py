@@ -84,7 +84,7 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
     paths = list(adapter_ranks(settings, linears=linears))
     if isinstance(targets, str) and targets != "all-linear":
         targets = tuple(paths)
-    config = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.r,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
@@ -96,8 +96,6 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
         alpha_pattern=dict(settings.alpha_pattern),
         bias="none",
     )
-    config._register_custom_module({NF4Linear: FusedLoraLinear})
-    return config
 
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
@@ -106,12 +104,19 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     Raises `UserError` if a name or pattern of the settings matches no linear layer.
     """
     config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
-    with torch.device("meta"):
-        peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
+    peft_model = adapted(model, config)
     for param in trainable_parameters(peft_model).values():
         assert param.dtype == torch.float32, (
             "PEFT gives adapters the fp32 type of the packed weights' view"
         )
+    return peft_model
+
+
+def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear` layers."""
+    config._register_custom_module({NF4Linear: FusedLoraLinear})
+    with torch.device("meta"):
+        peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
     return peft_model
 
 

@@ -156,6 +156,20 @@ def shard_(
     return units
 
 
+def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after each unit's forward.
+
+    Collective; call on a meta-device model. Every forward gathers all weights once, unit by unit.
+    """
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:  # a tied weight must stay in one unit: the root
+        fully_shard(embedding, mesh=mesh, reshard_after_forward=True)
+        fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
 def local_bytes(training: nn.Module) -> tuple[int, int]:
     """Return the bytes of all parameters that this process holds, and of the whole model."""
     unique = {id(p): p for p in training.parameters()}.values()

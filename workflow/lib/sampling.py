@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from workflow.lib.batch_size import fitting_batch_size, halving
+from workflow.lib.sharing import is_sharded
 from workflow.lib.tokens import Document
 
 
@@ -136,7 +137,7 @@ def generate_answers(
                 found[index] = _until_stop(row, stop_ids)
         return found
 
-    return halving(with_size, start=start, what=description)
+    return halving(with_size, start=start, what=description, collective=is_sharded(model))
 
 
 def _batches(prompts: Sequence[Prompt], *, size: int, description: str) -> Iterator[list[int]]:
@@ -148,7 +149,7 @@ def _batches(prompts: Sequence[Prompt], *, size: int, description: str) -> Itera
         yield by_length[first : first + size]
 
 
-@torch.inference_mode()
+@torch.no_grad()  # as in `heldout`
 def _continue(
     model: PeftModel | PreTrainedModel,
     prompts: Sequence[Prompt],
@@ -160,7 +161,11 @@ def _continue(
     """Return the new tokens of each prompt of one batch, what follows an end included."""
     ids, mask = _left_padded([prompt.prompt for prompt in prompts], device=device)
     output = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=noise
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=settings,
+        logits_processor=noise,
+        synced_gpus=False,  # `sharing.in_step` does it, for any number of calls
     )
     rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return rows

@@ -63,8 +63,10 @@ class Section(BaseModel):
         if bool in kinds and isinstance(value, str) and kinds & {int, float} and value not in words:
             allowed = ", ".join(["must be true", "false", *words]) + " or a number"
             raise PydanticCustomError("bool_or_number", allowed)
-        if bool in kinds and not isinstance(value, bool | None) and not kinds & {int, float}:
-            raise PydanticCustomError("bool_type", "must be true or false")
+        is_truth = isinstance(value, bool | None) or value in words
+        if bool in kinds and not is_truth and not kinds & {int, float}:
+            *most, last = "true", "false", *words
+            raise PydanticCustomError("bool_or_word", f"must be {', '.join(most)} or {last}")
         return value
 
 

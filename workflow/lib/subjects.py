@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from workflow.lib.archive import content_key
 from workflow.lib.artifacts import package_versions
@@ -24,6 +25,9 @@ from workflow.lib.inference import (
     resolve_dtype,
     softcaps_attention,
 )
+from workflow.lib.parallel import World
+from workflow.lib.sharded import load_sharded_adapter, load_sharded_base
+from workflow.lib.sharing import is_sharded
 
 # Of the installed packages, those that compute the numbers.
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
@@ -49,13 +53,30 @@ def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def subjects(
-    *, base: Path, adapter: Path, merged: Path | None, options: dict[str, Any]
+    *,
+    base: Path,
+    adapter: Path,
+    merged: Path | None,
+    options: dict[str, Any],
+    shards: World | None = None,
 ) -> list[Subject]:
     """Return base, tuned and, if there is one, merged, in this order; nothing is loaded yet.
 
-    options: of `load_options`. Raises `UserError` if a folder is not finished.
+    options: of `load_options`; shards: the processes over which the weights are sharded, None for a whole copy.
+    Raises `UserError` if a folder is not finished.
     """
-    tuned = _Loaded(lambda: load_adapter(load_base(base, **options), adapter))
+
+    def load_tuned() -> PeftModel:
+        if shards is None:
+            return load_adapter(load_base(base, **options), adapter)
+        return load_sharded_adapter(base, adapter, world=shards, **_computing(options))
+
+    def load_merged(folder: Path) -> PreTrainedModel:
+        if shards is None:
+            return load_base(folder, **options)
+        return load_sharded_base(folder, world=shards, **_computing(options))
+
+    tuned = _Loaded(load_tuned)
     found = [
         Subject("base", content_key(base), tuned.with_adapter_off),
         Subject("tuned", content_key(base, adapter), tuned.opened),
@@ -65,10 +86,21 @@ def subjects(
         @contextmanager
         def opened() -> Iterator[Model]:
             tuned.release()
-            yield load_base(merged, **options)
+            yield load_merged(merged)
 
         found.append(Subject("merged", content_key(merged), opened))
     return found
+
+
+def _computing(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the load options but the device, which processes that share the weights know."""
+    return {name: value for name, value in options.items() if name != "device"}
+
+
+def _called(tuned: PeftModel) -> Model:
+    """Return what is called for a forward. PEFT's wrapper would go past the hooks by which FSDP gathers weights."""
+    inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]  # PEFT declares any module
+    return inner if is_sharded(inner) else tuned
 
 
 class _Loaded:
@@ -81,17 +113,19 @@ class _Loaded:
     @contextmanager
     def opened(self) -> Iterator[Model]:
         """Yield the model with its adapter on."""
-        if self._model is None:
-            self._model = self._load()
-        yield self._model
+        yield _called(self._tuned())
 
     @contextmanager
     def with_adapter_off(self) -> Iterator[Model]:
         """Yield the model with its adapter off."""
-        with self.opened() as model:
-            assert isinstance(model, PeftModel)
-            with model.disable_adapter():
-                yield model
+        tuned = self._tuned()
+        with tuned.disable_adapter():
+            yield _called(tuned)
+
+    def _tuned(self) -> PeftModel:
+        if self._model is None:
+            self._model = self._load()
+        return self._model
 
     def release(self) -> None:
         """Free the model's memory."""

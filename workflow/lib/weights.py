@@ -20,8 +20,8 @@ SINGLE = "model.safetensors"
 QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
-def shard_of_tensor(folder: Path) -> dict[str, str]:
-    """Return the file name that holds each tensor of a checkpoint folder.
+def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
+    """Return the file name that holds each tensor of a checkpoint folder; `single`: the only file where there is no index.
 
     Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names missing files.
     """
@@ -33,13 +33,13 @@ def shard_of_tensor(folder: Path) -> dict[str, str]:
                 f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
             )
         return weight_map
-    if not (folder / SINGLE).is_file():
+    if not (folder / single).is_file():
         raise UserError(
-            f"{folder} has neither {SINGLE} nor {INDEX}. Give a folder with a safetensors checkpoint "
+            f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
             "(model.source); other formats can be converted with save_pretrained of Transformers."
         )
-    with _open(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    with _open(folder / single) as file:
+        return dict.fromkeys(file.keys(), single)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -65,9 +65,9 @@ def _open(path: Path) -> Any:
 class CheckpointReader:
     """Random access to the tensors of a safetensors checkpoint; a context manager that holds the files open."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, single: str = SINGLE) -> None:
         self._folder = folder
-        self._shards = shard_of_tensor(folder)
+        self._shards = shard_of_tensor(folder, single=single)
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Self:

@@ -1,8 +1,8 @@
 """Measure the exported adapter, its base and, if there is one, the merged model: held-out loss, tasks, sample answers.
 
 Reads exported files only, through stock Transformers and PEFT. What was measured before on the same model under the
-same settings (a folder of results, `--archive`) is not measured again. Several processes share the work where the
-model fits on one GPU; a larger one is spread over all of them. Writes `base.json`, `tuned.json` and, with `--merged`,
+same settings (a folder of results, `--archive`) is not measured again. A process a GPU takes a share of the work, with the
+model on each, or sharded over all of them where it is larger than one. Writes `base.json`, `tuned.json` and, with `--merged`,
 `merged.json`. Works without a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
 """
 
@@ -26,27 +26,38 @@ TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another
 
 def main(args: argparse.Namespace) -> None:
     settings = EvaluateConfig.model_validate(args.config["evaluate"])
+    if args.batch_size is not None:
+        settings = settings.model_copy(update={"batch_size": args.batch_size})
     # Hugging Face libraries read these variables when they are imported, so they are imported after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
+    from workflow.lib.batch_size import restarting
     from workflow.lib.inference import choose_device
     from workflow.lib.launch import launch_workers
-    from workflow.lib.sharing import evaluation_processes
+    from workflow.lib.sharing import divide
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
-    processes = evaluation_processes(
+    division = divide(
         settings.processes,
+        shard=settings.shard,
         folders=[folder for folder in (args.base, args.merged) if folder],
         gpu_bytes=[gpu.total_bytes for gpu in gpus],
     )
-    if processes == 1 or is_worker():
-        work(args, settings)
-    else:
+    if division.processes == 1 or is_worker():
+        work(args, settings, sharded=division.sharded)
+        return
+
+    def launch(most: int | None) -> None:
         launch_workers(
-            "workflow.scripts.evaluate_run", sys.argv[1:], processes=processes, what="evaluation"
+            "workflow.scripts.evaluate_run",
+            [*sys.argv[1:], *([] if most is None else ["--batch-size", str(most)])],
+            processes=division.processes,
+            what="evaluation",
         )
 
+    restarting(launch)
 
-def work(args: argparse.Namespace, settings: EvaluateConfig) -> None:
+
+def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
     """Be one process of the evaluation."""
     from workflow.lib import evaluation, inference, outcome, subjects
     from workflow.lib.archive import Archive
@@ -72,13 +83,14 @@ def work(args: argparse.Namespace, settings: EvaluateConfig) -> None:
             store = TokenStore.open(args.tokens)
             questions = evaluation.prepare(store, tokenizer=tokenizer, settings=settings)
             models = subjects.subjects(
-                base=args.base, adapter=args.adapter, merged=args.merged, options=options
-            )
+                base=args.base, adapter=args.adapter, merged=args.merged, options=options,
+                shards=world if sharded else None,
+            )  # fmt: skip
         logger.setLevel(logging.DEBUG if world is None or world.is_main else logging.ERROR)
         machine = subjects.machine_facts(options)
         logger.info(
-            "%s, %s, %s, %d process(es): loss of %d of %d held-out documents, %d samples, tasks: %s",
-            machine["device"], machine["compute_dtype"], machine["attention"], world.size if world else 1,
+            "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
+            machine["device"], machine["compute_dtype"], machine["attention"], world.size if world else 1, " that share the weights" if sharded else "",
             len(questions.losses_of), store.num_heldout_documents, len(questions.prompts),
             ", ".join(questions.tasks) or "none",
         )  # fmt: skip
@@ -121,5 +133,8 @@ if __name__ == "__main__":
     parser.add_argument("--output-base", type=Path, required=True, help="base.json to write")
     parser.add_argument("--output-tuned", type=Path, required=True, help="tuned.json to write")
     parser.add_argument("--output-merged", type=Path, help="merged.json to write")
+    parser.add_argument(
+        "--batch-size", type=int, help="instead of evaluate.batch_size; of a new start"
+    )
     parser.add_argument("--chat-template", help="Jinja file; default: the tokenizer's own template")
     run(main, parser)
