@@ -110,6 +110,7 @@ def preflight() -> dict[str, Any]:
             "accumulation_steps": 5,
             "activation_checkpointing": True,
             "reshard_after_forward": True,
+            "offload_window_bytes": None,
             "gpu_memory_bytes": int(23.3 * GIB),
             "compute_dtype": "bfloat16",
             "num_steps": 211,

@@ -47,7 +47,12 @@ KINDS: dict[str, dict[str, Any]] = {
 TRAIN = TrainConfig(
     epochs=None, max_steps=STEPS, global_batch_size=BATCH, learning_rate=1e-2, max_grad_norm=None
 )
-PLAN = {"activation_checkpointing": True, "reshard_after_forward": True, "gpu_memory_bytes": None}
+PLAN = {
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_window_bytes": None,
+    "gpu_memory_bytes": None,
+}
 # fp32 on both sides, sums in another order; DoRA's norms are expanded here and summed there.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 

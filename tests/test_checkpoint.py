@@ -41,7 +41,12 @@ CONFIG = RunConfig(
     train=TrainConfig(epochs=None, max_steps=STEPS, global_batch_size=12, learning_rate=1e-2, weight_decay=0.1),
 )  # fmt: skip
 IDENTITY = "0123456789ab-cdef01234567"
-PLAN = {"activation_checkpointing": True, "reshard_after_forward": True, "gpu_memory_bytes": None}
+PLAN = {
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_window_bytes": None,
+    "gpu_memory_bytes": None,
+}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

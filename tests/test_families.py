@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models import VOCAB, adapted, quantized, random_store
 from workflow.lib.batches import make_batch
 from workflow.lib.families import FAMILIES
+from workflow.lib.fused import fuse_layers_
 from workflow.lib.inference import load_base
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.parallel import checkpoint_activations_
+from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
 
 ROWS, SEQ_LEN = 3, 29
@@ -44,6 +46,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one linear.
+PLAIN = {"norms": 6, "feed_forwards": 3}
+FUSED = {
+    "llama": PLAIN, "mistral": PLAIN, "qwen2": PLAIN, "qwen3": {"norms": 12, "feed_forwards": 3},
+    "gemma2": {"feed_forwards": 3}, "gemma3_text": {"feed_forwards": 3}, "phi3": {"norms": 6},
+    "olmo2": {"norms": 12, "feed_forwards": 3},
+}  # fmt: skip
+
+
 def base_of(case: str, folder: Path) -> Path:
     """Save and quantize a random model, its norms and biases off their initial values."""
     family, special = CASES[case]
@@ -64,10 +75,15 @@ def base_of(case: str, folder: Path) -> Path:
     return quantized(folder / "original", folder / "nf4")
 
 
-def ours(base: Path, store: TokenStore, attention: str) -> dict[str, Any]:
+def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) -> dict[str, Any]:
     """Loss and gradients of all rows in one forward of the training module, every second layer recomputed."""
     training = adapted(base, attention=attention, r=4, alpha=8).train()
-    checkpoint_activations_(training.peft_model.get_base_model(), every=2)  # type: ignore[operator]
+    model = training.peft_model.get_base_model()  # type: ignore[operator]
+    if fused:
+        replaced = fuse_layers_(model)
+        assert replaced == FUSED[model.config.model_type]
+        training.stash = Stash(CPU, window_bytes=4096)
+    checkpoint_activations_(model, every=2)
     params = trainable_parameters(training)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -122,6 +138,11 @@ def test_loss_and_gradients_are_those_of_stock_packages(tmp_path: Path, case: st
     base = base_of(case, tmp_path)
     found = ours(base, store, attention)
     expected = stock(base, store, attention, found["values"])
+    assert_equal(found, expected)
+    assert_equal(ours(base, store, attention, fused=True), expected)
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
     for name, gradient in expected["gradients"].items():
         # fp32, sums in another order: rows of documents here, documents there

@@ -46,6 +46,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, 
         "accumulation_steps": BATCH // processes // micro_batch_size,
         "activation_checkpointing": True,
         "reshard_after_forward": True,
+        "offload_window_bytes": None,
         "gpu_memory_bytes": None,
         "num_steps": STEPS,
     } | changes

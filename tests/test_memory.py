@@ -25,6 +25,7 @@ from workflow.lib.memory_terms import (
     Setup,
     gathered_bytes,
     lora_parameters,
+    offloaded_bytes,
     saved_activations,
     sharded_bytes,
     stored_terms,
@@ -56,6 +57,7 @@ setups = st.builds(
     activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]), reshard_after_forward=st.booleans(),
     accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
     attention=st.sampled_from(["flash", "sdpa", "eager"]),
+    fused_layers=st.booleans(), offload_activations=st.booleans(),
 )  # fmt: skip
 
 
@@ -290,6 +292,44 @@ def test_every_third_of_seven_layers_keeps_its_input_alone() -> None:
     terms = predict(shape, chosen).phases["backward_first_layer"]
     assert terms["layer_inputs"] == 3 * 2 * chosen.tokens * 8192
     assert terms["saved_activations"] == (4 + 1) * saved_activations(shape, chosen)
+
+
+def test_fused_layers_keep_half_of_norms_inputs_and_two_wide_tensors_less() -> None:
+    """In bf16: two norms' inputs of 8,192 at 2 instead of 4 bytes; activation and product of 28,672."""
+    chosen = setup(activation_checkpointing=False)
+    stock, fused = (
+        saved_activations(llama_70b(), replace(chosen, fused_layers=flag)) for flag in (False, True)
+    )
+    assert stock - fused == chosen.tokens * (2 * 2 * 8192 + 2 * 2 * 28672)
+
+
+def test_offloaded_inputs_leave_two_on_the_gpu() -> None:
+    chosen = setup(offload_activations=True)
+    terms = predict(llama_70b(), chosen).phases["forward_layer"]
+    row = 2 * chosen.tokens * 8192
+    assert terms["offloaded_activations"] == 2 * row
+    assert "layer_inputs" not in terms
+    assert offloaded_bytes(llama_70b(), chosen) == 80 * 2 ** (row - 1).bit_length()
+
+
+def test_offloaded_activations_leave_one_layers_on_the_gpu() -> None:
+    chosen = setup(offload_activations=True, activation_checkpointing=False)
+    terms = predict(llama_70b(), chosen).phases["forward_layer"]
+    assert terms["offloaded_activations"] == saved_activations(llama_70b(), chosen)
+
+
+@given(shape=small_shapes.filter(lambda shape: shape.num_layers > 2), chosen=setups)
+def test_offloading_never_takes_more_where_all_layers_are_recomputed(
+    shape: ModelShape, chosen: Setup
+) -> None:
+    here, there = (
+        replace(chosen, offload_activations=flag, activation_checkpointing=True)
+        for flag in (False, True)
+    )
+    assert (
+        peak(shape, there)
+        <= peak(shape, here) + 2 * here.compute_bytes * here.tokens * shape.hidden_size
+    )
 
 
 @given(shape=small_shapes, chosen=setups)

@@ -29,6 +29,7 @@ CONFIG = RunConfig(lora=LoraSettings(r=4))
 PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
+    "offload_window_bytes": None,
     "gpu_memory_bytes": None,
 }
 LAYER = "model.layers.1.mlp.down_proj"

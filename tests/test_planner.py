@@ -20,7 +20,7 @@ from workflow.lib import loss
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.memory import GIB, predict
-from workflow.lib.memory_terms import LOSS_CHUNK_ROWS
+from workflow.lib.memory_terms import LOSS_CHUNK_ROWS, offloaded_bytes
 from workflow.lib.planner import (
     Budget,
     Machine,
@@ -199,7 +199,23 @@ def test_remedies_name_every_setting_that_helps() -> None:
     assert named == {
         "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
         "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
+        "train.fused_layers", "hardware.offload_activations",
     }  # fmt: skip
+
+
+def test_offloading_from_host_memory_to_host_memory_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"hardware\.offload_activations = True: this run is on CPUs"
+    ):
+        decided(on=cpu_machine(processes=2), hardware={"offload_activations": True})
+
+
+def test_offloaded_activations_count_as_host_memory() -> None:
+    stay, leave = (
+        decided(llama_8b, hardware={"offload_activations": flag}) for flag in (False, True)
+    )
+    expected = offloaded_bytes(llama_8b, leave.chosen.setup)
+    assert leave.host_bytes - stay.host_bytes == 2 * expected > 0
 
 
 def test_hopeless_run_says_that_no_single_change_is_enough() -> None:
@@ -387,6 +403,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "accumulation_steps": 10 // size,
         "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
         "reshard_after_forward": True,
+        "offload_window_bytes": None,
         "gpu_memory_bytes": None,
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step

@@ -80,6 +80,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
         "accumulation_steps": 1,
         "activation_checkpointing": False,
         "reshard_after_forward": True,
+        "offload_window_bytes": None,
         "gpu_memory_bytes": None,
         "compute_dtype": "float32",
         "num_steps": 10,  # 37 rows, 3 epochs, 12 a step

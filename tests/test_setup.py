@@ -16,7 +16,12 @@ from workflow.lib.parallel import process_group
 from workflow.lib.setup import TrainingModel, build_training_model, check_family, startup_checks
 from workflow.lib.tokens import TokenStore
 
-PLAN = {"activation_checkpointing": True, "reshard_after_forward": True, "gpu_memory_bytes": None}
+PLAN = {
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_window_bytes": None,
+    "gpu_memory_bytes": None,
+}
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ CLIP = 0.05
 PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
+    "offload_window_bytes": None,
     "gpu_memory_bytes": None,
     "micro_batch_size": 1,
 }
@@ -41,13 +42,25 @@ SINGLE: dict[str, dict[str, Any]] = {
     "dropout, activations kept": {"dropout": 0.3, "activation_checkpointing": False},
     "every second layer's activations kept": {"activation_checkpointing": 2},
     "clipped": {"max_grad_norm": CLIP},
+    "fused": {"fused_layers": True},
+    "fused, activations offloaded": {
+        "fused_layers": True,
+        "offload_window_bytes": 4096,
+        "activation_checkpointing": False,
+    },
+    "fused, dropout": {"fused_layers": True, "dropout": 0.3},
+    "inputs offloaded": {"offload_window_bytes": 4096},
+    "activations offloaded": {"offload_window_bytes": 4096, "activation_checkpointing": False},
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "1 row at a time": {},
     "all rows at once": {"micro_batch_size": 2},
     "weights kept after forward": {"reshard_after_forward": False},
     "clipped": {"max_grad_norm": CLIP},
-}
+    "fused, every second layer's activations offloaded": {
+        "fused_layers": True, "offload_window_bytes": 4096, "activation_checkpointing": 2,
+    },
+}  # fmt: skip
 # fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW divides gradients by
 # their own magnitude, so a rounding error of a gradient near zero moves its weight by a share of the learning rate.
 LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
@@ -101,6 +114,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
         "gradients": gradients[0],
         "gradients_left": sum(p.grad is not None for p in params.values()),
         "weights": {name: full(p) for name, p in params.items()},
+        "host_bytes": model.training.stash.host_bytes if model.training.stash else 0,
     }
 
 
@@ -167,6 +181,34 @@ def test_all_processes_report_the_same_loss_and_norm(sharded: list[dict[str, Any
 @pytest.mark.parametrize("variant", ["activations kept", "every second layer's activations kept"])
 def test_recomputed_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
     assert_identical(single[variant], single["1 row at a time"])
+
+
+@pytest.mark.parametrize("variant", ["inputs offloaded", "activations offloaded"])
+def test_offloaded_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
+    assert_identical(single[variant], single["1 row at a time"])
+    inputs, everything = (
+        single[name]["host_bytes"] for name in ("inputs offloaded", "activations offloaded")
+    )
+    assert everything > 5 * inputs > 0
+
+
+def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
+    for variant in ("fused", "fused, activations offloaded"):
+        assert_same_run(single[variant], single["1 row at a time"])
+    assert_identical(single["fused, activations offloaded"], single["fused"])
+
+
+def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
+    """At least the activation and the product, fp32 of width 176, of the feed-forwards of three layers."""
+    stock, fused = (
+        single[name]["host_bytes"]
+        for name in ("activations offloaded", "fused, activations offloaded")
+    )
+    assert stock - fused >= 3 * 2 * SEQ_LEN * 176 * 4
+
+
+def test_fused_layers_with_dropout_train_the_same_run(single: dict[str, Any]) -> None:
+    assert_same_run(single["fused, dropout"], single["dropout"])
 
 
 def test_recomputed_activations_meet_the_same_dropout(single: dict[str, Any]) -> None:
@@ -362,7 +404,7 @@ def poisoned(base: Path) -> str:
     with process_group("cpu", timeout_s=60) as world:
         config = settings()
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "gpu_memory_bytes": None}  # fmt: skip
+        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "offload_window_bytes": None, "gpu_memory_bytes": None}  # fmt: skip
         training = build_training_model(base, config, plan, world, **build).training
         before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
         for name, param in trainable_parameters(training).items():

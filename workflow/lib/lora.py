@@ -62,6 +62,10 @@ class FusedLoraLinear(PeftLoraLinear):
         assert isinstance(b_weight, torch.Tensor)
         return a_weight, b_weight
 
+    def is_plain_lora(self) -> bool:
+        """Whether the value is W x + b + s B A x and no more now."""
+        return self._is_plain() and not self.lora_variant
+
     def _is_plain(self) -> bool:
         dropout = self.lora_dropout[ADAPTER]
         return (

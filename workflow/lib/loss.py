@@ -5,6 +5,7 @@ forward, and the head's weight is not needed in backward: FSDP can free it at on
 fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.stash import Stash
 
 CHUNK_ROWS = 1024  # bounds the logits in memory: 1024 rows of a 128k vocabulary in fp32 are 0.5 GiB
 
@@ -123,6 +125,8 @@ class CausalLMForTraining(nn.Module):
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
         self.head_loss = LinearCrossEntropy(head)
+        self.stash: Stash | None = None
+        """Where the decoder's activations wait for backward; None = where they are."""
 
     def forward(
         self,
@@ -140,10 +144,15 @@ class CausalLMForTraining(nn.Module):
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
-        hidden = decoder(**inputs).last_hidden_state
+        with self._saving():
+            hidden = decoder(**inputs).last_hidden_state
         chosen = hidden.flatten(0, 1).index_select(0, positions)
         loss: torch.Tensor = self.head_loss(chosen, targets)
         return loss
+
+    def _saving(self) -> AbstractContextManager[None]:
+        wanted = self.stash is not None and torch.is_grad_enabled()
+        return self.stash.forward() if wanted and self.stash is not None else nullcontext()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""

@@ -11,11 +11,13 @@ from workflow.lib.memory_terms import (
     Setup,
     Terms,
     dequantized_weight,
+    fuses_feed_forward,
     gathered_bytes,
     layer_tensors,
     layer_workspace,
     loss_terms,
     mask_bytes,
+    offload_window,
     saved_activations,
     sharded_bytes,
     stored_terms,
@@ -57,6 +59,7 @@ EXPLANATIONS = {
     "tied_embedding": "the tied embedding and head, gathered from start of forward to end of backward",
     "layer_inputs": "input of every decoder layer, kept for recomputation",
     "saved_activations": "activations that autograd keeps",
+    "offloaded_activations": "activations on their way to or from host memory",
     "attention_mask": "boolean mask of packed rows",
     "hidden_states": "hidden states around final norm and loss, and their gradient",
     "logits": "logits of one chunk of rows: fp32 softmax and gradients",
@@ -178,19 +181,29 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
 
 
 def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
-    """What forward leaves for the backward of `num_layers` layers."""
+    """What forward leaves on the device for the backward of `num_layers` layers."""
     inputs = setup.recomputed_layers(num_layers)
-    return {
+    kept = {
         "layer_inputs": inputs * _hidden(shape, setup),
         "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
     }
+    window = offload_window(shape, setup)
+    if window is None:
+        return kept
+    return {"offloaded_activations": min(window, sum(kept.values()))}
 
 
 def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
-    """`kept`, and the activations of `layer` if backward has just recomputed it."""
-    if not setup.recomputes(layer):
+    """`kept`, and what backward has of `layer` besides: all activations if it has just recomputed them, else, of
+    offloaded ones, those of the feed-forward's node."""
+    if setup.recomputes(layer):
+        more = saved_activations(shape, setup)
+    elif setup.offload_activations:
+        row = setup.compute_bytes * setup.tokens
+        more = row * (shape.hidden_size + 2 * shape.intermediate_size)
+    else:
         return kept
-    return kept | {"saved_activations": kept["saved_activations"] + saved_activations(shape, setup)}
+    return kept | {"saved_activations": kept.get("saved_activations", 0) + more}
 
 
 def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
@@ -209,7 +222,8 @@ def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
 def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
     """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction."""
     adapters = layer_tensors(shape, setup)["lora_weights"]
-    return layer_workspace(shape, setup, wide=2, hidden_bytes=setup.compute_bytes) | {
+    wide = 3 if fuses_feed_forward(shape, setup) else 2  # gradients of the product, of gate and up
+    return layer_workspace(shape, setup, wide=wide, hidden_bytes=setup.compute_bytes) | {
         "attention_mask": mask_bytes(setup),
         "hidden_states": _hidden(shape, setup),
         "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.shards),

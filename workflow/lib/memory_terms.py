@@ -48,6 +48,10 @@ class Setup:
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
     dora: bool = False
+    fused_layers: bool = False
+    """Fused norms and feed-forwards, where the family has such."""
+    offload_activations: bool = False
+    """What backward needs waits in host memory."""
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
 
@@ -164,20 +168,60 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
 def saved_activations(shape: ModelShape, setup: Setup) -> int:
     """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an adapter).
 
-    Norms keep an fp32 copy of their input (4 T h each). Linears keep their input, which q, k, v share
+    Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep their input, which q, k, v share
     and gate, up (2 c T h), and the down projection's (c T f); attention q, k, v, output and
-    log-sum-exp; the feed-forward gate, activation and up (3 c T f); adapters x A^T; DoRA the product before
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone; adapters x A^T; DoRA the product before
     it is scaled.
     """
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
-    kept = 4 * shape.hidden_norms * t * shape.hidden_size
+    norm = c if _fuses_norms(shape, setup) else 4
+    kept = norm * shape.hidden_norms * t * shape.hidden_size
     kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
-    kept += 4 * t * (q + k) if shape.qk_norm else 0
+    kept += norm * t * (q + k) if shape.qk_norm else 0
+    kept -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
     kept += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
     kept += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
     return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
+
+
+def _fuses_norms(shape: ModelShape, setup: Setup) -> bool:
+    """Gemma's norms multiply by 1 + w, in fp32, which no fused operation does."""
+    return setup.fused_layers and not shape.family.startswith("gemma")
+
+
+def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
+    """Whether gate, up and down are one node (`gated.GatedFeedForward`): all with a plain adapter."""
+    plain = not setup.dropout and not setup.dora
+    return (
+        setup.fused_layers and plain and {"gate_proj", "up_proj", "down_proj"} <= set(setup.targets)
+    )
+
+
+def offload_window(shape: ModelShape, setup: Setup) -> int | None:
+    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if none are offloaded.
+
+    Two inputs of layers where all are recomputed, else what one layer keeps.
+    """
+    if not setup.offload_activations:
+        return None
+    if setup.recomputed_layers(shape.num_layers) == shape.num_layers:
+        return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
+    return saved_activations(shape, setup)
+
+
+def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a power of two.
+
+    Rounded are the layers' inputs, which are equal in size; of the rest, of many sizes, a quarter is added.
+    """
+    if not setup.offload_activations:
+        return 0
+    inputs = setup.recomputed_layers(shape.num_layers)
+    row = setup.compute_bytes * setup.tokens * shape.hidden_size
+    others = (shape.num_layers - inputs) * saved_activations(shape, setup)
+    return inputs * (1 << (row - 1).bit_length()) + others * 5 // 4
 
 
 def _linear_inputs(shape: ModelShape, setup: Setup) -> int:

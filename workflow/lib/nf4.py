@@ -227,18 +227,43 @@ class NF4LoraMatMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, u = ctx.saved_tensors
-        base: NF4Linear = ctx.layer.get_base_layer()
-        a_weight, b_weight = ctx.layer.fused_weights()
-        grad = grads[0].reshape(-1, base.out_features)
-        grad_u = ctx.scale * (grad @ b_weight.to(grad.dtype))
-        grad_b = ctx.scale * (grad.t() @ u)
-        grad_a = grad_u.t() @ rows
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ base.dequantize(grad.dtype)
-            grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_x, grad_a, grad_b = lora_gradients(
+            ctx.layer, grad, rows, u, scale=ctx.scale, wants_x=ctx.needs_input_grad[0]
+        )
+        if grad_x is not None:
             grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype), None, None
+        return grad_x, grad_a, grad_b, None, None
+
+
+def lora_value(layer: Any, rows: torch.Tensor, u: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Return W x + b + s B u of rows (T, in), for u = A x (T, r)."""
+    base: NF4Linear = layer.get_base_layer()
+    _, b_weight = layer.fused_weights()
+    y = nn.functional.linear(rows, base.dequantize(rows.dtype), base.bias)
+    return y.addmm_(u, b_weight.to(rows.dtype).t(), alpha=scale)
+
+
+def lora_gradients(
+    layer: Any,
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    u: torch.Tensor,
+    *,
+    scale: float,
+    wants_x: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x (T, in), None unless wanted, and of A and B, fp32, for a gradient (T, out) of the value."""
+    base: NF4Linear = layer.get_base_layer()
+    a_weight, b_weight = layer.fused_weights()
+    grad_u = scale * (grad @ b_weight.to(grad.dtype))
+    grad_b = scale * (grad.t() @ u)
+    grad_a = grad_u.t() @ rows
+    grad_x = None
+    if wants_x:
+        grad_x = grad @ base.dequantize(grad.dtype)
+        grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
+    return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype)
 
 
 class _NF4LoraValue(torch.autograd.Function):
@@ -253,11 +278,7 @@ class _NF4LoraValue(torch.autograd.Function):
         layer: Any,
         scale: float,
     ) -> torch.Tensor:
-        base: NF4Linear = layer.get_base_layer()
-        _, b_weight = layer.fused_weights()
-        rows = x.reshape(-1, x.shape[-1])
-        y = nn.functional.linear(rows, base.dequantize(x.dtype), base.bias)
-        y.addmm_(u, b_weight.to(x.dtype).t(), alpha=scale)
+        y = lora_value(layer, x.reshape(-1, x.shape[-1]), u, scale=scale)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod

@@ -11,7 +11,7 @@ from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
 from workflow.lib.gpus import GpuModel
 from workflow.lib.memory import GIB
-from workflow.lib.memory_terms import Attention, Setup
+from workflow.lib.memory_terms import Attention, Setup, offloaded_bytes
 from workflow.lib.shapes import ModelShape
 from workflow.lib.targets import adapter_ranks
 
@@ -200,6 +200,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         double_quant=run.quantize.double_quant,
         activation_checkpointing=True,
         reshard_after_forward=run.hardware.reshard_after_forward,
+        fused_layers=run.train.fused_layers,
+        offload_activations=_offloads(run.hardware, machine),
         accumulates=True,
         compute_bytes=2 if dtype == "bfloat16" else 4,
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
@@ -207,6 +209,18 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
+
+
+def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
+    """Whether activations wait in host memory; raises `UserError` if that is asked for where there is no other memory."""
+    if hardware.offload_activations and machine.device == "cpu":
+        raise setting_error(
+            "hardware.offload_activations",
+            True,
+            "this run is on CPUs, whose activations are in host memory anyway",
+            "Set it to false, or use GPUs (hardware.gpus)",
+        )
+    return hardware.offload_activations
 
 
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
@@ -218,12 +232,14 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
     return largest
 
 
-def host_bytes(shape: ModelShape, machine: Machine, *, peak_bytes: int) -> int:
+def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
     """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
 
-    With GPUs: each process itself, and its slice of the largest tensor while the weights are loaded.
+    With GPUs: each process itself, its offloaded activations, and its slice of the largest tensor while the weights
+    are loaded.
     """
     if machine.device == "cpu":
         return machine.processes_per_node * peak_bytes
     largest = shape.vocab_size * shape.hidden_size * shape.source_bytes
-    return machine.processes_per_node * GPU_PROCESS_BYTES + largest
+    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup)
+    return machine.processes_per_node * each + largest

@@ -11,7 +11,7 @@ from workflow.lib.artifacts import read_json
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.memory import EXPLANATIONS, GIB
-from workflow.lib.memory_terms import lora_parameters
+from workflow.lib.memory_terms import lora_parameters, offload_window
 from workflow.lib.planner import (
     Budget,
     Machine,
@@ -142,7 +142,7 @@ def decide(
         limits=limits,
     )
     chosen = choose(found, device=machine.device)
-    host = host_bytes(shape, machine, peak_bytes=chosen.prediction.peak_bytes)
+    host = host_bytes(shape, chosen.setup, machine, peak_bytes=chosen.prediction.peak_bytes)
     disk = disk_bytes(
         shape, chosen.setup, manifest,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
@@ -228,7 +228,7 @@ def document(
     chosen, limits = decision.chosen, decision.limits
     prediction, setup = chosen.prediction, chosen.setup
     train = manifest["splits"]["train"]
-    plan = _plan(decision, run, machine, num_rows=train["packed_rows"])
+    plan = _plan(decision, run, shape, machine, num_rows=train["packed_rows"])
     return {
         "verdict": "fits" if decision.fits else "does_not_fit",
         "reason": decision.reason,
@@ -265,7 +265,9 @@ def document(
     }
 
 
-def _plan(decision: Decision, run: RunConfig, machine: Machine, *, num_rows: int) -> dict[str, Any]:
+def _plan(
+    decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
+) -> dict[str, Any]:
     """Return what `finetune` follows."""
     chosen, limits = decision.chosen, decision.limits
     enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
@@ -278,6 +280,7 @@ def _plan(decision: Decision, run: RunConfig, machine: Machine, *, num_rows: int
         "micro_batch_size": chosen.micro_batch_size,
         "accumulation_steps": decision.rows // chosen.micro_batch_size,
         "activation_checkpointing": chosen.setup.activation_checkpointing,
+        "offload_window_bytes": offload_window(shape, chosen.setup),
         "reshard_after_forward": chosen.setup.reshard_after_forward,
         "gpu_memory_bytes": allowed if enforced else None,
         "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),

@@ -127,6 +127,7 @@ class Plan(Record):
     gpu_memory_bytes: int | None
     compute_dtype: str
     num_steps: int
+    offload_window_bytes: int | None = None
 
 
 class Term(Record):

@@ -64,7 +64,7 @@ def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Itera
     rows = global_batch_size // setup.processes
     smaller = [d for d in reversed(divisors(rows)) if d < setup.micro_batch_size]
     yield [(f"train.micro_batch_size = {d}", replace(setup, micro_batch_size=d)) for d in smaller]
-    yield from ([option] for option in _switches(setup))
+    yield from ([option] for option in _switches(setup, machine))
     lengths = _halves(setup.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
     yield [
@@ -75,7 +75,7 @@ def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Itera
     yield [(f"lora.r = {r}", replace(setup, rank=r)) for r in _halves(setup.rank, SMALLEST_RANK)]
 
 
-def _switches(setup: Setup) -> Iterator[Option]:
+def _switches(setup: Setup, machine: Machine) -> Iterator[Option]:
     if not setup.double_quant:
         yield "quantize.double_quant = true", replace(setup, double_quant=True)
     if setup.dropout:
@@ -87,6 +87,10 @@ def _switches(setup: Setup) -> Iterator[Option]:
             "train.activation_checkpointing = true",
             replace(setup, activation_checkpointing=True),
         )
+    if not setup.fused_layers:
+        yield "train.fused_layers = true", replace(setup, fused_layers=True)
+    if not setup.offload_activations and machine.device == "cuda":
+        yield "hardware.offload_activations = true", replace(setup, offload_activations=True)
     if not setup.reshard_after_forward and setup.processes > 1:
         yield "hardware.reshard_after_forward = true", replace(setup, reshard_after_forward=True)
     if setup.replicas > 1:

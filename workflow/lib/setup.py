@@ -1,6 +1,6 @@
 """From a plan to a model ready to train, in the one order that is right; and the checks before the first step.
 
-quantized linears -> adapters -> activation checkpointing -> sharding -> memory -> weights -> adapter values.
+quantized linears -> adapters -> fused layers -> activation checkpointing -> sharding -> memory -> weights -> adapter values.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from workflow.lib.batches import make_batch
 from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError
+from workflow.lib.fused import fuse_layers_
 from workflow.lib.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.loss import CausalLMForTraining
 from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
@@ -25,6 +26,7 @@ from workflow.lib.parallel import (
     mismatched_tensors,
     shard_,
 )
+from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
 from workflow.lib.weights import CheckpointReader
 
@@ -82,6 +84,8 @@ def build_training_model(
         base, compute_dtype=compute_dtype, attention=attention
     )
     training = CausalLMForTraining(inject_adapters(model, config.lora))
+    if config.train.fused_layers:
+        fuse_layers_(model)
     if plan["activation_checkpointing"]:
         checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
     units: list[FSDPModule] = []
@@ -90,6 +94,8 @@ def build_training_model(
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base)
     init_adapters_(training, seed=config.train.seed, base=base)
+    if plan["offload_window_bytes"] is not None:
+        training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
     return TrainingModel(training, units, bytes_read)
 
 

@@ -113,6 +113,8 @@ class TrainConfig(Section):
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
     activation_checkpointing: bool | int | Literal["auto"] = "auto"
     """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not change the result."""
+    fused_layers: bool = False
+    """Compute RMS norms and gated feed-forwards by fused operations, which keep less for backward; layers of other kinds stay as they are. Only rounding differs. Not yet measured on GPUs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
     """Optimizer steps between measurements of the held-out loss, also made after the last step; null = none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
@@ -184,6 +186,8 @@ class HardwareConfig(Section):
     """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
+    offload_activations: bool = False
+    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers. Not yet measured on GPUs."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
 

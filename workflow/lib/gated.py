@@ -1,0 +1,153 @@
+"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
+
+Backward keeps x, gate(x) and up(x) alone, and makes the product that `down` takes anew: two wide tensors (T, f) less
+than one node per linear. Like `nf4.nf4_lora_matmul` it is two nodes, of which the second makes the value and keeps
+nothing: recomputation of a layer stops before it, so neither the product nor `down` is made again.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from workflow.lib.lora import FusedLoraLinear
+from workflow.lib.nf4 import lora_gradients, lora_value
+
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+class GatedFeedForward(nn.Module):
+    """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they keep their names.
+
+    Where an adapter is not plain (dropout, DoRA, switched off) the linears compute one by one, as in the family.
+    """
+
+    def __init__(self, original: nn.Module, *, activation: str) -> None:
+        """activation: `silu` or `gelu_tanh`, what `original.act_fn` is."""
+        super().__init__()
+        for name in LINEARS:
+            setattr(self, name, original.get_submodule(name))
+        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = original.act_fn  # type: ignore[assignment]
+        self._activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return down(act(gate(x)) * up(x)); x: (..., hidden_size)."""
+        layers = [self.get_submodule(name) for name in LINEARS]
+        if not all(
+            isinstance(layer, FusedLoraLinear) and layer.is_plain_lora() for layer in layers
+        ):
+            gate, up, down = layers
+            return cast("torch.Tensor", down(self.act_fn(gate(x)) * up(x)))
+        weights = [weight for layer in layers for weight in cast("Any", layer).fused_weights()]
+        placeholder, gated, upper = _Gated.apply(x, layers, self._activation, *weights)  # type: ignore[no-untyped-call]
+        y = _GatedValue.apply(placeholder, gated, upper, layers, self._activation)  # type: ignore[no-untyped-call]
+        return cast("torch.Tensor", y)
+
+
+class _Gated(torch.autograd.Function):
+    """The gradient of the feed-forward. Returns a placeholder of the value's shape without memory, gate(x) and up(x)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, layers: Any, activation: str, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = x.reshape(-1, x.shape[-1])
+        lows = [_low(layer, rows) for layer in layers[:2]]
+        gate, up = (
+            lora_value(layer, rows, low, scale=layer.fused_scale())
+            for layer, low in zip(layers, lows, strict=False)
+        )
+        ctx.layers, ctx.activation = layers, activation
+        ctx.save_for_backward(rows, gate, up, *lows)
+        ctx.mark_non_differentiable(gate, up)
+        out_features = layers[2].get_base_layer().out_features
+        return x.new_empty(()).expand(*x.shape[:-1], out_features), gate, up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, gate, up, *lows = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        down = ctx.layers[2]
+        product = ACTIVATIONS[ctx.activation][0](gate).mul_(up)
+        grad_product, *of_down = lora_gradients(
+            down, grad, product, _low(down, product), scale=down.fused_scale()
+        )
+        del product
+        assert grad_product is not None
+        parts = ACTIVATIONS[ctx.activation][1](grad_product, gate, up)
+        del grad_product
+        grad_x, of_linears = _of_input(ctx, parts, rows, lows)
+        if grad_x is not None:
+            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        return grad_x, None, None, *of_linears, *of_down
+
+
+def _of_input(
+    ctx: Any, parts: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, lows: list[torch.Tensor]
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Return the gradient of x (T, in), None unless wanted, and those of the adapters of gate and up."""
+    total, adapters = None, []
+    for layer, part, low in zip(ctx.layers, parts, lows, strict=False):
+        grad_x, *of_adapter = lora_gradients(
+            layer, part, rows, low, scale=layer.fused_scale(), wants_x=ctx.needs_input_grad[0]
+        )
+        total = grad_x if total is None or grad_x is None else total.add_(grad_x)
+        adapters += of_adapter
+    return total, adapters
+
+
+def _low(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return A x (T, r)."""
+    a_weight, _ = layer.fused_weights()
+    low: torch.Tensor = rows @ a_weight.to(rows.dtype).t()
+    return low
+
+
+class _GatedValue(torch.autograd.Function):
+    """The value of the feed-forward. Hands its gradient to the placeholder, so to `_Gated`; saves nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        placeholder: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        layers: Any,
+        activation: str,
+    ) -> torch.Tensor:
+        down = layers[2]
+        product = ACTIVATIONS[activation][0](gate).mul_(up)
+        y = lora_value(down, product, _low(down, product), scale=down.fused_scale())
+        return y.view(placeholder.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None, None, None, None
+
+
+def _silu_parts(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate(x) and up(x) for that of silu(gate(x)) * up(x), which is overwritten."""
+    of_up = nn.functional.silu(gate).mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), of_up
+
+
+def _gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(gate, approximate="tanh")
+
+
+def _gelu_tanh_parts(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like `_silu_parts` for the GELU by tanh."""
+    of_up = _gelu_tanh(gate).mul_(grad)
+    return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), of_up
+
+
+Parts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Parts]] = {
+    "silu": (nn.functional.silu, _silu_parts),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_parts),
+}
