@@ -24,7 +24,7 @@ train all: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all $@
 
 test: $(VENV)/.installed-dev
-	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
