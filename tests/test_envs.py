@@ -106,6 +106,7 @@ def test_stages_run_in_the_image_that_the_definition_builds() -> None:
 def test_audit_reads_every_pin() -> None:
     recipe = (ENVS.parent / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
     assert "-r envs/pins.txt" in recipe
+    assert "--strict" in recipe, "a pin that cannot be asked about is no pass"
     jobs = yaml.safe_load((ENVS.parent / ".github/workflows/ci.yaml").read_text())["jobs"]
     assert [step for step in jobs["audit"]["steps"] if step.get("run") == "make audit"]
 
