@@ -18,10 +18,12 @@ TIMEOUT_S = 240
 PRELOADED = ["workflow.lib.setup", "workflow.lib.training", "workflow.lib.summary"]
 
 
-def run_distributed(function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
+def run_distributed(
+    function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Call `function(*args)` in `world_size` fresh processes with torchrun's environment; return their results by rank.
 
-    An exception in a process fails the caller with that process's traceback.
+    timeout_s: the longest that a process may take. An exception in a process fails the caller with that process's traceback.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -36,7 +38,7 @@ def run_distributed(function: Callable[..., Any], *args: Any, world_size: int) -
     for worker in workers:
         worker.start()
     try:
-        results = dict(queue.get(timeout=TIMEOUT_S) for _ in workers)
+        results = dict(queue.get(timeout=timeout_s) for _ in workers)
     finally:
         for worker in workers:
             worker.join(timeout=10)

@@ -107,7 +107,14 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=layout.RESULTS, prefix=".measured-") as folder:
         found = run_distributed(
-            measure, run, plan, Path(folder), args.every, args.pairs, world_size=plan["processes"]
+            measure,
+            run,
+            plan,
+            Path(folder),
+            args.every,
+            args.pairs,
+            world_size=plan["processes"],
+            timeout_s=36_000,
         )[0]
     case = {"run": args.run, "device": plan["device"], "processes": plan["processes"], "every": args.every}  # fmt: skip
     conditions = {"load": [load_before, os.getloadavg()[0]], "packages": package_versions()}
