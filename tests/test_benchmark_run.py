@@ -1,20 +1,23 @@
 """The benchmark from its settings to its page: cases, rows with a cause, and only what is missing is measured."""
 
+import importlib.util
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.workflow_project import Project, make_project
-from workflow.lib.artifacts import read_jsonl
+from workflow.lib.artifacts import read_jsonl, write_jsonl
 from workflow.lib.benchmark_cases import Request, read_cases, requests, run_settings
 from workflow.lib.benchmark_plan import model_flops_per_token, prepare
 from workflow.lib.catalog import known_config
 from workflow.lib.config import load_benchmark
 from workflow.lib.errors import UserError
+from workflow.lib.measuring import Observed, gemm_rate, together
 from workflow.lib.memory import predict
 from workflow.lib.memory_terms import Setup
 from workflow.lib.shapes import Linear, ModelShape, shape_of_config
@@ -197,3 +200,40 @@ def test_cases_that_no_time_is_left_for_are_rows(tmp_path: Path) -> None:
     words = ["--cases", "flash", "trl_fsdp2", "--output", str(output), "--time-limit-s", "0"]
     benchmark_run.main(benchmark_run.parser().parse_args(words))
     assert [row["cause"] for row in read_jsonl(output)] == ["not run: out of time"] * 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="the peer is installed")
+def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "measurements.jsonl"
+    benchmark_run.main(
+        benchmark_run.parser().parse_args(["--cases", "trl_fsdp2", "--output", str(output)])
+    )
+    (row,) = read_jsonl(output)
+    assert row["status"] == "not_installed"
+    assert row["cause"].startswith("not installed: trl")
+
+
+def test_finished_case_is_kept_and_only_the_rest_is_tried(tmp_path: Path) -> None:
+    output = tmp_path / "measurements.jsonl"
+    words = ["--output", str(output), "--time-limit-s", "0", "--cases", "flash", "sdpa"]
+    benchmark_run.main(benchmark_run.parser().parse_args(words))
+    first, second = read_jsonl(output)
+    write_jsonl(output, [first | {"status": "measured", "cause": None}, second])
+    benchmark_run.main(benchmark_run.parser().parse_args(words))
+    assert [row["status"] for row in read_jsonl(output)] == ["measured", "not_run"]
+
+
+def test_rate_of_products_is_found_for_every_size() -> None:
+    products = [[7, 5, 2], [5, 7, 1]]
+    rate = gemm_rate(products, rows=3, dtype=torch.float32, device=torch.device("cpu"))
+    assert 0 < rate < 1e13
+
+
+def test_measurement_takes_the_largest_peaks_and_the_median_of_later_steps() -> None:
+    one = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=5, host_bytes=1, gemm_flops_per_s=2.0)
+    other = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=3, host_bytes=8, gemm_flops_per_s=4.0)
+    found = together([one, other], tokens_per_step=30)
+    assert found["tokens_per_s_per_process"] == 30 / 3.0
+    assert (found["reserved_bytes"], found["host_bytes"]) == (5, 8)
+    assert found["reserved_bytes_by_process"] == [5, 3]
+    assert found["gemm_flops_per_s"] == 3.0

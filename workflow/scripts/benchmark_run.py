@@ -133,7 +133,7 @@ def launch(args: argparse.Namespace, prepared: Prepared) -> dict[str, Any]:
     request, own_threads = prepared.request, "OMP_NUM_THREADS" in os.environ
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         job, result = Path(folder) / "job.json", Path(folder) / "measured.json"
-        write_json(job, asdict(job_of(prepared, base=find_base(args.bases, prepared))))
+        write_json(job, asdict(job_of(args, prepared)))
         options = ["--job", str(job), "--output", str(result)]
         options += ["--log", str(args.log)] if args.log else []
         module = "workflow.scripts.benchmark_run" if request.peer is None else PEER
@@ -146,11 +146,11 @@ def launch(args: argparse.Namespace, prepared: Prepared) -> dict[str, Any]:
     return measured | utilisation(prepared, measured)
 
 
-def job_of(prepared: Prepared, *, base: Path) -> Job:
+def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
     """Return what the workers are asked to do."""
     sizes, shape = prepared.request.sizes, prepared.facts["shape"]
     return Job(
-        base=str(base),
+        base=str(find_base(args.bases, prepared)),
         run=prepared.run.model_dump(mode="json"),
         plan=prepared.plan,
         documents=sizes.documents,
@@ -162,6 +162,7 @@ def job_of(prepared: Prepared, *, base: Path) -> Job:
             for linear in shape["linears"]
         ],
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
+        timeout_s=args.case_timeout_s,
     )
 
 
@@ -215,6 +216,10 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--time-limit-s", type=float, default=math.inf,
         help="seconds in all: a case that may not end in time is a row 'not run'",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--case-timeout-s", type=float, default=600.0,
+        help="seconds that loading or a first step may take until a case counts as hung (%(default)g)",
     )  # fmt: skip
     arguments.add_argument(
         "--bases", type=Path, default=Path("results/benchmark/bases"), help="random bases, kept"

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +33,16 @@ from trl import SFTConfig, SFTTrainer
 from workflow.lib.artifacts import read_json, write_json
 from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError
-from workflow.lib.measuring import OUT_OF_MEMORY, Job, Observed, gemm_rate, synchronize, together
+from workflow.lib.heartbeat import Pulse
+from workflow.lib.measuring import (
+    OUT_OF_MEMORY,
+    STEP_S,
+    Job,
+    Observed,
+    gemm_rate,
+    synchronize,
+    together,
+)
 from workflow.lib.parallel import die_with_parent
 from workflow.lib.random_base import random_rows
 from workflow.scripts.command import run, stage_parser
@@ -59,14 +70,15 @@ VERSIONS = {
 class Watch(TrainerCallback):
     """Records what a step takes, as the benchmark of our engine does: all that the step started has ended."""
 
-    def __init__(self, seen: Observed, device: torch.device) -> None:
-        self._seen, self._device = seen, device
+    def __init__(self, seen: Observed, device: torch.device, pulse: Pulse) -> None:
+        self._seen, self._device, self._pulse = seen, device, pulse
         self._began = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._seen.start_training()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._pulse.step(len(self._seen.step_s) + 1)
         synchronize(self._device)
         self._began = time.monotonic()
 
@@ -80,6 +92,7 @@ class Watch(TrainerCallback):
             self._seen.grad_norms.append(float(logs["grad_norm"]))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._pulse.phase("ending")
         self._seen.end_training()
 
 
@@ -96,7 +109,8 @@ def main(args: argparse.Namespace) -> None:
         cap_memory(job.plan, device)
     seen = Observed()
     try:
-        train(job, config, device, seen)
+        with Pulse(rank=int(os.environ["RANK"]), start_s=job.timeout_s, step_s=STEP_S) as pulse:
+            train(job, config, device, seen, pulse)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
     everyone = [seen]
@@ -117,7 +131,7 @@ def cap_memory(plan: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan["gpu_memory_bytes"] / total))
 
 
-def train(job: Job, config: RunConfig, device: torch.device, seen: Observed) -> None:
+def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pulse: Pulse) -> None:
     assert job.peer is not None, "the benchmark starts this for peers alone"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = job.plan["micro_batch_size"] * config.data.seq_len
@@ -144,12 +158,30 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed) -> 
             train_dataset=dataset(job, config),
             processing_class=tokenizer(AutoConfig.from_pretrained(job.base).vocab_size),
             peft_config=LoraConfig(
-                r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
+                r=config.lora.r, lora_alpha=int(config.lora.alpha), lora_dropout=0.0, bias="none",
                 target_modules="all-linear", task_type="CAUSAL_LM",
             ),
-            callbacks=[Watch(seen, device)],
+            callbacks=[Watch(seen, device, pulse)],
         )  # fmt: skip
+        if sharded and trainer.accelerator.distributed_type != DistributedType.FSDP:
+            kind = trainer.accelerator.distributed_type.value
+            raise UserError(f"Accelerate shards nothing on {device.type} (distributed type {kind}): nothing was measured")  # fmt: skip
+        total = parameter_bytes(model)
         trainer.train()
+        seen.checks = [held(parameter_bytes(trainer.model_wrapped), total, sharded=sharded)]
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all parameters that this process holds."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def held(found: int, total: int, *, sharded: bool) -> dict[str, Any]:
+    """Return a check whether the processes share the parameters: packed weights may have stayed whole on each."""
+    detail = f"{found:,} of {total:,} bytes on the main process"
+    name = "every process holds its share of the parameters"
+    return {"name": name, "passed": not sharded or found < 0.75 * total, "detail": detail}
 
 
 def arguments(
@@ -176,6 +208,7 @@ def arguments(
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,
         dataloader_pin_memory=device.type == "cuda",
     )
 
