@@ -111,6 +111,7 @@ def preflight() -> dict[str, Any]:
             "activation_checkpointing": True,
             "reshard_after_forward": True,
             "offload_window_bytes": None,
+            "offload_embedding": False,
             "gpu_memory_bytes": int(23.3 * GIB),
             "compute_dtype": "bfloat16",
             "num_steps": 211,

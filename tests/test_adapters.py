@@ -51,6 +51,7 @@ PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
     "offload_window_bytes": None,
+    "offload_embedding": False,
     "gpu_memory_bytes": None,
 }
 # fp32 on both sides, sums in another order; DoRA's norms are expanded here and summed there.

@@ -45,6 +45,7 @@ PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
     "offload_window_bytes": None,
+    "offload_embedding": False,
     "gpu_memory_bytes": None,
 }
 

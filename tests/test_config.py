@@ -150,6 +150,7 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
         ),
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
+        ("hardware", "offload_embedding", "yes", "must be true, false or auto"),
         ("lora", "target_modules", 3, "must be a list or text"),
         ("lora", "target_modules", ["q", 3], "entry 2 must be text"),
         ("evaluate", "tasks", [7], "entry 1 must be text"),

@@ -4,18 +4,24 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.distributed import run_distributed
 from tests.models import VOCAB, adapted, quantized, random_store
 from workflow.lib.batches import make_batch
+from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.families import FAMILIES
 from workflow.lib.fused import fuse_layers_
 from workflow.lib.inference import load_base
 from workflow.lib.lora import trainable_parameters
-from workflow.lib.parallel import checkpoint_activations_
+from workflow.lib.model import local, local_range
+from workflow.lib.parallel import checkpoint_activations_, process_group
+from workflow.lib.setup import build_training_model, check_family
 from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
 
@@ -84,11 +90,17 @@ def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) 
         assert replaced == FUSED[model.config.model_type]
         training.stash = Stash(CPU, window_bytes=4096)
     checkpoint_activations_(model, every=2)
+    return trained(training, store)
+
+
+def trained(training: Any, store: TokenStore) -> dict[str, Any]:
+    """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is sharded."""
     params = trainable_parameters(training)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in params.values():
-            param.copy_(0.1 * torch.randn(param.shape, generator=generator))
+            start, stop = local_range(param)
+            local(param).copy_((0.1 * torch.randn(param.shape, generator=generator))[start:stop])
     batch = make_batch(
         store.input_ids.astype("int64"), store.position_ids.astype("int64"), store.loss_mask.copy(), device=CPU
     )  # fmt: skip
@@ -98,9 +110,51 @@ def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) 
     loss.backward()
     return {
         "loss": loss.detach(),
-        "values": {name: p.detach() for name, p in params.items()},
-        "gradients": {name: p.grad for name, p in params.items()},
+        "values": {name: full(p) for name, p in params.items()},
+        "gradients": {name: full(p.grad) for name, p in params.items()},
     }
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """The same by the model of a run over two processes; embeddings sliced and on the host in turn."""
+    found = {}
+    with process_group("cpu", timeout_s=120) as world:
+        for number, (case, base) in enumerate(bases.items()):
+            plan = {
+                "activation_checkpointing": 2, "reshard_after_forward": True, "gpu_memory_bytes": None,
+                "offload_embedding": number % 2 == 0, "offload_window_bytes": (None, 4096)[number % 2],
+            }  # fmt: skip
+            config = RunConfig(lora=LoraSettings(r=4, alpha=8))
+            model = build_training_model(
+                base, config, plan, world, compute_dtype=torch.float32, attention=attention_of(case)
+            )
+            result = trained(model.training.train(), two_rows(world.rank))
+            check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)
+            dist.all_reduce(result["loss"])
+            found[case] = {key: result[key] for key in ("loss", "gradients")}
+    return found
+
+
+def two_rows(rank: int) -> TokenStore:
+    """Rows 0 and 1 for the first process; row 2, and once more without a trained token, for the second."""
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    rows = [[0, 1], [2, 2]][rank]
+    arrays = {
+        f"train.{name}.npy": getattr(store, name)[rows]
+        for name in ("input_ids", "loss_mask", "position_ids")
+    }
+    arrays["train.loss_mask.npy"][1] &= rank == 0
+    heldout = {f"heldout.{name}.npy": np.zeros(1) for name in ("input_ids", "loss_mask")}
+    return TokenStore(manifest=store.manifest, arrays=arrays | heldout | {"heldout.offsets.npy": np.array([0, 1])})  # fmt: skip
+
+
+def attention_of(case: str) -> str:
+    return "eager" if "softcaps" in case else "sdpa"
 
 
 def stock(
@@ -130,20 +184,38 @@ def stock(
     return {"loss": total.detach(), "gradients": {name: p.grad for name, p in params.items()}}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_stock_packages(tmp_path: Path, case: str) -> None:
-    attention = "eager" if "softcaps" in case else "sdpa"
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {case: base_of(case, folder / str(number)) for number, case in enumerate(CASES)}
+
+
+@pytest.fixture(scope="module")
+def single(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    return {case: ours(base, store, attention_of(case)) for case, base in bases.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    bases: dict[str, Path], single: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     assert max(store.position_ids.max(axis=1)) > 10, "a document longer than the windows"
-    base = base_of(case, tmp_path)
-    found = ours(base, store, attention)
-    expected = stock(base, store, attention, found["values"])
-    assert_equal(found, expected)
-    assert_equal(ours(base, store, attention, fused=True), expected)
+    return {
+        case: stock(base, store, attention_of(case), single[case]["values"])
+        for case, base in bases.items()
+    }
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def shared(bases: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
+    return run_distributed(sharded, bases, world_size=2)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
+    assert found["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         # fp32, sums in another order: rows of documents here, documents there
         largest = float(gradient.abs().max())
@@ -151,6 +223,31 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
             found["gradients"][name], gradient, rtol=1e-3, atol=1e-5 * largest, msg=lambda m, n=name: f"{n}: {m}"
         )  # fmt: skip
         assert largest > 0, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_stock_packages(
+    single: dict[str, dict[str, Any]], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert_same(single[case], reference[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_layers_and_offloaded_activations_change_neither(
+    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    found = ours(bases[case], store, attention_of(case), fused=True)
+    assert_same(found, reference[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_of_two_processes_are_those_of_stock_packages(
+    shared: list[dict[str, dict[str, Any]]], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    """With embedding and head in slices of 106 and 105 rows."""
+    for process in shared:
+        assert_same(process[case], reference[case])
 
 
 def test_every_supported_family_has_a_case() -> None:

@@ -47,6 +47,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, 
         "activation_checkpointing": True,
         "reshard_after_forward": True,
         "offload_window_bytes": None,
+        "offload_embedding": False,
         "gpu_memory_bytes": None,
         "num_steps": STEPS,
     } | changes

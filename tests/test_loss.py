@@ -7,12 +7,12 @@ from transformers import PretrainedConfig
 
 from tests.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.loss import (
-    CHUNK_ROWS,
     CausalLMForTraining,
     LinearCrossEntropy,
     OutputHead,
     output_head,
 )
+from workflow.lib.slices import CHUNK_ROWS
 
 HIDDEN = 13
 ROWS = {

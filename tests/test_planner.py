@@ -16,19 +16,20 @@ from tests.preflight_examples import (
     manifest,
     setup,
 )
-from workflow.lib import loss
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.memory import GIB, predict
-from workflow.lib.memory_terms import LOSS_CHUNK_ROWS, offloaded_bytes
+from workflow.lib.memory_terms import offloaded_bytes
 from workflow.lib.planner import (
     Budget,
     Machine,
     attention_kind,
     budget,
     divisors,
+    host_bytes,
     make_setup,
     micro_batch_sizes,
+    offloads_embedding,
     rows_per_process,
     shard_size,
 )
@@ -199,7 +200,7 @@ def test_remedies_name_every_setting_that_helps() -> None:
     assert named == {
         "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
         "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
-        "train.fused_layers", "hardware.offload_activations",
+        "train.fused_layers", "hardware.offload_activations", "hardware.offload_embedding",
     }  # fmt: skip
 
 
@@ -212,7 +213,8 @@ def test_offloading_from_host_memory_to_host_memory_is_refused() -> None:
 
 def test_offloaded_activations_count_as_host_memory() -> None:
     stay, leave = (
-        decided(llama_8b, hardware={"offload_activations": flag}) for flag in (False, True)
+        decided(llama_8b, hardware={"offload_activations": flag, "offload_embedding": False})
+        for flag in (False, True)
     )
     expected = offloaded_bytes(llama_8b, leave.chosen.setup)
     assert leave.host_bytes - stay.host_bytes == 2 * expected > 0
@@ -272,6 +274,49 @@ def test_flash_needs_a_half_type() -> None:
     assert attention_kind(model, machine(), softcapped=False) == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "where", "offloaded"),
+    [
+        ("auto", machine(), True),
+        ("auto", machine(processes=1), False),
+        ("auto", cpu_machine(), False),
+        (True, machine(processes=1), True),
+        (False, machine(), False),
+    ],
+    ids=["several GPUs", "one GPU", "CPU", "asked for", "asked not to"],
+)
+def test_embedding_is_on_the_host_where_it_spares_a_gpu(
+    wanted: bool | str, where: Machine, offloaded: bool
+) -> None:
+    assert offloads_embedding(wanted, llama_8b, where) is offloaded
+
+
+@pytest.mark.parametrize(
+    ("where", "tied", "why"),
+    [
+        (cpu_machine(), False, "without a GPU there is no other memory than the host's"),
+        (machine(processes=1), True, "this model's embedding is its output head too"),
+    ],
+    ids=["CPU", "tied on one GPU"],
+)
+def test_embedding_on_the_host_that_saves_nothing_is_refused(
+    where: Machine, tied: bool, why: str
+) -> None:
+    shape = replace(llama_8b, tied_embeddings=tied)
+    with pytest.raises(UserError, match=f"hardware.offload_embedding = True: {why}"):
+        offloads_embedding(True, shape, where)
+
+
+def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:
+    chosen = setup(micro_batch_size=4)
+    there, away = (
+        host_bytes(llama_8b, replace(chosen, offload_embedding=x), machine(), peak_bytes=0)
+        for x in (False, True)
+    )
+    assert away - there == 2 * 4 * 2048 * 4096 * 2
+    assert there > 2 * llama_8b.vocab_size * 4096
+
+
 def test_setup_follows_the_settings() -> None:
     run = run_config(
         lora={"r": 7, "dropout": 0.1, "target_modules": ["v_proj"]},
@@ -281,7 +326,7 @@ def test_setup_follows_the_settings() -> None:
     found = make_setup(run, llama_8b, machine())
     expected = setup(
         rank=7, dropout=True, targets=("v_proj",), block_size=128, double_quant=False,
-        reshard_after_forward=False, accumulates=True,
+        reshard_after_forward=False, accumulates=True, offload_embedding=True,
     )  # fmt: skip
     assert found == expected
 
@@ -404,6 +449,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
         "reshard_after_forward": True,
         "offload_window_bytes": None,
+        "offload_embedding": True,
         "gpu_memory_bytes": None,
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
@@ -434,10 +480,6 @@ def test_vocabulary_larger_than_the_embedding_is_refused() -> None:
     tokens = manifest(seq_len=2048, vocab_size=128257)
     with pytest.raises(UserError, match="128257 tokens, the model's embedding 128256"):
         check_tokens(tokens, run_config(), llama_8b)
-
-
-def test_loss_chunk_is_that_of_the_loss() -> None:
-    assert LOSS_CHUNK_ROWS == loss.CHUNK_ROWS
 
 
 def test_24_gib_is_24_gib() -> None:

@@ -20,6 +20,7 @@ PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
     "offload_window_bytes": None,
+    "offload_embedding": False,
     "gpu_memory_bytes": None,
 }
 
@@ -60,8 +61,8 @@ def checks(base: Path) -> dict[str, Any]:
 
 def other_head(model: TrainingModel) -> Any:
     """Give our loss another scale than the family's."""
-    head = model.training.head_loss._head
-    model.training.head_loss._head = OutputHead(head.module, 0.9, None)
+    head = model.training.head_loss.head
+    model.training.head_loss.head = OutputHead(head.module, 0.9, None)
     return model.training
 
 

@@ -29,6 +29,7 @@ PLAN = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
     "offload_window_bytes": None,
+    "offload_embedding": False,
     "gpu_memory_bytes": None,
     "micro_batch_size": 1,
 }
@@ -65,7 +66,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 # their own magnitude, so a rounding error of a gradient near zero moves its weight by a share of the learning rate.
 LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
 LEARNING_RATE = 1e-2
-WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 1e-2}
+WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
 
 
 def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
@@ -404,7 +405,7 @@ def poisoned(base: Path) -> str:
     with process_group("cpu", timeout_s=60) as world:
         config = settings()
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "offload_window_bytes": None, "gpu_memory_bytes": None}  # fmt: skip
+        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "offload_window_bytes": None, "offload_embedding": False, "gpu_memory_bytes": None}  # fmt: skip
         training = build_training_model(base, config, plan, world, **build).training
         before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
         for name, param in trainable_parameters(training).items():

@@ -73,6 +73,54 @@ def test_recomputing_fewer_layers_changes_nothing(
     torch.testing.assert_close(fewer["gradients"], every["gradients"], **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
+def test_embedding_rows_from_the_host_change_nothing(
+    base: Path, two_gpus: int, processes: int, dtype: torch.dtype
+) -> None:
+    """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows are copied bit for bit."""
+    away, there = (
+        run_distributed(
+            ours, base, settings(),
+            plan(processes=processes, micro_batch_size=2, device="cuda", offload_embedding=offload), dtype,
+            world_size=processes,
+        )[0]
+        for offload in (True, False)
+    )  # fmt: skip
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
+    torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
+
+
+def step_memory(base: Path) -> dict[str, int]:
+    """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond what lies there."""
+    from tests.test_vocabulary import CONFIG, PLAN, batch_of
+    from workflow.lib.parallel import process_group
+    from workflow.lib.setup import build_training_model
+
+    with process_group("cuda", timeout_s=120) as world:
+        build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
+        model = build_training_model(base, CONFIG, PLAN | {"offload_embedding": True}, world, **build)  # fmt: skip
+        rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
+        model.training(*rows).backward()  # sets FSDP up
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model.training(*rows).backward()
+        return {"step": torch.cuda.max_memory_allocated() - before}
+
+
+def test_step_of_two_gpus_takes_less_memory_than_half_a_table(
+    tmp_path: Path, two_gpus: int
+) -> None:
+    """400,000 rows of 80 in bf16 are 61 MiB; the step has 17 tokens. Gathered, head and buffer would take 122 MiB."""
+    vocabulary = 400_000
+    base = quantized(tiny_llama(tmp_path / "original", vocab_size=vocabulary), tmp_path / "nf4")
+    logits = 8 * 2 * 17 * vocabulary // 2
+    for report in run_distributed(step_memory, base, world_size=2):
+        assert report["step"] < vocabulary * 80 * 2 // 2 + logits
+
+
 def test_dora_is_the_same_on_one_and_on_two_gpus(base: Path, two_gpus: int) -> None:
     """Its magnitudes too, though each process decodes its own rows alone."""
     one, two = (

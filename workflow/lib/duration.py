@@ -24,6 +24,9 @@ DEQUANTIZATION_SHARE = 0.40
 # to launch one pass of one layer, which decides below about 2,000 tokens.
 ELEMENTWISE_TRAFFIC = 15.0
 LAUNCH_S = 3.3e-3
+# Embedding rows from a mapped file: one thread copied 64 MiB in 15.5 ms (8,192 x bf16, 4,096 random rows, 2-core VM,
+# November 2026). The GPU waits for it.
+LOOKUP_BANDWIDTH = 4.3e9
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
 CPU_FLOPS = 65e9
@@ -38,6 +41,8 @@ class Work:
     dequantized_bytes: float
     elementwise_bytes: float
     layer_passes: int
+    looked_up_bytes: int = 0
+    """Embedding rows that come from host memory."""
 
 
 def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
@@ -64,6 +69,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         * shape.num_layers
         * saved_activations(shape, setup),
         layer_passes=layer_passes,
+        looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
     )
 
 
@@ -73,7 +79,8 @@ def gpu_seconds(work: Work, gpu: GpuModel) -> float:
     busy += work.attention_flops / (gpu.flops * ATTENTION_SHARE)
     busy += work.dequantized_bytes / (gpu.bandwidth * DEQUANTIZATION_SHARE)
     busy += work.elementwise_bytes / gpu.bandwidth
-    return max(busy, work.layer_passes * LAUNCH_S)
+    looked_up = work.looked_up_bytes / LOOKUP_BANDWIDTH
+    return looked_up + max(busy, work.layer_passes * LAUNCH_S)
 
 
 def cpu_seconds(work: Work) -> float:

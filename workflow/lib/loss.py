@@ -5,6 +5,7 @@ forward, and the head's weight is not needed in backward: FSDP can free it at on
 fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.embedding import embed_rows
+from workflow.lib.slices import CHUNK_ROWS
 from workflow.lib.stash import Stash
-
-CHUNK_ROWS = 1024  # bounds the logits in memory: 1024 rows of a 128k vocabulary in fp32 are 0.5 GiB
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,11 @@ class OutputHead:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits (rows, vocab) of hidden states (rows, hidden_size)."""
-        logits: torch.Tensor = self.module(hidden).float()
+        return self.finished(self.module(hidden))
+
+    def finished(self, product: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 logits that the head's product means; element by element, so of any part of it too."""
+        logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -57,7 +62,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__()
-        self._head = head  # no module, so that the model's head is no submodule of this one
+        self.head = head  # no module, so that the model's head is no submodule of this one
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
@@ -65,8 +70,8 @@ class LinearCrossEntropy(nn.Module):
         hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has a gradient.
         """
         if targets is None:
-            return self._head.logits(hidden)
-        loss: torch.Tensor = _ChunkedLoss.apply(hidden, targets, self._head)  # type: ignore[no-untyped-call]
+            return self.head.logits(hidden)
+        loss: torch.Tensor = _ChunkedLoss.apply(hidden, targets, self.head)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -127,6 +132,8 @@ class CausalLMForTraining(nn.Module):
         self.head_loss = LinearCrossEntropy(head)
         self.stash: Stash | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
+        self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Embedding rows (n, hidden) of ids (n,), where the embedding has no table of its own."""
 
     def forward(
         self,
@@ -144,6 +151,7 @@ class CausalLMForTraining(nn.Module):
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
+        inputs = self._embedded(inputs)
         with self._saving():
             hidden = decoder(**inputs).last_hidden_state
         chosen = hidden.flatten(0, 1).index_select(0, positions)
@@ -158,8 +166,18 @@ class CausalLMForTraining(nn.Module):
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
-        logits: torch.Tensor = causal_lm(**inputs).logits
+        logits: torch.Tensor = causal_lm(**self._embedded(inputs)).logits
         return logits.flatten(0, 1).float()
+
+    def _embedded(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a decoder's inputs with embeddings in place of ids, where rows are looked up outside of the model."""
+        if self.rows_of is None:
+            return inputs
+        others = dict(inputs)
+        ids = others.pop("input_ids")
+        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        rows = self.rows_of(ids.flatten())
+        return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
 
 
 def _decoder_inputs(

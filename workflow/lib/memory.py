@@ -44,7 +44,7 @@ EXPLANATIONS = {
     "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
     "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
     "nf4_tables": "code tables of every linear, replicated",
-    "embedding_and_head": "embedding and output head in the compute type, sharded",
+    "embedding_and_head": "embedding (unless it is on the host) and output head in the compute type, sliced",
     "norms_and_biases": "norms and biases in the compute type, sharded",
     "lora_weights": "adapter masters A and B in fp32, sharded",
     "adam_moments": "both moments of AdamW in fp32, sharded",
@@ -54,9 +54,7 @@ EXPLANATIONS = {
     "gathered_layer": "one decoder layer gathered from all processes",
     "gathered_layers": "all decoder layers, kept from forward to backward (reshard_after_forward false)",
     "gather_buffer": "buffer that the next decoder layer is gathered into",
-    "gathered_embedding": "the embedding gathered from all processes, and its buffer",
-    "gathered_head": "the output head gathered from all processes, and its buffer",
-    "tied_embedding": "the tied embedding and head, gathered from start of forward to end of backward",
+    "gathered_rows": "hidden states of one chunk of rows from all slices of the head, and their gradient",
     "layer_inputs": "input of every decoder layer, kept for recomputation",
     "saved_activations": "activations that autograd keeps",
     "offloaded_activations": "activations on their way to or from host memory",
@@ -102,24 +100,22 @@ def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 
 
 def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
-    unit, table = _layer_unit(shape, setup), _table_unit(shape, setup)
+    unit = _layer_unit(shape, setup)
     through = _throughout(shape, setup)
     kept = _kept(shape, setup, num_layers=shape.num_layers)
     held = _held(shape, setup)
-    # A unit's buffer is freed when the next one is gathered; after a tied head's last layer none is.
-    head = {"gather_buffer": unit} if shape.tied_embeddings else {"gathered_head": 2 * table}
+    hidden = _hidden(shape, setup)
     return {
-        "gather_embedding": through
-        | {"gathered_embedding": (1 if shape.tied_embeddings else 2) * table},
+        "look_up_embedding": through | {"hidden_states": 2 * hidden},
         "gather_first_layer": through
-        | {"gathered_embedding": table, "gathered_layer": unit, "gather_buffer": unit}
-        | {"hidden_states": _hidden(shape, setup)},
+        | {"gathered_layer": unit, "gather_buffer": unit, "hidden_states": hidden},
         "forward_layer": through
         | (held or {"gathered_layer": unit})
         | {"gather_buffer": unit}
         | kept
         | _forward_work(shape, setup),
-        "loss": through | held | kept | head | loss_terms(shape, setup),
+        # A unit's buffer is freed when the next one is gathered; after the last layer none is.
+        "loss": through | held | kept | {"gather_buffer": unit} | loss_terms(shape, setup),
     }
 
 
@@ -151,12 +147,6 @@ def _layer_unit(shape: ModelShape, setup: Setup) -> int:
     return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
 
 
-def _table_unit(shape: ModelShape, setup: Setup) -> int:
-    """E: embedding or head gathered."""
-    table = (shape.vocab_size, shape.hidden_size * setup.compute_bytes)
-    return gathered_bytes([table], processes=setup.shards)
-
-
 def _hidden(shape: ModelShape, setup: Setup) -> int:
     return setup.compute_bytes * setup.tokens * shape.hidden_size
 
@@ -167,10 +157,8 @@ def _gradients(shape: ModelShape, setup: Setup) -> int:
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
-    """What lies there from the start of forward to the end of backward: earlier gradients, a tied table."""
-    terms = {"lora_gradients": _gradients(shape, setup)} if setup.accumulates else {}
-    tied = {"tied_embedding": _table_unit(shape, setup)} if shape.tied_embeddings else {}
-    return terms | tied
+    """What lies there from the start of forward to the end of backward: gradients of earlier micro-batches."""
+    return {"lora_gradients": _gradients(shape, setup)} if setup.accumulates else {}
 
 
 def _held(shape: ModelShape, setup: Setup) -> Terms:

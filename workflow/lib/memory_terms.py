@@ -2,7 +2,7 @@
 
 Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
 width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
-FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
+G of the P processes share embedding and head. FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
 Which terms meet at one moment, `memory` says.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workflow.lib.shapes import Linear, ModelShape
+from workflow.lib.slices import CHUNK_ROWS, chunk_rows, vocabulary_slices
 
 ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
-LOSS_CHUNK_ROWS = 1024  # rows whose logits exist at a time (`loss.CHUNK_ROWS`)
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
 
 
@@ -54,6 +54,8 @@ class Setup:
     """What backward needs waits in host memory."""
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
+    offload_embedding: bool = False
+    """Embedding rows are looked up in host memory; a table that is the head's too is on the device nevertheless."""
 
     @property
     def tokens(self) -> int:
@@ -68,6 +70,11 @@ class Setup:
     def shards(self) -> int:
         """P: processes that share one copy of the model."""
         return self.processes // self.replicas
+
+    @property
+    def slices(self) -> int:
+        """G: neighbouring processes that share embedding and head."""
+        return vocabulary_slices(self.shards)
 
     def recomputes(self, layer: int) -> bool:
         """Whether backward recomputes decoder layer `layer` (`parallel.checkpoint_activations_`)."""
@@ -149,13 +156,13 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
         for term, tensors in layer_tensors(shape, setup).items()
     }
     table = (shape.vocab_size, shape.hidden_size * c)
-    tables = [table] if shape.tied_embeddings else [table, table]
+    tables = [table] if shape.tied_embeddings or setup.offload_embedding else [table, table]
     head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
     return dict(setup.fixed) | {
         "nf4_weights": layers * per_layer["nf4_weights"],
         "nf4_scales": layers * per_layer["nf4_scales"],
         "nf4_tables": layers * len(shape.linears) * sum(_rounded(size) for size in CODE_TABLES),
-        "embedding_and_head": sharded_bytes(tables, processes=p),
+        "embedding_and_head": sharded_bytes(tables, processes=setup.slices),
         "norms_and_biases": layers * per_layer["norms_and_biases"]
         + sharded_bytes([(shape.hidden_size, c)], processes=p),
         "lora_weights": layers * per_layer["lora_weights"],
@@ -283,8 +290,23 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
     """
     c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
+    hidden = {"hidden_states": (4 + 3 * c) * t * h}
+    if setup.slices > 1:
+        return hidden | _sliced_loss_terms(shape, setup)
     width = 16 if shape.logit_softcap else 12
+    return hidden | {"logits": width * min(t, CHUNK_ROWS) * shape.vocab_size}
+
+
+def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32 too, and this slice's logits.
+
+    Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with soft-capping what its backward makes.
+    """
+    rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices))
+    c = setup.compute_bytes
+    states = 2 * c + (0 if c == 4 else 4)
+    width = 16 if shape.logit_softcap else 8
     return {
-        "hidden_states": (4 + 3 * c) * t * h,
-        "logits": width * min(t, LOSS_CHUNK_ROWS) * shape.vocab_size,
+        "gathered_rows": states * rows * shape.hidden_size,
+        "logits": width * rows * math.ceil(shape.vocab_size / setup.slices),
     }

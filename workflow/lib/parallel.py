@@ -1,7 +1,8 @@
 """Processes and sharding, applied to a finished model from outside.
 
-`process_group` opens the communication of one torchrun worker. `shard_` is the one place that decides the FSDP2
-units: every decoder layer, the embedding, the head with its loss, and the rest. One process is not sharded at all.
+`process_group` opens the communication of one torchrun worker. `shard_` is the one place that decides what is shared and
+how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by rows of the
+vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
 
 With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and gradients are summed
 over the groups too.
@@ -31,11 +32,14 @@ from workflow.lib.loss import CausalLMForTraining
 from workflow.lib.model import (
     checkpoint_name,
     local,
+    local_range,
     plain_parameters,
     read_bytes,
     stored_buffers,
 )
 from workflow.lib.nf4 import nf4_linears
+from workflow.lib.slices import vocabulary_slices
+from workflow.lib.vocabulary import share_vocabulary_
 from workflow.lib.weights import CheckpointReader
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -131,24 +135,16 @@ def shard_(
     """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a meta-device model.
 
     `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward.
-    Frozen embedding and head take no part in backward, so they are never gathered there.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    sliced = share_vocabulary_(training, mesh)
     units: list[FSDPModule] = [
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
         for layer in decoder_layers(model)
     ]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # a tied weight must stay in one unit: the root
-        # The head is gathered when its loss begins and freed when the loss ends, whatever the number of chunks.
-        frozen = [
-            fully_shard(embedding, mesh=mesh),
-            fully_shard([training.head_loss, head], mesh=mesh)[0],
-        ]
-        for unit in frozen:
-            unit.set_unshard_in_backward(False)
-        units += frozen
-    units.append(fully_shard(training, mesh=mesh, reshard_after_forward=False))
+    units.append(
+        fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
+    )
     register_fsdp_forward_method(training, "family_logits")
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
@@ -177,19 +173,34 @@ def local_bytes(training: nn.Module) -> tuple[int, int]:
     return held, sum(p.numel() * p.element_size() for p in unique)
 
 
+def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
+    """Return the bytes that each of `shards` processes with one copy of the model should hold of it, but for uneven cuts."""
+    sliced = {id(p): p for p in _vocabulary_parameters(training)}.values()
+    tables = sum(p.numel() * p.element_size() for p in sliced)
+    _, total = local_bytes(training)
+    return (total - tables) / shards + tables / vocabulary_slices(shards)
+
+
+def _vocabulary_parameters(training: CausalLMForTraining) -> list[nn.Parameter]:
+    """Return the parameters of embedding and head, a tied one twice."""
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [p for table in tables for p in table.parameters()]
+
+
 @torch.no_grad()
 def mismatched_tensors(
     training: CausalLMForTraining, units: list[FSDPModule], reader: CheckpointReader, world: World
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the tensors that differ.
 
-    Unit i is compared on rank i mod world size, so the checkpoint is read about once in total. Collective;
-    FSDP must have run a forward. Without units (one process) the whole model is compared.
+    Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by itself, so the checkpoint is
+    read about once in total. Collective; FSDP must have run a forward. Without units (one process) the whole model is compared.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     if not units:
         return _differences(model, reader)
-    wrong: list[str] = []
+    wrong = _different_slices(training, reader)
     for number, unit in enumerate(units):
         unit.unshard()
         if number % world.size == world.rank:
@@ -213,11 +224,24 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
             if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
                 wrong.append(f"{name}.{part}")
     for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
-        if type(tensor.data) is not torch.Tensor:
-            continue
+        if type(tensor.data) is not torch.Tensor or not tensor.numel():
+            continue  # without elements: its rows are looked up in the checkpoint itself
         stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
         if not _same_bytes(tensor.data.cpu(), stored):
             wrong.append(checkpoint_name(name))
+    return wrong
+
+
+def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
+    """Compare this process's slices of embedding and head, which are never gathered, with the checkpoint."""
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    sliced = set(map(id, _vocabulary_parameters(training)))
+    wrong = []
+    for name, param in plain_parameters(model):
+        if id(param) in sliced:
+            stored = reader.rows(checkpoint_name(name), *local_range(param)).to(param.dtype)
+            if not _same_bytes(local(param).cpu(), stored):
+                wrong.append(checkpoint_name(name))
     return wrong
 
 

@@ -207,6 +207,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
+        offload_embedding=offloads_embedding(run.hardware.offload_embedding, shape, machine),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
 
@@ -223,6 +224,30 @@ def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
     return hardware.offload_activations
 
 
+def offloads_embedding(wanted: bool | str, shape: ModelShape, machine: Machine) -> bool:
+    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs.
+
+    Raises `UserError` if that is set where it would save nothing.
+    """
+    if wanted == "auto":
+        return machine.device == "cuda" and machine.processes > 1
+    if wanted and machine.device == "cpu":
+        raise setting_error(
+            "hardware.offload_embedding",
+            True,
+            "without a GPU there is no other memory than the host's",
+            "Set it to auto or false",
+        )
+    if wanted and machine.processes == 1 and shape.tied_embeddings:
+        raise setting_error(
+            "hardware.offload_embedding",
+            True,
+            "this model's embedding is its output head too, which one GPU needs whole",
+            "Set it to auto or false, or use more GPUs",
+        )
+    return bool(wanted)
+
+
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
     """Return the largest rank of any layer by the linear's name: memory is predicted as if all layers had that."""
     largest: dict[str, int] = {}
@@ -235,11 +260,12 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
 def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
     """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
 
-    With GPUs: each process itself, its offloaded activations, and its slice of the largest tensor while the weights
-    are loaded.
+    With GPUs: each process itself, its offloaded activations, and all slices of the largest tensor while the weights are loaded; later the pages of
+    an embedding's file take their place, once for all processes, and the rows of a micro-batch on their way.
     """
     if machine.device == "cpu":
         return machine.processes_per_node * peak_bytes
-    largest = shape.vocab_size * shape.hidden_size * shape.source_bytes
-    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup)
-    return machine.processes_per_node * each + largest
+    table = shape.vocab_size * shape.hidden_size * shape.source_bytes
+    rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
+    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + rows
+    return machine.processes_per_node * each + table

@@ -124,6 +124,7 @@ class Plan(Record):
     accumulation_steps: int
     activation_checkpointing: bool | int
     reshard_after_forward: bool
+    offload_embedding: bool
     gpu_memory_bytes: int | None
     compute_dtype: str
     num_steps: int

@@ -39,7 +39,9 @@ def remedies(
     Micro-batches other than the given one are predicted with one row.
     """
     found = []
-    for options in _options(setup, machine, global_batch_size=global_batch_size):
+    for options in _options(
+        setup, machine, tied=shape.tied_embeddings, global_batch_size=global_batch_size
+    ):
         tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
         if tried:
             found.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
@@ -59,12 +61,14 @@ def _try(
 Option = tuple[str, Setup]
 
 
-def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Iterator[list[Option]]:
+def _options(
+    setup: Setup, machine: Machine, *, tied: bool, global_batch_size: int
+) -> Iterator[list[Option]]:
     """Yield the changes of one setting at a time, from the smallest to the largest."""
     rows = global_batch_size // setup.processes
     smaller = [d for d in reversed(divisors(rows)) if d < setup.micro_batch_size]
     yield [(f"train.micro_batch_size = {d}", replace(setup, micro_batch_size=d)) for d in smaller]
-    yield from ([option] for option in _switches(setup, machine))
+    yield from ([option] for option in _switches(setup, machine, tied=tied))
     lengths = _halves(setup.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
     yield [
@@ -75,7 +79,9 @@ def _options(setup: Setup, machine: Machine, *, global_batch_size: int) -> Itera
     yield [(f"lora.r = {r}", replace(setup, rank=r)) for r in _halves(setup.rank, SMALLEST_RANK)]
 
 
-def _switches(setup: Setup, machine: Machine) -> Iterator[Option]:
+def _switches(setup: Setup, machine: Machine, *, tied: bool) -> Iterator[Option]:
+    if machine.device == "cuda" and not setup.offload_embedding and not tied:
+        yield "hardware.offload_embedding = true", replace(setup, offload_embedding=True)
     if not setup.double_quant:
         yield "quantize.double_quant = true", replace(setup, double_quant=True)
     if setup.dropout:

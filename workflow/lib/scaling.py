@@ -1,7 +1,7 @@
 """Seconds of a step on many GPUs: `duration`'s compute, and what must travel between GPUs meanwhile.
 
-A micro-batch gathers every decoder layer for forward and, if it was freed, again for backward, embedding and head
-once, and reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too. Traffic
+A micro-batch gathers every decoder layer for forward and, if it was freed, again for backward, sends the hidden states
+to the slices of the head and their gradients back, and reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too. Traffic
 runs beside compute (FSDP2 prefetches the next layer), so the longer of the two decides; only the first
 gathers have nothing to hide behind. Collectives are counted as rings: a GPU receives all but its own
 part, a node all but its own nodes' part through its network. Compute and 2 GPUs over NVLink are held against
@@ -99,9 +99,6 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
         gathered_bytes(tensors, processes=shards)
         for tensors in layer_tensors(shape, setup).values()
     )
-    table = gathered_bytes(
-        [(shape.vocab_size, shape.hidden_size * setup.compute_bytes)], processes=shards
-    )
     adapters = sum(rows * width for rows, width in layer_tensors(shape, setup)["lora_weights"])
     gather = ring_seconds(unit, fabric, processes=shards)
     reduce = ring_seconds(adapters, fabric, processes=shards)
@@ -112,10 +109,14 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
         processes=setup.replicas,
         stride=min(shards, fabric.gpus_per_node),
     )
-    tables = ring_seconds(table, fabric, processes=shards)
+    rows = setup.slices * setup.tokens * shape.hidden_size
+    # to the slices of the head, and back as gradients in fp32; rows of a sliced embedding come back too
+    travels = [setup.compute_bytes, 4] + ([] if setup.offload_embedding else [setup.compute_bytes])
+    vocabulary = sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)
     passes = 2 if setup.reshard_after_forward else 1
     return Traffic(
-        beside_s=layers * (passes * gather + reduce + across) + tables, exposed_s=tables + gather
+        beside_s=layers * (passes * gather + reduce + across) + vocabulary,
+        exposed_s=vocabulary + gather,
     )
 
 
@@ -154,6 +155,7 @@ def example_setup(shape: ModelShape, *, processes: int, shards: int) -> Setup:
         accumulates=False,
         compute_bytes=2,
         attention="flash",
+        offload_embedding=True,
         fixed={"cublas_workspace": memory.CUBLAS_BYTES},
     )
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.batches import make_batch
 from workflow.lib.config import RunConfig
+from workflow.lib.embedding import StoredRows, empty_table_
 from workflow.lib.errors import UserError
 from workflow.lib.fused import fuse_layers_
 from workflow.lib.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
@@ -22,6 +23,7 @@ from workflow.lib.nf4 import nf4_linears
 from workflow.lib.parallel import (
     World,
     checkpoint_activations_,
+    fair_share,
     local_bytes,
     mismatched_tensors,
     shard_,
@@ -61,7 +63,11 @@ class TrainingModel:
             id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"
         }
         plain = sum(p.numel() for p in model.parameters() if id(p) not in packed)
-        return trainable, linears + plain
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        looked_up = (
+            0 if len(embedding.weight) else embedding.num_embeddings * embedding.embedding_dim
+        )
+        return trainable, linears + plain + looked_up
 
 
 def build_training_model(
@@ -86,6 +92,8 @@ def build_training_model(
     training = CausalLMForTraining(inject_adapters(model, config.lora))
     if config.train.fused_layers:
         fuse_layers_(model)
+    if plan["offload_embedding"]:
+        empty_table_(model)
     if plan["activation_checkpointing"]:
         checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
     units: list[FSDPModule] = []
@@ -93,6 +101,8 @@ def build_training_model(
         units = shard_(training, world.mesh, reshard_after_forward=plan["reshard_after_forward"])
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base)
+    if plan["offload_embedding"]:
+        training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
     if plan["offload_window_bytes"] is not None:
         training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
@@ -141,7 +151,7 @@ def startup_checks(
         ),
         _check(
             "every process holds its share of the parameters",
-            held <= total / world.shard_size * 1.02 + 65536,
+            held <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
             f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy",
         ),
         _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),

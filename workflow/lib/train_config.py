@@ -188,6 +188,8 @@ class HardwareConfig(Section):
     """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
     offload_activations: bool = False
     """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers. Not yet measured on GPUs."""
+    offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
 
