@@ -15,6 +15,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -240,6 +241,10 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
     parser.add_argument("--undisturbed", type=Path, help="folder for the undisturbed run; if it is finished there, it is not run again")  # fmt: skip
     args = parser.parse_args()
+    # A shell that starts this in the background has it ignored, also by all that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell that starts this in the background has it ignored, also by all that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chance, tried = random.Random(args.seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
