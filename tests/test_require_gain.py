@@ -136,7 +136,8 @@ def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed: Mi
     project, done = missed.project, missed.done
     assert done.status == 1
     assert executed(done.output) == {"render_report": 1, "require_gain": 1}
-    assert (project.root / "results" / "report" / "report.html").is_file()
+    page = (project.root / "results" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "The required gain is missed: the workflow ends with an error." in page
     assert (project.folder("consolidate") / "adapter" / "adapter_model.safetensors").is_file()
     assert not (project.root / "results" / "requirements.json").exists()
     assert "Traceback" not in done.output

@@ -85,6 +85,13 @@ def test_model_larger_than_one_gpu_fills_them_from_one_process_where_sharding_is
     assert divide(1, shard="auto", folders=[model], gpu_bytes=gpus) == Division(1, False)
 
 
+def test_slices_may_take_more_of_a_gpu_than_copies(model):
+    """As Llama 2 70B on two cards of 24 GB: there, no GPU is left to spread it over."""
+    assert divide("auto", shard="auto", folders=[model], gpu_bytes=[7 * GIB] * 2) == Division(
+        2, sharded=True
+    )
+
+
 def test_copies_that_do_not_fit_are_refused(model):
     with pytest.raises(
         UserError, match=r"evaluate\.processes = 2: 10\.0 GiB of weights leave room for 1 process"
@@ -96,7 +103,7 @@ def test_copies_that_do_not_fit_are_refused(model):
     ("processes", "gib", "match"),
     [
         (1, 16, r"evaluate\.shard = True: one process has nobody"),
-        ("auto", 4, r"evaluate\.processes = 4: a slice of 2\.5 GiB leaves a GPU of 4\.0 GiB too"),
+        ("auto", 2, r"evaluate\.processes = 4: a slice of 2\.5 GiB leaves a GPU of 2\.0 GiB too"),
         (5, 16, r"evaluate\.processes = 5: .* room for 4 process"),
     ],
 )

@@ -25,6 +25,8 @@ ResultT = TypeVar("ResultT")
 
 # Of a GPU's memory, what the weights may take if each process is to have a copy; the rest is for activations.
 WEIGHTS_SHARE = 0.6
+# The same for a slice: no other GPUs are to be had, and batches shrink to what is left.
+SLICE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _check_shards(largest: int, *, count: int, gpu_bytes: Sequence[int]) -> None
             "one process has nobody to share the weights with",
             "Set evaluate.processes to 2 or more, or shard to auto",
         )
-    if gpu_bytes and largest / count > WEIGHTS_SHARE * min(gpu_bytes):
+    if gpu_bytes and largest / count > SLICE_SHARE * min(gpu_bytes):
         raise setting_error(
             "evaluate.processes",
             count,
