@@ -318,6 +318,15 @@ def test_cost_is_in_gpu_hours(tmp_path: Path) -> None:
     assert "GPU hours" in rendered(tmp_path, "demo")
 
 
+def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    rows = [row.split("</tr>")[0] for row in rendered(tmp_path, "demo").split("<tr>")]
+    (tried,) = [row for row in rows if "3.10 GiB too much" in row]
+    assert '<data value="7">7</data>' in tried
+    assert '<td class="text">none</td>' in tried
+    assert '<data value="0.7">70.0 %</data>' in tried
+
+
 def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=3)
     page = Page(rendered(tmp_path, "demo"))

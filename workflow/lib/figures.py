@@ -232,16 +232,15 @@ def _interval_points(runs: list[Run], subject: str, *, color: str, symbol: str) 
 
 def memory_figure(runs: list[Run]) -> Figure:
     """Return the predicted peak of each run as a stack of its terms, with the measured peak and the capacity over it."""
-    unit, name = binary_unit(
-        max(max(run.preflight.peak_bytes, run.summary.peak_bytes.measured) for run in runs)
-    )
+    measured = [run.summary.peak_bytes.measured for run in runs]
+    capacity = [run.preflight.capacity_bytes for run in runs]
+    predicted = [run.preflight.peak_bytes for run in runs]
+    unit, name = binary_unit(max(*measured, *capacity, *predicted))
     largest_first = sorted(
         (term for run in runs for term in run.preflight.terms), key=lambda term: -term.bytes
     )
     terms = dict.fromkeys(term.name for term in largest_first)
     stack = [_term(runs, term, index, unit) for index, term in enumerate(terms)]
-    measured = [run.summary.peak_bytes.measured for run in runs]
-    capacity = [run.preflight.capacity_bytes for run in runs]
     return Figure(
         "memory",
         "Predicted and measured peak memory per process",
