@@ -1,13 +1,15 @@
-"""Rows per second from a raw JSON Lines file to packed training rows: this workflow and TRL, side by side.
+"""Rows per second from a raw JSON Lines file to packed training rows: this workflow, TRL and axolotl, side by side.
 
-Not collected by pytest. Both read the same file of chat messages, use the same tokenizer and chat template, mask
-all but the assistant's turns, pack by best fit, and write their result to disk, on the same number of
-processes. Imports are not timed, everything from opening the file on is; the repetitions alternate, so a change
-of the machine's load meets both; processor seconds of all processes are shown too, which feel that load less. TRL lives in an environment of its own:
-`python -m tests.measure_tokenization --data FILE --other PYTHON [--copies N] [--repeat N]`.
+Not collected by pytest. All read the same file of chat messages, use the same tokenizer and chat template, mask
+all but the assistant's turns, pack, and write their result to disk, on the same number of
+processes. axolotl writes its documents and decides which go together; its rows are put together while it trains, which is not timed.
+Imports are not timed, everything from opening the file on is; the repetitions alternate, so a change
+of the machine's load meets all; processor seconds of all processes are shown too, which feel that load less. TRL and axolotl live in
+environments of their own: `python -m tests.measure_tokenization --trl PYTHON --axolotl PYTHON [--copies N] [--repeat N]`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 BASE = Path("workflow/resources/base")
 SEQ_LEN = 1024
@@ -113,13 +116,76 @@ def time_trl(data: Path, folder: Path, processes: int) -> Clock:
     return clock
 
 
-TIMED = {"ours": time_ours, "trl": time_trl}
+def time_axolotl(data: Path, folder: Path, processes: int) -> Clock:
+    """Prepare the file as `axolotl preprocess` does, and pack it as its trainer does."""
+    import numpy as np
+    import yaml
+    from axolotl.cli.config import load_cfg
+    from axolotl.loaders import load_tokenizer
+    from axolotl.utils.data import prepare_datasets
+    from axolotl.utils.samplers import MultipackBatchSampler, get_dataset_lengths
+    from torch.utils.data import RandomSampler
+
+    path = folder / "axolotl.yaml"
+    path.write_text(yaml.safe_dump(axolotl_settings(data, folder, processes)), encoding="utf-8")
+    with contextlib.redirect_stdout(sys.stderr):
+        settings = load_cfg(str(path), is_preprocess=True)
+    settings.is_preprocess = True
+    tokenizer = load_tokenizer(settings)
+
+    def packed(documents: Any, lengths: Any) -> list[Any]:
+        return list(
+            MultipackBatchSampler(
+                sampler=RandomSampler(documents),
+                lengths=lengths,
+                batch_size=1,
+                batch_max_len=SEQ_LEN,
+                group_size=settings.sample_packing_group_size,
+                bin_size=settings.sample_packing_bin_size,
+                num_processes=processes,
+            )
+        )
+
+    packed(range(9), np.full(9, 100))  # compiles it
+    clock = Clock()
+    with clock, contextlib.redirect_stdout(sys.stderr):
+        documents, *_ = prepare_datasets(settings, tokenizer)
+        rows = packed(documents, get_dataset_lengths(documents))
+    print(f"{len(rows)} packed rows of {len(documents)} documents", file=sys.stderr)
+    return clock
+
+
+def axolotl_settings(data: Path, folder: Path, processes: int) -> dict[str, object]:
+    """What axolotl needs to know, in its own words."""
+    source = {"path": str(data), "ds_type": "json", "type": "chat_template"}
+    roles = {"field_messages": "messages", "roles_to_train": ["assistant"], "train_on_eos": "turn"}
+    return {
+        "base_model": str(BASE.resolve()),
+        "datasets": [source | roles],
+        "chat_template": "tokenizer_default",
+        "sequence_len": SEQ_LEN,
+        "sample_packing": True,
+        "val_set_size": 0.0,
+        "dataset_prepared_path": str(folder / "prepared"),
+        "dataset_num_proc": processes,
+        "output_dir": str(folder / "output"),
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "num_epochs": 1,
+        "learning_rate": 1e-4,
+        "optimizer": "adamw_torch",
+        "attn_implementation": "sdpa",
+    }
+
+
+TIMED = {"ours": time_ours, "trl": time_trl, "axolotl": time_axolotl}
 
 
 def measure(name: str, python: str, data: Path, processes: int) -> tuple[float, float]:
     """Time one preparation in a fresh process with fresh caches; return wall and processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"HF_HOME": folder, "HF_DATASETS_CACHE": folder, "HF_HUB_OFFLINE": "1"}
+        caches |= {"AXOLOTL_IS_PREPROCESS": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
         run = subprocess.run(
             [python, "-m", "tests.measure_tokenization", "--data", str(data), "--one", name,
              "--folder", folder, "--processes", str(processes)],
@@ -135,7 +201,8 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--other", default=sys.executable, help="python that has TRL")
+    parser.add_argument("--trl", help="python that has TRL")
+    parser.add_argument("--axolotl", help="python that has axolotl")
     parser.add_argument("--one", choices=TIMED, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -146,17 +213,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "messages.jsonl"
         rows = write_messages(args.data, data, copies=args.copies)
-        ratios = []
-        for _ in range(args.repeat):
-            wall, processors = measure("ours", sys.executable, data, args.processes)
-            other_wall, other_processors = measure("trl", args.other, data, args.processes)
-            ratios.append((other_wall / wall, other_processors / processors))
-            print(
-                f"ours {rows / wall:,.0f} rows/s, TRL {rows / other_wall:,.0f}, ratio {ratios[-1][0]:.2f}; "
-                f"processor seconds {processors:.1f} and {other_processors:.1f}, ratio {ratios[-1][1]:.2f}"
-            )
-        medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
-        print(f"median ratios {medians[0]:.2f} and {medians[1]:.2f} over {rows} rows")
+        pythons = {"ours": sys.executable, "trl": args.trl, "axolotl": args.axolotl}
+        taken: dict[str, list[tuple[float, float]]] = {n: [] for n, p in pythons.items() if p}
+        for number in range(args.repeat):
+            for name, seconds in taken.items():
+                seconds.append(measure(name, pythons[name], data, args.processes))
+            print(f"run {number + 1}:", "; ".join(shown(taken, name, rows) for name in taken))
+        for name in list(taken)[1:]:
+            print(f"median ratios to {name}:", *(f"{m:.2f}" for m in median_ratios(taken, name)))
+
+
+def shown(taken: dict[str, list[tuple[float, float]]], name: str, rows: int) -> str:
+    """One line on the last run of `name`."""
+    wall, processors = taken[name][-1]
+    return f"{name} {rows / wall:,.0f} rows/s, {processors:.1f} processor seconds"
+
+
+def median_ratios(taken: dict[str, list[tuple[float, float]]], name: str) -> list[float]:
+    """How many times as long `name` took as this workflow, by wall and by processor seconds."""
+    pairs = list(zip(taken[name], taken["ours"], strict=True))
+    return [statistics.median(other[i] / ours[i] for other, ours in pairs) for i in (0, 1)]
 
 
 if __name__ == "__main__":

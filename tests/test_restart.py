@@ -19,6 +19,7 @@ from workflow.lib.corpus import FEW_CHUNKS
 from workflow.lib.encoded_shards import encode_rows, is_finished
 from workflow.lib.rows import Row
 from workflow.lib.tokens import ARRAYS
+from workflow.lib.work_folder import work_folder
 from workflow.scripts.tokenize_dataset import make_splits
 
 
@@ -92,6 +93,16 @@ def test_parts_of_other_data_are_not_taken_up(stage: Stage) -> None:
     stale.mkdir(parents=True)
     (stale / "train-00000-0000000.facts.json").write_text("{}")
     assert len(documents_of(stage.run())) == NUM_TRAIN
+
+
+def test_parts_of_other_settings_are_kept_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / ".demo-0123456789ab.work"
+    other.mkdir()
+    with caplog.at_level("INFO", "workflow"), work_folder(tmp_path / "demo-ba9876543210", key="k"):
+        assert str(other) in caplog.text
+    assert other.is_dir()
 
 
 @pytest.mark.parametrize("part", ["ids.npy", "table.npy", "facts.json"])

@@ -26,6 +26,7 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
     """
     parent = output.with_name(f".{output.name}.work")
     work = parent / key
+    tell_of_others(parent)
     for other in parent.glob("*"):
         if other != work:
             remove_folder(other)
@@ -40,6 +41,16 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
         raise
     else:
         remove_folder(parent)
+
+
+def tell_of_others(parent: Path) -> None:
+    """Log where parts of other settings lie: they may be wanted again, or in work now, so none is removed."""
+    for other in sorted(parent.parent.glob(".*.work")):
+        if other != parent:
+            logger.info(
+                "parts of other settings, interrupted or in work, lie in %s: delete it if neither is so",
+                other,
+            )
 
 
 @contextmanager
