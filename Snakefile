@@ -53,22 +53,22 @@ rule tokenize:
 rule preflight:
     input:
         rules.tokenize.input,
-        expand(rules.preflight_run.output, run=RUNS),
+        of_runs("preflight_run", "preflight.json"),
 
 
 rule train:
     input:
         rules.preflight.input,
         [layout.base_dir(run) for run in RUNS.values()],
-        expand(rules.finetune.output, run=RUNS),
-        expand(rules.consolidate.output, run=RUNS),
+        of_runs("finetune", *TRAINED_FILES),
+        exports(),
 
 
 rule evaluate:
     input:
         rules.train.input,
         evaluations(),
-        expand(rules.write_card.output, run=RUNS),
+        of_runs("consolidate", "adapter/README.md"),
         requirements(),
 
 

@@ -32,8 +32,8 @@ def lines(path: Path) -> list[str]:
 
 
 def normalized(name: str) -> str:
-    """Return a package's name as PyPI compares it."""
-    return name.lower().replace("_", "-").replace(".", "-")
+    """Return a package's name as PyPI compares it, without extras."""
+    return name.partition("[")[0].lower().replace("_", "-").replace(".", "-")
 
 
 def pins() -> dict[str, str]:

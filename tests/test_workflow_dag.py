@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.workflow_project import REPOSITORY, Project, make_project, write_rows
+from tests.workflow_project import Project, copy_of_repository, make_project, write_rows
 
 REPORT = ["render_report"]
 EVALUATION = ["evaluate_run", "write_card", *REPORT]
@@ -38,7 +38,7 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "merged model",
         {"export": {"merged": True}},
-        ["consolidate", "evaluate_run_and_merged", "write_card", *REPORT],
+        ["consolidate_and_merged", "evaluate_run_and_merged", "write_card", *REPORT],
     ),
     ("live view", {"tracking": {"tensorboard": False}}, []),
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
@@ -165,15 +165,6 @@ def test_lost_artifact_is_made_again_though_what_was_made_from_it_is_there(
     (found,) = project.root.glob(folder)
     shutil.rmtree(found)
     assert project.planned("all") == once(rules)
-
-
-def copy_of_repository(target: Path) -> Path:
-    """Copy what a run needs: Snakefile, workflow (without its data) and environments."""
-    leave_out = shutil.ignore_patterns("__pycache__", "resources", "presets")
-    shutil.copytree(REPOSITORY / "workflow", target / "workflow", ignore=leave_out)
-    shutil.copytree(REPOSITORY / "envs", target / "envs")
-    shutil.copy2(REPOSITORY / "Snakefile", target / "Snakefile")
-    return target
 
 
 def test_comments_in_code_and_another_checkout_run_nothing(

@@ -215,6 +215,15 @@ def make_project(root: Path, **changes: Any) -> Project:
     return project
 
 
+def copy_of_repository(target: Path) -> Path:
+    """Copy what a run needs: Snakefile, workflow (without its data) and environments."""
+    leave_out = shutil.ignore_patterns("__pycache__", "resources", "presets")
+    shutil.copytree(REPOSITORY / "workflow", target / "workflow", ignore=leave_out)
+    shutil.copytree(REPOSITORY / "envs", target / "envs")
+    shutil.copy2(REPOSITORY / "Snakefile", target / "Snakefile")
+    return target
+
+
 def qa_rows(*, first: int, rows: int) -> list[dict[str, str]]:
     """Return prompt/completion rows of a few tokens, all different."""
     return [

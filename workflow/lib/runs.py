@@ -12,6 +12,7 @@ from typing import Any
 from workflow.lib.artifacts import canonical_json, short_hash
 from workflow.lib.config import ReportConfig, RunConfig, is_hub_id
 from workflow.lib.sources import resolve_splits
+from workflow.lib.tokens import ARRAYS
 
 RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs before a job.
@@ -143,6 +144,11 @@ def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
 def tokens_dir(run: RunConfig) -> str:
     """Folder of the tokenized dataset."""
     return str(RESULTS / "tokens" / f"{run.data.name}-{tokens_key(run)}")
+
+
+def token_arrays(run: RunConfig) -> list[str]:
+    """Return the arrays of the tokenized dataset, which lie beside its manifest."""
+    return [f"{tokens_dir(run)}/{name}" for name in ARRAYS]
 
 
 def base_dir(run: RunConfig) -> str:

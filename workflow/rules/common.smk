@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import sys
 import time
@@ -20,10 +21,14 @@ from workflow.lib.errors import UserError
 from workflow.lib.failures import failure_causes
 from workflow.lib.hardware import requested_processes, visible_gpus
 from workflow.lib.local_tasks import refuse_code
+from workflow.lib.object_store import check_stored_paths, travelling_files
 
 use_this_interpreter(Path(workflow.basedir))
 
 STARTED = time.time()
+
+# With an object store (`--default-storage-provider`, as on Kubernetes) models and data lie there, not on this disk.
+STORED = workflow.storage_settings.default_storage_provider is not None
 
 try:
     REPORT, RUNS = load_config(config)
@@ -32,7 +37,10 @@ try:
         BENCHMARK, num_gpus=0
     )  # an unknown case is said here, with the other settings
     for name, settings in RUNS.items():
-        check_local_paths(name, settings)
+        if STORED:
+            check_stored_paths(name, settings, sent_from_here=workflow.is_main_process)
+        else:
+            check_local_paths(name, settings)
     for folder in {
         run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code
     }:
@@ -60,6 +68,15 @@ REQUIRED = {
 # Runs whose merged model is exported and evaluated too.
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 
+TRAINED_FILES = [
+    "adapter",
+    "adapter_config.json",
+    "metrics.jsonl",
+    "parity.safetensors",
+    "summary.json",
+]
+ADAPTER_FILES = ["adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"]
+
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
 # run that cannot work stops within minutes.
 FIRST = 10
@@ -77,18 +94,47 @@ wildcard_constraints:
     kind="model|dataset",
 
 
-def model_files(run):
-    """The base model's files as inputs: the user's own ones, or the download."""
-    return layout.local_files(layout.model_dir(run), layout.MODEL_PATTERNS)
+def model_files(run, patterns=layout.MODEL_PATTERNS):
+    """The base model's files as inputs: the user's own ones, the download, or a folder of the object store."""
+    folder = layout.model_dir(run)
+    return [folder] if STORED else layout.local_files(folder, patterns)
 
 
-def tokenizer_files(run):
-    return layout.local_files(layout.model_dir(run), layout.TOKENIZER_PATTERNS)
+def model_folder(run, files):
+    """Where the files of `model_files` are once a job has them."""
+    return files[0] if STORED else layout.model_dir(run)
+
+
+def data_files(run):
+    """The raw data as inputs: files, the download's folder, or what the settings name in the object store."""
+    if STORED and run.data.source is None:
+        return [os.path.normpath(path) for path in layout.dataset_paths(run)]
+    return layout.data_files(run)
+
+
+def data_root(run, files):
+    """The folder in which the paths of the data settings begin, once a job has `data_files`."""
+    if run.data.source is not None:
+        return files[0]
+    return subpath(files[0], strip_suffix=f"/{data_files(run)[0]}") if STORED else "."
 
 
 def task_files(run):
+    """Task files as inputs; none with an object store, where they travel with the sources."""
     folder = run.evaluate.tasks_dir
-    return layout.local_files(folder, layout.TASK_PATTERNS) if folder else []
+    if STORED or not folder:
+        return []
+    return layout.local_files(folder, layout.TASK_PATTERNS)
+
+
+def chat_template(run):
+    """A chat template of one's own as input; none with an object store, where it travels with the sources."""
+    return [] if STORED else run.data.chat_template or []
+
+
+def travelling(run, *, tasks=False):
+    """What a stage reads of the files that travel with the sources, as a hash: no input tells that they changed."""
+    return travelling_files(run, tasks=tasks) if STORED else None
 
 
 def checkpoints(wildcards, input):
@@ -139,9 +185,14 @@ def on_each_node(run):
 
 
 def asked(name, need, input, attempt, *, run):
-    """What a job asks of a cluster, `mem_mb` (more at every attempt) or `runtime`; where nobody is to be asked, no memory."""
+    """What a job asks of a cluster, `mem_mb` (more at every attempt) or `runtime`; where nobody is to be asked, no memory.
+
+    With an object store nothing: what it is predicted from is not here. `set-resources` of the profile says it.
+    """
     if workflow.local_exec or workflow.remote_exec:
         return None if name == "runtime" else 0
+    if STORED:
+        return None
     for path in input:
         # An input that is still to be made has to be named by the error; then Snakemake asks again later.
         Path(path).stat()
@@ -169,6 +220,11 @@ def check_place(name, run):
             f"hardware.nodes = {hardware.nodes} (run {name}): this machine is one node. "
             "Run with --profile workflow/profiles/slurm, or set it to 1."
         )
+    if workflow.executor_plugin.name == "kubernetes" and hardware.nodes > 1:
+        raise WorkflowError(
+            f"hardware.nodes = {hardware.nodes} (run {name}): a job on Kubernetes is one pod, which is on one node. "
+            "Set it to 1, or use Slurm."
+        )
     if workflow.non_local_exec and hardware.gpus == "auto":
         raise WorkflowError(
             f"hardware.gpus = 'auto' (run {name}): the GPUs of a cluster are not seen from here. "
@@ -190,13 +246,30 @@ def all_cores(_):
     return workflow.cores if workflow.local_exec else 4
 
 
-def merged_options(name):
+def merged_model(name):
+    """The merged model as input, if one is exported."""
+    return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
+
+
+def merged_options(input, output):
     """The evaluation's options for the merged model, if one is exported."""
-    if name not in MERGED:
+    if not input.merged:
         return []
-    folder = layout.stage_dir(name, "consolidate")
-    output = layout.stage_dir(name, "evaluate_run")
-    return ["--merged", f"{folder}/merged", "--output-merged", f"{output}/merged.json"]
+    return ["--merged", input.merged, "--output-merged", output.merged]
+
+
+def of_runs(stage, *files):
+    """Artifacts of a stage, of every run. (`expand` takes no output of a rule that lies in an object store.)"""
+    return [
+        f"{layout.stage_dir(name, stage)}/{file}" for name in RUNS for file in files
+    ]
+
+
+def exports():
+    """The artifacts of the export of all runs."""
+    adapter = [f"adapter/{file}" for file in ADAPTER_FILES]
+    merged = [merged_model(name) for name in MERGED]
+    return of_runs("consolidate", *adapter, "parity.json") + merged
 
 
 def requirements():

@@ -1,3 +1,4 @@
+# Two rules, one stage: where a merged model is exported, its folder is one more output.
 rule consolidate:
     input:
         finetune=rules.finetune.output,
@@ -7,11 +8,7 @@ rule consolidate:
     output:
         adapter=expand(
             "results/runs/{{run}}/consolidate/adapter/{file}",
-            file=[
-                "adapter_model.safetensors",
-                "adapter_config.json",
-                "SHA256SUMS",
-            ],
+            file=ADAPTER_FILES,
         ),
         parity=report(
             "results/runs/{run}/consolidate/parity.json",
@@ -21,6 +18,8 @@ rule consolidate:
         ),
     log:
         "logs/consolidate/{run}.log",
+    wildcard_constraints:
+        run=any_of(run for run in RUNS if run not in MERGED),
     conda:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
@@ -37,8 +36,24 @@ rule consolidate:
         config=lambda w: layout.stage_json("consolidate", RUNS[w.run]),
         finetune=subpath(input.summary, parent=True),
         folder=subpath(output.parity, parent=True),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w, input: model_folder(RUNS[w.run], input.model),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
         " --base {input.base:q} --model {params.model:q} --output {params.folder:q} --log {log:q}"
+
+
+use rule consolidate as consolidate_and_merged with:
+    output:
+        adapter=expand(
+            "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
+        ),
+        parity=report(
+            "results/runs/{run}/consolidate/parity.json",
+            caption="../report/captions/parity.rst",
+            category="Export",
+            labels={"run": "{run}", "artifact": "parity.json"},
+        ),
+        merged=directory("results/runs/{run}/consolidate/merged"),
+    wildcard_constraints:
+        run=any_of(MERGED),

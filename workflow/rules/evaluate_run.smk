@@ -2,11 +2,15 @@
 rule evaluate_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),
-        adapter=rules.consolidate.output.adapter,
+        adapter=expand(
+            "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
+        ),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
+        merged=lambda w: merged_model(w.run),
         tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),
-        chat_template=lambda w: RUNS[w.run].data.chat_template or [],
+        chat_template=lambda w: chat_template(RUNS[w.run]),
     output:
         base="results/runs/{run}/evaluate_run/base.json",
         tuned="results/runs/{run}/evaluate_run/tuned.json",
@@ -32,7 +36,8 @@ rule evaluate_run:
         tokens=subpath(input.tokens, parent=True),
         # Not an output: Snakemake would delete what was measured before.
         archive=layout.EVALUATIONS,
-        merged=lambda w: merged_options(w.run),
+        merged=lambda w, input, output: merged_options(input, output),
+        travelling=lambda w: travelling(RUNS[w.run], tasks=True),
         chat_template=lambda w: [
             part
             for path in [RUNS[w.run].data.chat_template]

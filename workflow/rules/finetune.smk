@@ -1,6 +1,7 @@
 rule finetune:
     input:
         tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
+        arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
     output:
@@ -38,7 +39,7 @@ rule finetune:
         # Not an output: Snakemake deletes the outputs of a job that failed.
         checkpoints=checkpoints,
         tokens=subpath(input.tokens, parent=True),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w, input: model_folder(RUNS[w.run], input.model),
         # Other hardware does not change the result, so it must not train again: what is derived from
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)

@@ -17,7 +17,7 @@ rule preflight_run:
     threads: lambda w: cores(RUNS[w.run])
     params:
         config=lambda w: layout.stage_json("preflight_run", RUNS[w.run]),
-        model=lambda w: layout.model_dir(RUNS[w.run]),
+        model=lambda w, input: model_folder(RUNS[w.run], input.model),
     shell:
         "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
         " --model {params.model:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"

@@ -19,7 +19,7 @@ rule quantize_base:
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("quantize_base", BY_BASE[w.base]),
-        model=lambda w: layout.model_dir(BY_BASE[w.base]),
+        model=lambda w, input: model_folder(BY_BASE[w.base], input.model),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.quantize_base --config {params.config:q}"

@@ -33,13 +33,14 @@ rule render_report:
     params:
         # The report shows how to make all of it again: the settings of every run that differ from the defaults.
         config=layout.report_json(REPORT, RUNS),
+        folder=lambda w, input: subpath(input.summary[0], ancestor=3),
         runs=[part for name in RUNS for part in ("--run", name)],
-        tokens=[
+        tokens=lambda w, input: [
             part
-            for name, run in RUNS.items()
-            for part in ("--tokens", f"{name}={layout.tokens_dir(run)}")
+            for name, manifest in zip(RUNS, input.tokens, strict=True)
+            for part in ("--tokens", f"{name}={subpath(manifest, parent=True)}")
         ],
     shell:
-        "python -m workflow.scripts.render_report --config {params.config:q} --runs-dir results/runs"
+        "python -m workflow.scripts.render_report --config {params.config:q} --runs-dir {params.folder:q}"
         " {params.runs:q} {params.tokens:q} --output {output.page:q}"
         " --comparison {output.comparison:q} --figures {output.figures:q} --log {log:q}"

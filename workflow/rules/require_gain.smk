@@ -1,9 +1,9 @@
 # After everything else of all runs, the report too: Snakemake starts no further job once one has failed.
 rule require_gain:
     input:
-        evaluations(),
-        expand(rules.write_card.output, run=RUNS),
-        rules.render_report.output.page,
+        evaluation=evaluations(),
+        cards=of_runs("consolidate", "adapter/README.md"),
+        page=rules.render_report.output.page,
     output:
         "results/requirements.json",
     log:
@@ -12,6 +12,7 @@ rule require_gain:
         "../../envs/report.yaml"
     params:
         config=json.dumps(REQUIRED, sort_keys=True),
+        folder=lambda w, input: subpath(input.evaluation[0], ancestor=3),
     shell:
-        "python -m workflow.scripts.require_gain --config {params.config:q} --runs-dir results/runs"
+        "python -m workflow.scripts.require_gain --config {params.config:q} --runs-dir {params.folder:q}"
         " --output {output:q} --log {log:q}"

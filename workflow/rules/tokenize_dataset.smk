@@ -1,19 +1,11 @@
 rule tokenize_dataset:
     input:
-        data=lambda w: layout.data_files(BY_TOKENS[w.tokens]),
-        tokenizer=lambda w: tokenizer_files(BY_TOKENS[w.tokens]),
-        chat_template=lambda w: BY_TOKENS[w.tokens].data.chat_template or [],
+        data=lambda w: data_files(BY_TOKENS[w.tokens]),
+        tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], layout.TOKENIZER_PATTERNS),
+        chat_template=lambda w: chat_template(BY_TOKENS[w.tokens]),
     output:
         manifest="results/tokens/{tokens}/manifest.json",
-        arrays=expand(
-            "results/tokens/{{tokens}}/{split}.{array}.npy",
-            split=["train", "heldout"],
-            array=["input_ids", "loss_mask"],
-        )
-        + [
-            "results/tokens/{tokens}/train.position_ids.npy",
-            "results/tokens/{tokens}/heldout.offsets.npy",
-        ],
+        arrays=expand("results/tokens/{{tokens}}/{file}", file=layout.ARRAYS),
         rejects="results/tokens/{tokens}/rejects.jsonl",
         truncated="results/tokens/{tokens}/truncated.jsonl",
     log:
@@ -25,8 +17,9 @@ rule tokenize_dataset:
     params:
         config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
         folder=subpath(output.manifest, parent=True),
-        model=lambda w: layout.model_dir(BY_TOKENS[w.tokens]),
-        dataset=lambda w: layout.dataset_dir(BY_TOKENS[w.tokens]) or ".",
+        model=lambda w, input: model_folder(BY_TOKENS[w.tokens], input.tokenizer),
+        dataset=lambda w, input: data_root(BY_TOKENS[w.tokens], input.data),
+        travelling=lambda w: travelling(BY_TOKENS[w.tokens]),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"

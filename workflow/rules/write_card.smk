@@ -3,7 +3,7 @@ rule write_card:
     input:
         summary=rules.finetune.output.summary,
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
-        parity=rules.consolidate.output.parity,
+        parity="results/runs/{run}/consolidate/parity.json",
         base="results/runs/{run}/evaluate_run/base.json",
         tuned="results/runs/{run}/evaluate_run/tuned.json",
     output:
