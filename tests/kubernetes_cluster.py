@@ -174,7 +174,9 @@ class _Handler(BaseHTTPRequestHandler):
             name = query["labelSelector"][0].removeprefix("job-name=")
             return self._known(name, self._pod_list)
         if parts[-1] == "log":
-            if query.get("previous") == ["True"]:  # of a container that was started again: there is none
+            if query.get("previous") == [
+                "True"
+            ]:  # of a container that was started again: there is none
                 return self._error(400, "previous terminated container not found")
             return self._known(parts[-2], lambda pod: pod.log)
         return self._error(404, "not found")
@@ -251,7 +253,10 @@ def running_cluster(folder: Path, *, runs_pods: bool = True) -> Iterator[Cluster
                 "current-context": "test",
                 "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
                 "clusters": [
-                    {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+                    {
+                        "name": "test",
+                        "cluster": {"server": f"http://127.0.0.1:{server.server_port}"},
+                    }
                 ],
                 "users": [{"name": "test", "user": {}}],
             }

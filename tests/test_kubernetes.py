@@ -47,7 +47,7 @@ class Store:
     url: str
     client: Any
 
-    def keys(self) -> list[str]:
+    def listing(self) -> list[str]:
         """Return what lies below the prefix."""
         found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{PREFIX}/")["Contents"]
         return [entry["Key"].removeprefix(f"{PREFIX}/") for entry in found]
@@ -167,7 +167,7 @@ def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store
     }  # fmt: skip
     assert set(counts.values()) == {1}
     assert not (on_pods.project.root / "results").exists()
-    assert "results/report/report.html" in on_pods.store.keys()
+    assert "results/report/report.html" in on_pods.store.listing()
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_every_job_is_one_that_kubernetes_admits(on_pods: OnPods) -> None:
 def test_secrets_are_in_a_secret_of_the_cluster_and_nowhere_else(on_pods: OnPods) -> None:
     manifests = json.dumps([pod.job for pod in on_pods.cluster.pods.values()])
     logs = "".join(pod.log for pod in on_pods.cluster.pods.values())
-    stored = b"".join(map(on_pods.store.read, on_pods.store.keys())).decode(errors="replace")
+    stored = b"".join(map(on_pods.store.read, on_pods.store.listing())).decode(errors="replace")
     for text in (manifests, logs, on_pods.output, stored):
         assert [secret for secret in SECRETS.values() if secret in text] == []
     assert on_pods.cluster.secrets == {}, "the secret of the run is deleted at its end"

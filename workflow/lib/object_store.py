@@ -48,7 +48,7 @@ def _check_stored(key: str, path: str, name: str) -> None:
     """Refuse what names nothing in a store: an absolute path, a way out, a glob; and what only looks like a hub id."""
     parts = PurePosixPath(path).parts
     setting = f"{key} (run {name})"
-    if path.startswith(("/", "~")) or ".." in parts or path.startswith("-"):
+    if path.startswith(("/", "~", "-")) or ".." in parts:
         bound = "with an object store, a path is one below its prefix"
         raise setting_error(
             setting, path, bound, "Upload the files there, or name a repository of the hub"
@@ -63,7 +63,9 @@ def _check_stored(key: str, path: str, name: str) -> None:
 
 def _check_traveller(key: str, path: str, name: str, *, sent_from_here: bool) -> None:
     setting = f"{key} (run {name})"
-    fix = "Put it into the folder that you run in, which is a clone of the workflow, and `git add` it"
+    fix = (
+        "Put it into the folder that you run in, which is a clone of the workflow, and `git add` it"
+    )
     if path.startswith(("/", "~", "-")) or ".." in PurePosixPath(path).parts:
         raise setting_error(setting, path, "no shared disk: it travels with the sources", fix)
     if not Path(path).exists():
