@@ -6,6 +6,7 @@ that the plugin gives to a pod, the sources that travel, S3's protocol (moto), a
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import time
@@ -30,9 +31,16 @@ from tests.workflow_project import (
     kill_all,
     make_project,
 )
-from workflow.lib.config import merge
+from workflow.lib.config import load_config, merge
+from workflow.lib.runs import base_dir
 
 pytestmark = [pytest.mark.timeout(1200)]
+
+# Ten pods, each of which starts Snakemake twice: several minutes.
+on_request = pytest.mark.skipif(
+    "TEST_WHOLE_KUBERNETES" not in os.environ,
+    reason="takes minutes: set TEST_WHOLE_KUBERNETES=1",
+)
 
 PROFILE = REPOSITORY / "workflow" / "profiles" / "kubernetes"
 SECRETS = {"HF_TOKEN": "canary-of-the-hub", "KEY": "canary-key", "SECRET": "canary-secret"}
@@ -156,6 +164,7 @@ def on_pods(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.slow
+@on_request
 def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store(
     on_pods: OnPods,
 ) -> None:
@@ -171,6 +180,7 @@ def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store
 
 
 @pytest.mark.slow
+@on_request
 def test_results_equal_those_of_a_run_on_one_machine(
     on_pods: OnPods, finished_project: Project
 ) -> None:
@@ -184,6 +194,7 @@ def test_results_equal_those_of_a_run_on_one_machine(
 
 
 @pytest.mark.slow
+@on_request
 def test_training_whose_node_is_taken_away_goes_on_from_the_claim(on_pods: OnPods) -> None:
     summary = json.loads(on_pods.store.read("results/runs/demo/finetune/summary.json"))
     assert len(on_pods.cluster.of_rule("finetune")) == 2
@@ -192,12 +203,14 @@ def test_training_whose_node_is_taken_away_goes_on_from_the_claim(on_pods: OnPod
 
 
 @pytest.mark.slow
+@on_request
 def test_every_job_is_one_that_kubernetes_admits(on_pods: OnPods) -> None:
     assert on_pods.cluster.refused == []
     assert len(on_pods.cluster.pods) == 10
 
 
 @pytest.mark.slow
+@on_request
 def test_secrets_are_in_a_secret_of_the_cluster_and_nowhere_else(on_pods: OnPods) -> None:
     manifests = json.dumps([pod.job for pod in on_pods.cluster.pods.values()])
     logs = "".join(pod.log for pod in on_pods.cluster.pods.values())
@@ -208,14 +221,16 @@ def test_secrets_are_in_a_secret_of_the_cluster_and_nowhere_else(on_pods: OnPods
 
 
 @pytest.fixture(scope="module")
-def gpu_pod(on_pods: OnPods, tmp_path_factory: pytest.TempPathFactory) -> Pod:
-    """The pod of a training on two GPUs, which waits for a node until the user interrupts."""
-    project = on_pods.project
-    project.edit({"hardware": {"gpus": 2}})
-    folder = tmp_path_factory.mktemp("gpus") / "cluster"
-    with running_cluster(folder, runs_pods=False) as cluster:
-        target = "results/runs/demo/finetune/summary.json"
-        process = start(project, cluster, "--forcerun", "finetune", "--", target)
+def gpu_pod(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Pod:
+    """The pod of a stage on a GPU, which waits for a node until the user interrupts; the model is a folder of the store."""
+    root = tmp_path_factory.mktemp("gpus")
+    for path in (make_project(root / "made").root / "model").iterdir():
+        store.put(f"model/{path.name}", path.read_bytes())
+    project = make_clone(root, store, "http://127.0.0.1:9")
+    project.edit({"model": {"source": "./model"}, "hardware": {"gpus": 2}})
+    target = base_dir(load_config(project.settings)[1]["demo"])
+    with running_cluster(root / "cluster", runs_pods=False) as cluster:
+        process = start(project, cluster, "--", target)
         deadline = time.monotonic() + TIMEOUT_S
         while not cluster.pods and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -224,18 +239,16 @@ def gpu_pod(on_pods: OnPods, tmp_path_factory: pytest.TempPathFactory) -> Pod:
         assert list(cluster.pods), output + str(cluster.refused)
         assert cluster.deleted == set(cluster.pods), "an interrupt takes the job back"
         (pod,) = cluster.pods.values()
-        assert "--allowed-rules finetune " in command(pod)
+        assert "--allowed-rules quantize_base " in command(pod)
         return pod
 
 
-@pytest.mark.slow
-def test_training_asks_for_its_gpus_with_the_limit_that_kubernetes_demands(gpu_pod: Pod) -> None:
+def test_stage_asks_for_its_gpu_with_the_limit_that_kubernetes_demands(gpu_pod: Pod) -> None:
     resources = gpu_pod.container["resources"]
-    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "2"
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "1"
 
 
-@pytest.mark.slow
-def test_training_tolerates_the_taint_of_gpu_nodes_and_mounts_the_claim(gpu_pod: Pod) -> None:
+def test_stage_on_a_gpu_tolerates_the_taint_of_gpu_nodes_and_mounts_the_claim(gpu_pod: Pod) -> None:
     spec = gpu_pod.job["spec"]["template"]["spec"]
     taint = {"key": "nvidia.com/gpu", "value": "present", "operator": "Equal"}
     assert spec["tolerations"] == [taint | {"effect": "NoSchedule"}]
@@ -244,7 +257,6 @@ def test_training_tolerates_the_taint_of_gpu_nodes_and_mounts_the_claim(gpu_pod:
     ]
 
 
-@pytest.mark.slow
 def test_validation_refuses_what_kubernetes_refuses(gpu_pod: Pod) -> None:
     """Guards the tests above: the schema is not one that takes everything."""
     unknown, unlimited = (json.loads(json.dumps(gpu_pod.job)) for _ in range(2))
