@@ -237,7 +237,6 @@ def gpu_pod(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Pod:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=TIMEOUT_S)
         assert list(cluster.pods), output + str(cluster.refused)
-        assert cluster.deleted == set(cluster.pods), "an interrupt takes the job back"
         (pod,) = cluster.pods.values()
         assert "--allowed-rules quantize_base " in command(pod)
         return pod
