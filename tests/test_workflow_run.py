@@ -200,7 +200,7 @@ def test_new_rows_in_the_same_file_train_from_the_start(project: Project) -> Non
 def test_merged_model_is_base_and_adapter_without_training_again(project: Project) -> None:
     project.edit({"export": {"merged": True}})
     done = project.run("train")
-    assert executed(done.output) == {"consolidate": 1}
+    assert executed(done.output) == {"consolidate_and_merged": 1}
     (base,) = project.root.glob("results/base/tiny-*")
     nf4 = load_base(base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa")
     before = logits(nf4)
