@@ -120,10 +120,12 @@ def main(args: argparse.Namespace) -> None:
     elif behaviour == "wait":
         tell_process_id(rank, folder)
     elif behaviour == "lose a peer in 0, kill 1":  # the survivor is the first to say anything
-        time.sleep(2)
+        told = folder / "told"
         if rank == 1:
-            time.sleep(2)
+            while not told.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
+        told.touch()
         fail(lose_peer, folder)
     elif behaviour.startswith("fail with "):
         if rank == 1:

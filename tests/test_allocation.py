@@ -52,7 +52,9 @@ def test_gpus_ask_for_less_time_than_cpus(manifest: str) -> None:
 def test_memory_is_of_one_node_whatever_their_number(manifest: str) -> None:
     few, many = (
         training(
-            run_config(hardware=H100 | {"nodes": n}, train={"global_batch_size": 64}),
+            run_config(
+                hardware=H100 | {"nodes": n}, train={"global_batch_size": 64, "micro_batch_size": 1}
+            ),
             model=BASE,
             manifest=manifest,
         )
