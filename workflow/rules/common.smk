@@ -116,7 +116,9 @@ def data_root(run, files):
     """The folder in which the paths of the data settings begin, once a job has `data_files`."""
     if run.data.source is not None:
         return files[0]
-    return subpath(files[0], strip_suffix=os.sep + data_files(run)[0]) if STORED else "."
+    return (
+        subpath(files[0], strip_suffix=os.sep + data_files(run)[0]) if STORED else "."
+    )
 
 
 def task_files(run):
