@@ -27,6 +27,14 @@ from workflow.lib.tokens import TokenStore
 from workflow.lib.weights import CheckpointReader
 
 VOCAB = 211
+# What the engine reads of a plan.
+PLAN: dict[str, Any] = {
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_window_bytes": None,
+    "offload_embedding": False,
+    "gpu_memory_bytes": None,
+}
 
 
 def tiny_llama(

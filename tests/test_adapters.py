@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from tests.distributed import run_distributed
-from tests.models import adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
 from workflow.lib.artifacts import read_json, write_json
 from workflow.lib.batches import make_batch
 from workflow.lib.checkpoint import save_adapter as save_sharded
@@ -47,13 +47,6 @@ KINDS: dict[str, dict[str, Any]] = {
 TRAIN = TrainConfig(
     epochs=None, max_steps=STEPS, global_batch_size=BATCH, learning_rate=1e-2, max_grad_norm=None
 )
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "gpu_memory_bytes": None,
-}
 # fp32 on both sides, sums in another order; DoRA's norms are expanded here and summed there.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.models import adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
 from workflow.lib.checkpoint import (
     Cadence,
     CheckpointWriter,
@@ -41,13 +41,6 @@ CONFIG = RunConfig(
     train=TrainConfig(epochs=None, max_steps=STEPS, global_batch_size=12, learning_rate=1e-2, weight_decay=0.1),
 )  # fmt: skip
 IDENTITY = "0123456789ab-cdef01234567"
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "gpu_memory_bytes": None,
-}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

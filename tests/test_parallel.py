@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.distributed import run_distributed
-from tests.models import adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
 from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
@@ -26,13 +26,6 @@ from workflow.lib.weights import CheckpointReader
 
 PROCESSES = 3
 CONFIG = RunConfig(lora=LoraSettings(r=4))
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "gpu_memory_bytes": None,
-}
 LAYER = "model.layers.1.mlp.down_proj"
 ALTERED = {
     f"{LAYER}.weight": "packed weights",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.models import adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
 from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
@@ -15,14 +15,6 @@ from workflow.lib.loss import OutputHead
 from workflow.lib.parallel import process_group
 from workflow.lib.setup import TrainingModel, build_training_model, check_family, startup_checks
 from workflow.lib.tokens import TokenStore
-
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "gpu_memory_bytes": None,
-}
 
 
 @pytest.fixture(scope="module")

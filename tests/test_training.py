@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.models import VOCAB, adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, VOCAB, adapted, quantized, random_store, tiny_llama
 from workflow.lib.batches import make_batch
 from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.errors import UserError
@@ -25,14 +25,7 @@ from workflow.lib.training import StepMetrics, check_step, make_optimizer, steps
 
 STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
 CLIP = 0.05
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "gpu_memory_bytes": None,
-    "micro_batch_size": 1,
-}
+SMALLEST = PLAN | {"micro_batch_size": 1}
 # Name of a variant -> what is changed in plan, adapter and training settings.
 SINGLE: dict[str, dict[str, Any]] = {
     "6 rows at once": {"micro_batch_size": 6},
@@ -91,8 +84,8 @@ def train_variants(base: Path, variants: dict[str, dict[str, Any]]) -> dict[str,
 
 
 def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]:
-    planned = PLAN | {k: v for k, v in changes.items() if k in PLAN}
-    config = settings(**{k: v for k, v in changes.items() if k not in PLAN})
+    planned = SMALLEST | {k: v for k, v in changes.items() if k in SMALLEST}
+    config = settings(**{k: v for k, v in changes.items() if k not in SMALLEST})
     model = build_training_model(
         base, config, planned, world, compute_dtype=torch.float32, attention="sdpa"
     )
@@ -405,8 +398,7 @@ def poisoned(base: Path) -> str:
     with process_group("cpu", timeout_s=60) as world:
         config = settings()
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        plan = {"activation_checkpointing": True, "reshard_after_forward": True, "offload_window_bytes": None, "offload_embedding": False, "gpu_memory_bytes": None}  # fmt: skip
-        training = build_training_model(base, config, plan, world, **build).training
+        training = build_training_model(base, config, PLAN, world, **build).training
         before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
         for name, param in trainable_parameters(training).items():
             if ".layers.1.mlp.up_proj.lora_B" in name:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed import run_distributed
-from tests.models import adapted, quantized, random_store, tiny_llama
+from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
 from workflow.lib.batches import make_batch
 from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.lora import trainable_parameters
@@ -28,12 +28,6 @@ from workflow.lib.vocabulary import ExchangedRows, SlicedCrossEntropy, SlicedHea
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
 LARGE = 4001  # a vocabulary that outgrows every other tensor of the tiny model; 4 slices of 1001, 1001, 1001, 998
 CONFIG = RunConfig(lora=LoraSettings(r=4))
-PLAN = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_window_bytes": None,
-    "gpu_memory_bytes": None,
-}
 # Vocabulary, softcap, scale, bias: slices of 53, 53, 53, 52 rows; and of 2, 2, 1, 0.
 HEADS = {
     "plain": (211, None, 1.0, False),
