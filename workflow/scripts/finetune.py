@@ -14,7 +14,7 @@ import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -37,7 +37,7 @@ from workflow.lib.locks import exclusive
 from workflow.lib.nodes import find_place
 from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import save_logits, trained_logits
-from workflow.lib.selection import open_best, open_heldout
+from workflow.lib.selection import BestAdapter, open_best, open_heldout
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
 from workflow.lib.stopping import StopRequest, on_any
 from workflow.lib.summary import Journal, summarize
@@ -133,10 +133,7 @@ def train(
     best = open_best(args.checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
-    bar = tqdm(
-        total=num_steps, initial=resumed.step, desc=args.run, unit="step", file=sys.stderr,
-        disable=None if world.is_main else True,
-    )  # fmt: skip
+    bar = progress_bar(args.run, done=resumed.step, num_steps=num_steps, world=world)
     stepping = steps(
         model.training, optimizer, store, settings,
         first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
@@ -168,20 +165,34 @@ def train(
                 TokenStore.open(args.tokens)  # what was cut off a mapped file reads as zeros
                 writer.save(model.training, optimizer, step=step)
             if stopping and not last:
-                writer.wait()
-                logger.info(
-                    "stopped after step %d of %d as asked; checkpoint saved", step, num_steps
-                )
-                sys.exit(os.EX_TEMPFAIL)
+                stop_as_asked(writer, step=step, num_steps=num_steps)
             pulse.step(step + 1)
         pulse.phase("saving")
-    if best is not None and best.step != num_steps:
-        best.load_(model.training)
-        logger.info(
-            "the adapter of step %d has the lowest held-out loss, %.4f", best.step, best.loss
-        )
-        return journal, best.step
-    return journal, num_steps
+    return journal, select_adapter(model, best, last_step=num_steps)
+
+
+def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
+    """Return the bar of the main process, on a terminal alone; on all others one that shows nothing."""
+    return tqdm(
+        total=num_steps, initial=done, desc=run, unit="step", file=sys.stderr,
+        disable=None if world.is_main else True,
+    )  # fmt: skip
+
+
+def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step: int) -> int:
+    """Put the best adapter back into the model if it is not the last one; return the step of the one that is there."""
+    if best is None or best.step == last_step:
+        return last_step
+    best.load_(model.training)
+    logger.info("the adapter of step %d has the lowest held-out loss, %.4f", best.step, best.loss)
+    return best.step
+
+
+def stop_as_asked(writer: CheckpointWriter, *, step: int, num_steps: int) -> NoReturn:
+    """Wait for the checkpoint of `step`, and end with the status that has the run repeated."""
+    writer.wait()
+    logger.info("stopped after step %d of %d as asked; checkpoint saved", step, num_steps)
+    sys.exit(os.EX_TEMPFAIL)
 
 
 def shown(
