@@ -8,12 +8,14 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.artifacts import write_json
 from workflow.lib.config import LoraSettings
 from workflow.lib.errors import UserError
+from workflow.lib.fused import fuse_layers_
 from workflow.lib.lora import (
     FusedLoraLinear,
     init_adapters_,
@@ -206,3 +208,29 @@ def test_settings_reach_peft() -> None:
     config = lora_config(LoraSettings(r=5, alpha=10, dropout=0.1), linears=["a.q_proj"])
     assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (5, 10, 0.1, "none")
     assert config.target_modules == "all-linear"
+
+
+class MadeZeros(TorchDispatchMode):
+    """Notes the shapes of tensors of zeros that are made within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros.default:
+            self.shapes.append(tuple(made.shape))
+        return made
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_backward_makes_no_gradients_for_what_needs_none(base: Path, fused: bool) -> None:
+    training = adapted(base, r=3)
+    if fused:
+        fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]
+    ids = torch.arange(8)[None]
+    loss = training(ids, ids, torch.arange(8), torch.arange(8))
+    with MadeZeros() as seen:
+        loss.backward()
+    assert not [shape for shape in seen.shapes if len(shape) == 2]

@@ -61,6 +61,7 @@ class _Gated(torch.autograd.Function):
         ctx.layers, ctx.activation = layers, activation
         ctx.save_for_backward(rows, gate, up, *lows)
         ctx.mark_non_differentiable(gate, up)
+        ctx.set_materialize_grads(False)  # else backward gets zeros (T, f) for gate and up each
         out_features = layers[2].get_base_layer().out_features
         return x.new_empty(()).expand(*x.shape[:-1], out_features), gate, up
 

@@ -222,6 +222,7 @@ class NF4LoraMatMul(torch.autograd.Function):
         ctx.layer, ctx.scale = layer, scale
         ctx.save_for_backward(rows, u)
         ctx.mark_non_differentiable(u)
+        ctx.set_materialize_grads(False)  # else backward gets zeros (T, r) for u
         return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), u
 
     @staticmethod
