@@ -36,6 +36,8 @@ class BenchmarkConfig(Section):
     """What PyTorch may reserve of each GPU, GiB, to emulate a smaller card; null = all of it. CUDA and NCCL take 0.8 to 1.6 GiB beside it."""
     check_bytes: bool = True
     """Compare every gathered tensor with the checkpoint before the first step, as a training run does."""
+    profile: bool = False
+    """Record one step more, by torch's profiler: where its time goes, by kinds of kernels."""
     cases: tuple[Name, ...] | Literal["all"] = (
         "fsdp",
         "checkpointing",

@@ -63,7 +63,7 @@ def render_page(rows: Sequence[Row], *, figure: str) -> str:
     title = f"{_model(rows)}, {hardware(rows)}, {_date(rows)}"
     parts = [f"# {title}\n", _conditions(rows)]
     if done:
-        parts += [_table(done), _ratios(done), _scaling(done), _memory(done), f"![Speed and memory of every case]({figure})\n"]  # fmt: skip
+        parts += [_table(done), _ratios(done), _scaling(done), _memory(done), _profiles(done), f"![Speed and memory of every case]({figure})\n"]  # fmt: skip
     parts += [_causes([row for row in rows if not row["measured"]]), _repeat()]
     return "\n".join(part for part in parts if part)
 
@@ -172,6 +172,21 @@ def _memory(rows: Sequence[Row]) -> str:
         return ""
     error, case = max(pairs, key=lambda pair: abs(pair[0]))
     return f"Predicted against measured allocation: at most {100 * error:+.1f}% (`{case}`), {len(pairs)} cases.\n"
+
+
+def _profiles(rows: Sequence[Row]) -> str:
+    """Where the time of a step goes, in milliseconds, of the cases that were profiled."""
+    found = {_label(row): row["measured"].get("profile") for row in rows}
+    profiles = {label: profile for label, profile in found.items() if profile and profile["kinds"]}
+    if not profiles:
+        return ""
+    kinds = list(dict.fromkeys(kind for profile in profiles.values() for kind in profile["kinds"]))
+    lines = ["| one profiled step, ms | all | " + " | ".join(kinds) + " | GPU idle |", "|---" * (len(kinds) + 3) + "|"]  # fmt: skip
+    for label, profile in profiles.items():
+        seconds = [profile["step_s"], *(profile["kinds"].get(kind, 0.0) for kind in kinds), profile["idle_s"]]  # fmt: skip
+        lines.append(f"| `{label}` | " + " | ".join(f"{1000 * s:.1f}" for s in seconds) + " |")
+    note = "\nKinds on several streams overlap, so they may add up to more than the step.\n"
+    return "\n".join(lines) + "\n" + note
 
 
 def _causes(rows: Sequence[Row]) -> str:

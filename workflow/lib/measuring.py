@@ -8,7 +8,9 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from workflow.lib.errors import UserError
 from workflow.lib.heartbeat import Pulse
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.parallel import World, process_group
+from workflow.lib.profiling import profiled
 from workflow.lib.random_base import random_rows
 from workflow.lib.setup import build_training_model, startup_checks
 from workflow.lib.training import make_optimizer, steps
@@ -29,10 +32,10 @@ STEP_S = 60.0  # a later step may always take so long
 OUT_OF_MEMORY = "out of GPU memory"
 # Of what processes have seen, the row has the largest value of these, and that of the main process of those.
 LARGEST = ("allocated_bytes", "reserved_bytes", "setup_allocated_bytes", "host_bytes", "load_s", "bytes_read")  # fmt: skip
-OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "checks")
+OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "profile", "checks")
 GEMM_REPEATS = 5
 GEMM_IN_A_ROW = 10  # so that what Python takes to start one is hidden, as in training
-GEMM_WARM_UP_S = 0.3  # until clocks have settled
+GEMM_WARM_UP_S = 1.0  # until clocks have settled
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Job:
     rows: int
     vocab_size: int
     check_bytes: bool
+    profile: bool
+    """Record one step more by kernels (`profiling`)."""
     products: list[list[int]]
     """Linears of the model as [out_features, in_features, how many]."""
     peer: dict[str, Any] | None
@@ -71,6 +76,8 @@ class Observed:
     """Peak resident set of the process."""
     gemm_flops_per_s: float = 0.0
     attention: str = ""
+    profile: dict[str, Any] | None = None
+    """Where the time of one more step goes; None if that was not asked for."""
     checks: list[dict[str, Any]] = field(default_factory=list)
 
     def start_training(self) -> None:
@@ -105,30 +112,36 @@ def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any
     }
 
 
-def measure(job: Job) -> dict[str, Any] | None:
-    """Build, check and train the job's model; return the measurement on the main process, None on others. Collective.
+def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
+    """Build, check and train each job's model; yield the measurement on the main process, None on others. Collective.
 
-    Raises `UserError` if GPU memory runs out.
+    All jobs have the same device, shard size and timeout. Raises `UserError` if GPU memory runs out.
     """
-    config, plan = RunConfig.model_validate(job.run), job.plan
-    rank = int(os.environ["RANK"])
+    plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
-        Pulse(rank=rank, start_s=job.timeout_s, step_s=STEP_S) as pulse,
-        process_group(
-            plan["device"], timeout_s=job.timeout_s, shard_size=plan["shard_size"]
-        ) as world,
+        Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
+        process_group(plan["device"], timeout_s=timeout_s, shard_size=plan["shard_size"]) as world,
     ):
-        seen = Observed()
-        try:
-            _train(job, config, world, seen, pulse)
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
-        everyone: list[Observed] = [seen] * world.size
-        dist.all_gather_object(everyone, seen, group=world.io_group)
-        if not world.is_main:
-            return None
-        tokens = plan["micro_batch_size"] * plan["accumulation_steps"] * config.data.seq_len
-        return together(everyone, tokens_per_step=tokens)
+        for job in jobs:
+            pulse.phase("loading")
+            yield _measure(job, world, pulse)
+
+
+def _measure(job: Job, world: World, pulse: Pulse) -> dict[str, Any] | None:
+    config, seen = RunConfig.model_validate(job.run), Observed()
+    try:
+        _train(job, config, world, seen, pulse)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
+    everyone: list[Observed] = [seen] * world.size
+    dist.all_gather_object(everyone, seen, group=world.io_group)
+    if world.device.type == "cuda":  # for what this process measures next
+        gc.collect()
+        torch.cuda.empty_cache()
+    if not world.is_main:
+        return None
+    tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
+    return together(everyone, tokens_per_step=tokens)
 
 
 def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
@@ -152,16 +165,20 @@ def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pul
     if job.check_bytes:
         seen.checks = startup_checks(model, store, base, world)
     optimizer = make_optimizer(model.training, settings, device=world.device)
-    seen.start_training()
-    for metrics in steps(
-        model.training, optimizer, store, settings, first_step=0, num_steps=plan["num_steps"],
+    count = plan["num_steps"]
+    training = steps(
+        model.training, optimizer, store, settings, first_step=0, num_steps=count + job.profile,
         micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
-    ):  # fmt: skip
+    )  # fmt: skip
+    seen.start_training()
+    for metrics in islice(training, count):
         pulse.step(metrics.step + 1)
         seen.step_s.append(metrics.tokens / metrics.tokens_per_s)
         seen.losses.append(metrics.loss)
         seen.grad_norms.append(metrics.grad_norm)
     seen.end_training()
+    if job.profile:
+        seen.profile = profiled(lambda: next(training), device=world.device)
 
 
 @torch.no_grad()
@@ -174,12 +191,14 @@ def gemm_rate(
     same shapes, nothing else. Frees what it takes.
     """
     flops = seconds = 0.0
+    warm_up_s = GEMM_WARM_UP_S
     for out, into, count in products:
         weight = torch.randn(out, into, dtype=dtype, device=device)
         forward = torch.randn(rows, into, dtype=dtype, device=device)
         backward = torch.randn(rows, out, dtype=dtype, device=device)
         for left, right in ((forward, weight.t()), (backward, weight)):
-            seconds += count * _product_seconds(left, right)
+            seconds += count * _product_seconds(left, right, warm_up_s=warm_up_s)
+            warm_up_s = 0.0
             flops += count * 2.0 * rows * out * into
     del weight, forward, backward, left, right
     gc.collect()
@@ -188,9 +207,9 @@ def gemm_rate(
     return flops / seconds
 
 
-def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the median seconds of a product, the first ones left out."""
-    until = time.monotonic() + (GEMM_WARM_UP_S if left.is_cuda else 0.0)
+def _product_seconds(left: torch.Tensor, right: torch.Tensor, *, warm_up_s: float) -> float:
+    """Return the median seconds of a product, those of the first `warm_up_s` left out."""
+    until = time.monotonic() + (warm_up_s if left.is_cuda else 0.0)
     in_a_row = GEMM_IN_A_ROW if left.is_cuda else 1
     torch.mm(left, right)
     while time.monotonic() < until:

@@ -1,7 +1,7 @@
 """Measure speed and memory of the training engine, and of its peers, on this machine, with random weights of any shape.
 
-Every case runs in fresh torchrun workers and becomes a line of the output (JSON Lines), also one that cannot run
-or runs out of memory. Lines of an earlier call are kept, and what they measured is not measured again:
+Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same ones) and becomes
+a line of the output (JSON Lines), also one that cannot run or runs out of memory. Lines of an earlier call are kept, and what they measured is not measured again:
 the same command continues. The random base is written once for all cases of a shape.
 
 One call on a host with GPUs and little time:
@@ -16,7 +16,9 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +59,46 @@ def main(args: argparse.Namespace) -> None:
         work(args)
         return
     gpus = visible_gpus()
-    wanted = wanted_requests(args, num_gpus=len(gpus))
     rows = {row["key"]: row for row in read_jsonl(args.output)} if args.output.is_file() else {}
+    wanted = {
+        short_hash([request.document(), [gpu.name for gpu in gpus]]): request
+        for request in wanted_requests(args, num_gpus=len(gpus))
+    }
+    for key in [key for key in wanted if rows.get(key, {}).get("status") in FINAL]:
+        logger.info("%s: measured before", wanted.pop(key).label)
     started, longest_s = time.monotonic(), 0.0
-    for request in wanted:
-        key = short_hash([request.document(), [gpu.name for gpu in gpus]])
-        if rows.get(key, {}).get("status") in FINAL:
-            logger.info("%s: measured before", request.label)
-            continue
+    for keys in starts(wanted, together=args.together):
         began = time.monotonic()
         enough_time = args.time_limit_s - (began - started) > longest_s
-        row = one(args, request, num_gpus=len(gpus), enough_time=enough_time)
-        longest_s = max(longest_s, time.monotonic() - began)
-        rows[key] = {"format_version": FORMAT_VERSION, "key": key, **row}
+        asked = {key: wanted[key] for key in keys}
+        for key, row in several(args, asked, num_gpus=len(gpus), enough_time=enough_time):
+            rows[key] = {"format_version": FORMAT_VERSION, "key": key, **row}
+            logger.info("%s: %s", wanted[key].label, told(row))
         write_jsonl(args.output, rows.values())
-        logger.info("%s: %s", request.label, told(row))
+        longest_s = max(longest_s, time.monotonic() - began)
+
+
+def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
+    """Yield the keys that one start of workers measures: neighbours alike in processes, cap and sharding; peers alone."""
+    kinds = groupby(wanted.items(), key=lambda item: _start_kind(item[1]))
+    for (peer, *_), group in kinds:
+        keys = [key for key, _ in group]
+        size = together if peer is None else 1
+        yield from (keys[i : i + size] for i in range(0, len(keys), size))
+
+
+def _start_kind(request: Request) -> tuple[str | None, int, float | None, object]:
+    peer = None if request.peer is None else request.name
+    sharded_over = request.settings.get("hardware", {}).get("shard_size")
+    return peer, request.processes, request.sizes.memory_cap_gib, sharded_over
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure, as one of the workers of a case."""
-    measured = measure(Job(**read_json(args.job)))
-    if measured is not None:
-        write_json(args.output, measured)
+    """Measure, as one of the workers, one case after the other; a file for each."""
+    jobs = [Job(**document) for document in read_json(args.job)]
+    for number, measured in enumerate(measure(jobs)):
+        if measured is not None:
+            write_json(args.output / f"{number}.json", measured)
 
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
@@ -97,27 +117,49 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
     return requests(load_benchmark(settings), num_gpus=num_gpus)
 
 
-def one(
-    args: argparse.Namespace, request: Request, *, num_gpus: int, enough_time: bool
-) -> dict[str, Any]:
-    """Return the row of a request, measured or with the cause why not."""
+def several(
+    args: argparse.Namespace, wanted: Mapping[str, Request], *, num_gpus: int, enough_time: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (key, row) of every request, measured or with the cause why not."""
+    ready: dict[str, Prepared] = {}
+    for key, request in wanted.items():
+        cause = None if enough_time else ("not_run", "not run: out of time")
+        cause = cause or _not_installed(request)
+        if cause is None:
+            try:
+                ready[key] = prepare(request, num_gpus=num_gpus)
+            except UserError as error:
+                cause = ("failed", first_line(error))
+        if cause is not None:
+            yield key, _row(request) | {"status": cause[0], "cause": cause[1]}
+    while ready:
+        found, failure = launch(args, list(ready.values()))
+        for measured in found:
+            key = next(iter(ready))
+            yield key, _prepared_row(ready.pop(key)) | {"status": "measured", "cause": None, "measured": measured}  # fmt: skip
+        if failure is not None:
+            key = next(iter(ready))
+            logger.debug("%s: %s", wanted[key].label, failure)
+            status = "out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed"
+            yield key, _prepared_row(ready.pop(key)) | {"status": status, "cause": first_line(failure)}  # fmt: skip
+
+
+def _row(request: Request) -> dict[str, Any]:
     row = {**request.document(), "case": request.name, "measured": None, "provenance": provenance()}
     del row["name"]
-    if not enough_time:
-        return row | {"status": "not_run", "cause": "not run: out of time"}
+    return row
+
+
+def _prepared_row(prepared: Prepared) -> dict[str, Any]:
+    return _row(prepared.request) | prepared.facts | {"plan": prepared.plan}
+
+
+def _not_installed(request: Request) -> tuple[str, str] | None:
+    """Return status and cause if a peer's packages are missing."""
     missing = missing_packages(request)
-    if missing:
-        cause = f"not installed: {', '.join(missing)} (envs/peers.txt)"
-        return row | {"status": "not_installed", "cause": cause}
-    try:
-        prepared = prepare(request, num_gpus=num_gpus)
-        row |= prepared.facts | {"plan": prepared.plan}
-        measured = launch(args, prepared)
-    except (UserError, OSError, RuntimeError) as error:
-        status = "out_of_memory" if OUT_OF_MEMORY in str(error) else "failed"
-        logger.debug("%s: %s", request.label, error)
-        return row | {"status": status, "cause": first_line(error)}
-    return row | {"status": "measured", "cause": None, "measured": measured}
+    if not missing:
+        return None
+    return "not_installed", f"not installed: {', '.join(missing)} (envs/peers.txt)"
 
 
 def missing_packages(request: Request) -> list[str]:
@@ -128,22 +170,33 @@ def missing_packages(request: Request) -> list[str]:
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
-def launch(args: argparse.Namespace, prepared: Prepared) -> dict[str, Any]:
-    """Run a request's workers and return what they measured; raises `UserError` with the cause if they fail."""
-    request, own_threads = prepared.request, "OMP_NUM_THREADS" in os.environ
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        job, result = Path(folder) / "job.json", Path(folder) / "measured.json"
-        write_json(job, asdict(job_of(args, prepared)))
-        options = ["--job", str(job), "--output", str(result)]
-        options += ["--log", str(args.log)] if args.log else []
-        module = "workflow.scripts.benchmark_run" if request.peer is None else PEER
+def launch(
+    args: argparse.Namespace, ready: list[Prepared]
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Run workers for these requests; return what the first of them measured, and why the next one failed, if one did."""
+    first, own_threads = ready[0].request, "OMP_NUM_THREADS" in os.environ
+    failure: Exception | None = None
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
         try:
-            launch_workers(module, options, processes=request.processes, what=request.label)
+            write_json(folder / "jobs.json", [asdict(job_of(args, prepared)) for prepared in ready])
+            options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
+            options += ["--log", str(args.log)] if args.log else []
+            launch_workers(module, options, processes=first.processes, what=first.label)
+        except (UserError, OSError, RuntimeError) as error:
+            failure = error
         finally:
-            if not own_threads:  # the next case may have another number of processes
+            if not own_threads:  # the next cases may have another number of processes
                 os.environ.pop("OMP_NUM_THREADS", None)
-        measured: dict[str, Any] = read_json(result)
-    return measured | utilisation(prepared, measured)
+        paths = [folder / f"{number}.json" for number in range(len(ready))]
+        found = [read_json(path) for path in takewhile(Path.is_file, paths)]
+    if failure is None and len(found) < len(ready):
+        failure = UserError("its workers ended without a word and without a measurement")
+    return [
+        measured | utilisation(prepared, measured)
+        for prepared, measured in zip(ready, found, strict=False)
+    ], failure
 
 
 def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
@@ -157,6 +210,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
         rows=prepared.num_rows,
         vocab_size=shape["vocab_size"],
         check_bytes=sizes.check_bytes,
+        profile=sizes.profile,
         products=[
             [linear["out_features"], linear["in_features"], shape["num_layers"]]
             for linear in shape["linears"]
@@ -220,6 +274,10 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument(
         "--case-timeout-s", type=float, default=600.0,
         help="seconds that loading or a first step may take until a case counts as hung (%(default)g)",
+    )  # fmt: skip
+    arguments.add_argument(
+        "--together", type=int, default=1, metavar="N",
+        help="cases that one start of the workers measures, one after the other (%(default)d)",
     )  # fmt: skip
     arguments.add_argument(
         "--bases", type=Path, default=Path("results/benchmark/bases"), help="random bases, kept"

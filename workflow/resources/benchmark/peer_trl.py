@@ -98,7 +98,8 @@ class Watch(TrainerCallback):
 
 def main(args: argparse.Namespace) -> None:
     die_with_parent()
-    job = Job(**read_json(args.job))
+    (document,) = read_json(args.job)
+    job = Job(**document)
     config = RunConfig.model_validate(job.run)
     if job.documents > 1:
         raise UserError("this peer takes rows of one document: set benchmark.documents to 1")
@@ -119,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
         dist.all_gather_object(everyone, seen)
     if int(os.environ["RANK"]) == 0:
         tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
-        write_json(args.output, together(everyone, tokens_per_step=tokens))
+        write_json(args.output / "0.json", together(everyone, tokens_per_step=tokens))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -231,5 +232,5 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 if __name__ == "__main__":
     parser = stage_parser(__doc__, config_required=False)
     parser.add_argument("--job", type=Path, required=True, help="what the worker does")
-    parser.add_argument("--output", type=Path, required=True, help="what was measured")
+    parser.add_argument("--output", type=Path, required=True, help="folder of what was measured")
     run(main, parser)
