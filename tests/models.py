@@ -33,6 +33,7 @@ PLAN: dict[str, Any] = {
     "reshard_after_forward": True,
     "offload_window_bytes": None,
     "offload_embedding": False,
+    "offload_layers": 0,
     "gpu_memory_bytes": None,
 }
 

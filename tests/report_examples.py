@@ -112,6 +112,7 @@ def preflight() -> dict[str, Any]:
             "reshard_after_forward": True,
             "offload_window_bytes": None,
             "offload_embedding": False,
+            "offload_layers": 0,
             "gpu_memory_bytes": int(23.3 * GIB),
             "compute_dtype": "bfloat16",
             "num_steps": 211,

@@ -48,6 +48,7 @@ def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, 
         "reshard_after_forward": True,
         "offload_window_bytes": None,
         "offload_embedding": False,
+        "offload_layers": 0,
         "gpu_memory_bytes": None,
         "num_steps": STEPS,
     } | changes

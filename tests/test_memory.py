@@ -23,7 +23,9 @@ from tests.preflight_examples import (
 from workflow.lib.memory import EXPLANATIONS, GIB, predict
 from workflow.lib.memory_terms import (
     Setup,
+    fetched_layers,
     gathered_bytes,
+    hosted_slice,
     lora_parameters,
     offloaded_bytes,
     saved_activations,
@@ -384,6 +386,25 @@ def test_offloading_never_takes_more_where_all_layers_are_recomputed(
         peak(shape, there)
         <= peak(shape, here) + 2 * here.compute_bytes * here.tokens * shape.hidden_size
     )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_layers_on_the_host_take_their_packed_weights_from_every_process(processes: int) -> None:
+    chosen = setup(processes=processes, offload_layers=20)
+    here, there = (stored_terms(llama_70b(), replace(chosen, offload_layers=x)) for x in (0, 20))
+    for term in ("nf4_weights", "nf4_scales"):
+        assert there[term] == here[term] * 60 // 80
+    assert there["lora_weights"] == here["lora_weights"]
+    packed = 855_638_016 * (0.5 + 1 / 64)  # of a layer; and 4 bytes for 256 blocks
+    fetched = predict(llama_70b(), chosen).phases["backward_first_layer"]["fetched_layers"]
+    assert fetched == pytest.approx(packed if processes == 1 else packed * 1.5, rel=0.001)
+
+
+@pytest.mark.parametrize(("count", "there"), [(4, 1), (5, 2), (8, 2)])
+def test_neighbours_on_the_host_are_on_the_gpu_together(count: int, there: int) -> None:
+    shape = replace(llama_70b(), num_layers=8)
+    one = hosted_slice(shape, setup(processes=1))
+    assert fetched_layers(shape, setup(processes=1, offload_layers=count)) == there * one
 
 
 @given(shape=small_shapes, chosen=setups)

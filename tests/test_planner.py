@@ -201,6 +201,7 @@ def test_remedies_name_every_setting_that_helps() -> None:
         "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
         "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
         "train.fused_layers", "hardware.offload_activations", "hardware.offload_embedding",
+        "hardware.offload_layers",
     }  # fmt: skip
 
 
@@ -220,9 +221,46 @@ def test_offloaded_activations_count_as_host_memory() -> None:
     assert leave.host_bytes - stay.host_bytes == 2 * expected > 0
 
 
+def test_layers_on_the_host_count_as_host_memory() -> None:
+    here, there = (
+        decided(llama_8b, hardware={"offload_layers": count}).host_bytes for count in (0, 5)
+    )
+    packed = 218_103_808 * (0.5 + 1 / 64) / 2  # of a layer, half on each GPU: 54 MiB, in 64
+    assert packed < 64 * 2**20
+    assert there - here == 2 * 5 * 64 * 2**20
+
+
+def test_more_layers_on_the_host_than_there_are_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"hardware\.offload_layers = 33: the model has 32 decoder layers"
+    ):
+        decided(llama_8b, hardware={"offload_layers": 33})
+
+
+def test_layers_from_host_memory_to_host_memory_are_refused() -> None:
+    with pytest.raises(UserError, match=r"hardware\.offload_layers = 1: this run is on CPUs"):
+        decided(on=cpu_machine(processes=2), hardware={"offload_layers": 1})
+
+
+def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit() -> None:
+    hardware = HardwareConfig(host_memory_gib=8.0)
+    chosen, on = setup(micro_batch_size=1), machine(gpu_bytes=20 * GIB)
+    few, many = (
+        next(
+            remedy
+            for remedy in remedies(llama_70b(), chosen, on, settings, global_batch_size=2)
+            if "offload_layers" in remedy.change
+        )
+        for settings in (hardware, HardwareConfig())
+    )
+    assert (few.fits, many.fits) == (False, True)
+
+
 def test_hopeless_run_says_that_no_single_change_is_enough() -> None:
     text = decided(llama_70b(), machine(gpu_bytes=2 * GIB)).reason
-    assert "No single change is enough; the largest savings are: hardware.gpus = 16" in text
+    assert (
+        "No single change is enough; the largest savings are: hardware.offload_layers = 80" in text
+    )
 
 
 def test_too_many_cpu_processes_are_told_to_be_fewer() -> None:
@@ -450,6 +488,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "reshard_after_forward": True,
         "offload_window_bytes": None,
         "offload_embedding": True,
+        "offload_layers": 0,
         "gpu_memory_bytes": None,
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step

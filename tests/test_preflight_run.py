@@ -82,6 +82,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
         "reshard_after_forward": True,
         "offload_window_bytes": None,
         "offload_embedding": False,
+        "offload_layers": 0,
         "gpu_memory_bytes": None,
         "compute_dtype": "float32",
         "num_steps": 10,  # 37 rows, 3 epochs, 12 a step

@@ -74,6 +74,7 @@ def test_equal_settings_give_equal_keys() -> None:
         ("lora", {"r": 3}, {"fingerprint"}),
         ("lora", {"target_modules": ["q_proj"]}, {"fingerprint"}),
         ("hardware", {"gpus": 0, "cpu_processes": 3}, set()),
+        ("hardware", {"offload_layers": 2}, set()),
         ("tracking", {"wandb_project": "mine"}, set()),
         ("export", {"merged": True}, set()),
         ("evaluate", {"samples": 3}, set()),

@@ -92,6 +92,49 @@ def test_embedding_rows_from_the_host_change_nothing(
     torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_on_the_host_change_nothing(
+    base: Path, two_gpus: int, processes: int, count: int, dtype: torch.dtype
+) -> None:
+    """Of three. Bytes are copied, so only the order of sums that a GPU does not fix may differ."""
+    away, there = (
+        run_distributed(
+            ours, base, settings(),
+            plan(processes=processes, micro_batch_size=2 // processes, device="cuda", offload_layers=x), dtype,
+            world_size=processes,
+        )[0]
+        for x in (count, 0)
+    )  # fmt: skip
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
+    torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
+
+
+def resident_bytes(base: Path, count: int) -> int:
+    """Return what lies on the GPU after a step with `count` layers on the host."""
+    from tests.test_vocabulary import CONFIG, PLAN, batch_of
+    from workflow.lib.parallel import process_group
+    from workflow.lib.setup import build_training_model
+
+    with process_group("cuda", timeout_s=120) as world:
+        build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
+        model = build_training_model(base, CONFIG, PLAN | {"offload_layers": count}, world, **build)  # fmt: skip
+        model.training(*batch_of(slice(0, 1), trained=True, device=world.device)).backward()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+
+def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None:
+    """One of four, of 13.8 million weights, is not there after a step."""
+    sizes = {"hidden_size": 1280, "intermediate_size": 2560, "num_hidden_layers": 4, "num_attention_heads": 20, "num_key_value_heads": 4}  # fmt: skip
+    base = quantized(tiny_llama(tmp_path / "original", **sizes), tmp_path / "nf4")
+    there, away = (run_distributed(resident_bytes, base, x, world_size=1)[0] for x in (0, 1))
+    weights = 2 * 1280 * 1280 + 2 * 256 * 1280 + 3 * 2560 * 1280
+    assert 0.99 * weights * (0.5 + 1 / 64) < there - away < 1.01 * weights * (0.5 + 1 / 64)
+
+
 def step_memory(base: Path) -> dict[str, int]:
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond what lies there."""
     from tests.test_vocabulary import CONFIG, PLAN, batch_of

@@ -11,8 +11,10 @@ from workflow.lib.memory_terms import (
     Setup,
     Terms,
     dequantized_weight,
+    fetched_layers,
     fuses_feed_forward,
     gathered_bytes,
+    last_hosted_layer,
     layer_tensors,
     layer_workspace,
     loss_terms,
@@ -53,6 +55,7 @@ EXPLANATIONS = {
     "cublas_workspace": "workspace of the matrix products",
     "gathered_layer": "one decoder layer gathered from all processes",
     "gathered_layers": "all decoder layers, kept from forward to backward (reshard_after_forward false)",
+    "fetched_layers": "packed weights of decoder layers from host memory, in use or on their way",
     "gather_buffer": "buffer that the next decoder layer is gathered into",
     "gathered_rows": "hidden states of one chunk of rows from all slices of the head, and their gradient",
     "layer_inputs": "input of every decoder layer, kept for recomputation",
@@ -105,17 +108,24 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     kept = _kept(shape, setup, num_layers=shape.num_layers)
     held = _held(shape, setup)
     hidden = _hidden(shape, setup)
+    fetched = {"fetched_layers": fetched_layers(shape, setup)}
     return {
         "look_up_embedding": through | {"hidden_states": 2 * hidden},
         "gather_first_layer": through
+        | fetched
         | {"gathered_layer": unit, "gather_buffer": unit, "hidden_states": hidden},
         "forward_layer": through
+        | fetched
         | (held or {"gathered_layer": unit})
         | {"gather_buffer": unit}
         | kept
         | _forward_work(shape, setup),
         # A unit's buffer is freed when the next one is gathered; after the last layer none is.
-        "loss": through | held | kept | {"gather_buffer": unit} | loss_terms(shape, setup),
+        "loss": through
+        | held
+        | kept
+        | {"gather_buffer": unit, "fetched_layers": last_hosted_layer(shape, setup)}
+        | loss_terms(shape, setup),
     }
 
 
@@ -126,7 +136,7 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
     first = _with_recomputed(kept[0], shape, setup, layer=shape.num_layers - 1)
     last = _with_recomputed(kept[1], shape, setup, layer=0)
-    work = _backward_work(shape, setup)
+    work = _backward_work(shape, setup) | {"fetched_layers": fetched_layers(shape, setup)}
     return {
         "backward_first_layer": _throughout(shape, setup)
         | (held or {"gathered_layer": unit, "gather_buffer": unit})
@@ -142,8 +152,20 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 
 
 def _layer_unit(shape: ModelShape, setup: Setup) -> int:
-    """U: one decoder layer gathered; its all-gather buffer is as large."""
+    """U: one decoder layer gathered; its all-gather buffer is as large. What the host keeps of a layer is no part of it."""
+    hosted = setup.offload_layers == shape.num_layers
+    return _gathered_light(shape, setup) if hosted else _gathered(shape, setup)
+
+
+def _gathered(shape: ModelShape, setup: Setup) -> int:
     groups = layer_tensors(shape, setup).values()
+    return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
+
+
+def _gathered_light(shape: ModelShape, setup: Setup) -> int:
+    """What is gathered of a layer whose packed weights come from the host."""
+    tensors = layer_tensors(shape, setup)
+    groups = (tensors["norms_and_biases"], tensors["lora_weights"])
     return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
 
 
@@ -165,7 +187,9 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
     """All layers gathered, where they are not freed after forward."""
     if setup.reshard_after_forward:
         return {}
-    return {"gathered_layers": shape.num_layers * _layer_unit(shape, setup)}
+    light = setup.offload_layers * _gathered_light(shape, setup)
+    whole = (shape.num_layers - setup.offload_layers) * _gathered(shape, setup)
+    return {"gathered_layers": whole + light}
 
 
 def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:

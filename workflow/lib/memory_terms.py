@@ -56,6 +56,8 @@ class Setup:
     """Copies of the model, each sharded over its own part of the processes."""
     offload_embedding: bool = False
     """Embedding rows are looked up in host memory; a table that is the head's too is on the device nevertheless."""
+    offload_layers: int = 0
+    """Decoder layers whose packed weights wait in host memory."""
 
     @property
     def tokens(self) -> int:
@@ -159,8 +161,8 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     tables = [table] if shape.tied_embeddings or setup.offload_embedding else [table, table]
     head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
     return dict(setup.fixed) | {
-        "nf4_weights": layers * per_layer["nf4_weights"],
-        "nf4_scales": layers * per_layer["nf4_scales"],
+        "nf4_weights": (layers - setup.offload_layers) * per_layer["nf4_weights"],
+        "nf4_scales": (layers - setup.offload_layers) * per_layer["nf4_scales"],
         "nf4_tables": layers * len(shape.linears) * sum(_rounded(size) for size in CODE_TABLES),
         "embedding_and_head": sharded_bytes(tables, processes=setup.slices),
         "norms_and_biases": layers * per_layer["norms_and_biases"]
@@ -229,6 +231,40 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     row = setup.compute_bytes * setup.tokens * shape.hidden_size
     others = (shape.num_layers - inputs) * saved_activations(shape, setup)
     return inputs * (1 << (row - 1).bit_length()) + others * 5 // 4
+
+
+def hosted_slice(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of one layer's packed weights and scales that a process keeps in host memory (`hosted._HostedLayer`)."""
+    tensors = layer_tensors(shape, setup)
+    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
+    return _rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
+
+
+def fetched_layers(shape: ModelShape, setup: Setup) -> int:
+    """Bytes on the device of layers from the host, at most: the one in use or the next, both if they are neighbours.
+
+    Of several processes' layers both count only where all are on the host: else another layer is gathered at that time,
+    which is more. With several processes also this one's slice on its way.
+    """
+    if setup.offload_layers == 0:
+        return 0
+    own = hosted_slice(shape, setup)
+    neighbours = 2 * setup.offload_layers > shape.num_layers  # `slices.spread`
+    both = neighbours and (setup.shards == 1 or setup.offload_layers == shape.num_layers)
+    return own * setup.shards * (2 if both else 1) + (own if setup.shards > 1 else 0)
+
+
+def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
+    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from the host."""
+    if 2 * setup.offload_layers < shape.num_layers:
+        return 0  # the last one that does is another, and freed before
+    return hosted_slice(shape, setup) * setup.shards
+
+
+def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power of two per layer."""
+    own = hosted_slice(shape, setup)
+    return setup.offload_layers * (1 << (own - 1).bit_length())
 
 
 def _linear_inputs(shape: ModelShape, setup: Setup) -> int:

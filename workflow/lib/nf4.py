@@ -136,7 +136,11 @@ class NF4Linear(nn.Linear):
     def _bytes(self, name: str) -> torch.Tensor:
         """The stored bytes of a parameter, without the padding."""
         stored: torch.Tensor = getattr(self, name)
-        return stored.detach().view(torch.uint8)[: self.spec.sizes[name]]
+        size = self.spec.sizes[name]
+        assert 4 * stored.numel() >= size, (
+            f"{name} is not on the device"
+        )  # kernels would read past it
+        return stored.detach().view(torch.uint8)[:size]
 
     def _quant_state(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype

@@ -37,7 +37,7 @@ from workflow.lib.model import (
     read_bytes,
     stored_buffers,
 )
-from workflow.lib.nf4 import nf4_linears
+from workflow.lib.nf4 import NF4Linear, nf4_linears
 from workflow.lib.slices import vocabulary_slices
 from workflow.lib.vocabulary import share_vocabulary_
 from workflow.lib.weights import CheckpointReader
@@ -130,16 +130,23 @@ def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
 
 
 def shard_(
-    training: CausalLMForTraining, mesh: DeviceMesh, *, reshard_after_forward: bool
+    training: CausalLMForTraining,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    ignored: set[nn.Parameter] | None = None,
 ) -> list[FSDPModule]:
     """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a meta-device model.
 
-    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward.
+    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward. ignored:
+    parameters of decoder layers to leave as they are (`hosted`).
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = share_vocabulary_(training, mesh)
     units: list[FSDPModule] = [
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+        )
         for layer in decoder_layers(model)
     ]
     units.append(
@@ -206,8 +213,13 @@ def mismatched_tensors(
         if number % world.size == world.rank:
             wrong += _differences(model, reader)
         unit.reshard()
+    return everyones(wrong, world)
+
+
+def everyones(names: list[str], world: World) -> list[str]:
+    """Return the names that any process has, sorted. Collective."""
     everyone: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(everyone, wrong, group=world.io_group)
+    dist.all_gather_object(everyone, names, group=world.io_group)
     return sorted(set(chain.from_iterable(everyone)))
 
 
@@ -215,20 +227,29 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
     """Compare all parameters that are whole at this moment (gathered, or never sharded) with the checkpoint."""
     wrong = []
     for path, linear in nf4_linears(model):
-        name = checkpoint_name(path)
-        for part, size in linear.spec.sizes.items():
-            held = getattr(linear, part)
-            if type(held.data) is not torch.Tensor:
-                continue
-            stored = read_bytes(linear, part, name, reader, start=0, stop=size)
-            if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
-                wrong.append(f"{name}.{part}")
+        wrong += different_parts(linear, checkpoint_name(path), reader)
     for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
         if type(tensor.data) is not torch.Tensor or not tensor.numel():
             continue  # without elements: its rows are looked up in the checkpoint itself
         stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
         if not _same_bytes(tensor.data.cpu(), stored):
             wrong.append(checkpoint_name(name))
+    return wrong
+
+
+def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
+    """Compare the packed parameters of a linear that are whole at this moment with the checkpoint; return those that differ.
+
+    Ones without elements wait elsewhere (`hosted`) and are left out. path: of the linear in the checkpoint.
+    """
+    wrong = []
+    for part, size in linear.spec.sizes.items():
+        held = linear.get_parameter(part)
+        if type(held.data) is not torch.Tensor or not held.numel():
+            continue
+        stored = read_bytes(linear, part, path, reader, start=0, stop=size)
+        if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
+            wrong.append(f"{path}.{part}")
     return wrong
 
 

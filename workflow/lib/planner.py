@@ -11,7 +11,7 @@ from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
 from workflow.lib.gpus import GpuModel
 from workflow.lib.memory import GIB
-from workflow.lib.memory_terms import Attention, Setup, offloaded_bytes
+from workflow.lib.memory_terms import Attention, Setup, hosted_bytes, offloaded_bytes
 from workflow.lib.shapes import ModelShape
 from workflow.lib.targets import adapter_ranks
 
@@ -208,6 +208,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(run.hardware.offload_embedding, shape, machine),
+        offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
 
@@ -222,6 +223,25 @@ def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
             "Set it to false, or use GPUs (hardware.gpus)",
         )
     return hardware.offload_activations
+
+
+def _offloaded_layers(wanted: int, shape: ModelShape, machine: Machine) -> int:
+    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are not so many, or no GPU."""
+    if wanted and machine.device == "cpu":
+        raise setting_error(
+            "hardware.offload_layers",
+            wanted,
+            "this run is on CPUs, whose weights are in host memory anyway",
+            "Set it to 0, or use GPUs (hardware.gpus)",
+        )
+    if wanted > shape.num_layers:
+        raise setting_error(
+            "hardware.offload_layers",
+            wanted,
+            f"the model has {shape.num_layers} decoder layers",
+            "Set it to that number or below",
+        )
+    return wanted
 
 
 def offloads_embedding(wanted: bool | str, shape: ModelShape, machine: Machine) -> bool:
@@ -260,12 +280,12 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
 def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
     """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
 
-    With GPUs: each process itself, its offloaded activations, and all slices of the largest tensor while the weights are loaded; later the pages of
+    With GPUs: each process itself, its offloaded activations and layers, and all slices of the largest tensor while the weights are loaded; later the pages of
     an embedding's file take their place, once for all processes, and the rows of a micro-batch on their way.
     """
     if machine.device == "cpu":
         return machine.processes_per_node * peak_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
-    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + rows
+    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
     return machine.processes_per_node * each + table

@@ -283,6 +283,7 @@ def _plan(
         "offload_window_bytes": offload_window(shape, chosen.setup),
         "reshard_after_forward": chosen.setup.reshard_after_forward,
         "offload_embedding": chosen.setup.offload_embedding,
+        "offload_layers": chosen.setup.offload_layers,
         "gpu_memory_bytes": allowed if enforced else None,
         "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),
         "num_steps": total_steps(run.train, num_rows=num_rows),

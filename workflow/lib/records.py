@@ -129,6 +129,7 @@ class Plan(Record):
     compute_dtype: str
     num_steps: int
     offload_window_bytes: int | None = None
+    offload_layers: int = 0
 
 
 class Term(Record):

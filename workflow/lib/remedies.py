@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from workflow.lib.config import HardwareConfig
 from workflow.lib.memory import GIB, predict
 from workflow.lib.memory_terms import Setup
-from workflow.lib.planner import Machine, budget, divisors
+from workflow.lib.planner import Machine, budget, divisors, host_bytes
 from workflow.lib.shapes import ModelShape
 
 MOST_GPUS = 64
@@ -39,9 +39,7 @@ def remedies(
     Micro-batches other than the given one are predicted with one row.
     """
     found = []
-    for options in _options(
-        setup, machine, tied=shape.tied_embeddings, global_batch_size=global_batch_size
-    ):
+    for options in _options(shape, setup, machine, global_batch_size=global_batch_size):
         tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
         if tried:
             found.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
@@ -53,22 +51,30 @@ def remedies(
 def _try(
     shape: ModelShape, change: str, setup: Setup, machine: Machine, hardware: HardwareConfig
 ) -> Remedy:
-    limits = budget(hardware, replace(machine, processes=setup.processes))
+    changed = replace(machine, processes=setup.processes)
+    limits = budget(hardware, changed)
     peak = predict(shape, setup).peak_bytes
-    return Remedy(change, peak, limits.holds(peak))
+    host = host_bytes(shape, setup, changed, peak_bytes=peak)
+    room = limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes
+    return Remedy(change, peak, limits.holds(peak) and room)
 
 
 Option = tuple[str, Setup]
 
 
 def _options(
-    setup: Setup, machine: Machine, *, tied: bool, global_batch_size: int
+    shape: ModelShape, setup: Setup, machine: Machine, *, global_batch_size: int
 ) -> Iterator[list[Option]]:
     """Yield the changes of one setting at a time, from the smallest to the largest."""
     rows = global_batch_size // setup.processes
     smaller = [d for d in reversed(divisors(rows)) if d < setup.micro_batch_size]
     yield [(f"train.micro_batch_size = {d}", replace(setup, micro_batch_size=d)) for d in smaller]
-    yield from ([option] for option in _switches(setup, machine, tied=tied))
+    yield from ([option] for option in _switches(setup, machine, tied=shape.tied_embeddings))
+    if machine.device == "cuda":
+        yield [
+            (f"hardware.offload_layers = {count}", replace(setup, offload_layers=count))
+            for count in range(setup.offload_layers + 1, shape.num_layers + 1)
+        ]
     lengths = _halves(setup.seq_len, SHORTEST_ROW)
     yield [(f"data.seq_len = {n} (tokenizes again)", replace(setup, seq_len=n)) for n in lengths]
     yield [

@@ -1,6 +1,6 @@
 """From a plan to a model ready to train, in the one order that is right; and the checks before the first step.
 
-quantized linears -> adapters -> fused layers -> activation checkpointing -> sharding -> memory -> weights -> adapter values.
+quantized linears -> adapters -> fused layers -> activation checkpointing -> layers on the host -> sharding -> memory -> weights -> adapter values.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from workflow.lib.config import RunConfig
 from workflow.lib.embedding import StoredRows, empty_table_
 from workflow.lib.errors import UserError
 from workflow.lib.fused import fuse_layers_
+from workflow.lib.hosted import HostedLayers, host_layers
 from workflow.lib.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.loss import CausalLMForTraining
 from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
@@ -45,6 +46,8 @@ class TrainingModel:
     training: CausalLMForTraining
     units: list[FSDPModule]
     bytes_read: int
+    hosted: HostedLayers | None = None
+    """Layers whose packed weights wait in host memory."""
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""
@@ -96,17 +99,20 @@ def build_training_model(
         empty_table_(model)
     if plan["activation_checkpointing"]:
         checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
+    hosted = host_layers(model, count=plan["offload_layers"], world=world)
     units: list[FSDPModule] = []
     if world.size > 1:
-        units = shard_(training, world.mesh, reshard_after_forward=plan["reshard_after_forward"])
+        ignored = hosted.parameters() if hosted else None
+        reshard = plan["reshard_after_forward"]
+        units = shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
     materialize_(training, transformers_model=model, device=world.device)
-    bytes_read = load_weights_(model, base)
+    bytes_read = load_weights_(model, base) + (hosted.load_(base) if hosted else 0)
     if plan["offload_embedding"]:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
     if plan["offload_window_bytes"] is not None:
         training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
-    return TrainingModel(training, units, bytes_read)
+    return TrainingModel(training, units, bytes_read, hosted)
 
 
 def startup_checks(
@@ -129,6 +135,7 @@ def startup_checks(
         )
     with CheckpointReader(base) as reader:
         wrong = mismatched_tensors(model.training, model.units, reader, world)
+        wrong += model.hosted.mismatched(reader) if model.hosted else []
         count = len(reader.names())
     if wrong:
         raise UserError(
@@ -152,7 +159,12 @@ def startup_checks(
         _check(
             "every process holds its share of the parameters",
             held <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
-            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy",
+            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy"
+            + (
+                f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
+                if model.hosted
+                else ""
+            ),
         ),
         _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),
     ]

@@ -15,6 +15,11 @@ def vocabulary_slices(shards: int) -> int:
     return next(count for count in range(enough, shards + 1) if shards % count == 0)
 
 
+def spread(count: int, total: int) -> list[int]:
+    """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never neighbours."""
+    return [(2 * place + 1) * total // (2 * count) for place in range(count)]
+
+
 def chunk_rows(slices: int) -> int:
     """Return how many rows each of the processes with a slice contributes to a chunk of the loss."""
     return CHUNK_ROWS if slices == 1 else max(CHUNK_ROWS // slices, FEWEST_ROWS)

@@ -190,6 +190,8 @@ class HardwareConfig(Section):
     """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers. Not yet measured on GPUs."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
+    offload_layers: int = Field(0, ge=0, le=10_000)
+    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each process's share of them; they are copied to the GPU while the layer before computes. At most the model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. Not yet measured on GPUs."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
 
