@@ -86,6 +86,15 @@ def test_nothing_is_kept_for_backward_without_gradients(head: OutputHead) -> Non
     torch.testing.assert_close(loss.double(), reference(head, hidden, targets), rtol=1e-6, atol=0)
 
 
+def test_gradient_of_the_rows_is_not_held_by_the_loss(head: OutputHead) -> None:
+    hidden, targets = draw(3)
+    hidden.requires_grad_()
+    loss = LinearCrossEntropy(head)(hidden, targets)
+    loss.backward()
+    assert loss.grad_fn is not None
+    assert loss.grad_fn.grad is None  # type: ignore[attr-defined]
+
+
 def test_without_targets_the_logits_are_returned(head: OutputHead) -> None:
     hidden, _ = draw(5)
     logits = LinearCrossEntropy(head)(hidden, None)

@@ -100,7 +100,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        return ctx.grad.mul_(grads[0]), None, None
+        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
+        return grad.mul_(grads[0]), None, None
 
 
 def _chunk(

@@ -149,7 +149,8 @@ class _SlicedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        return ctx.grad.mul_(grads[0]), None, None, None
+        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
+        return grad.mul_(grads[0]), None, None, None
 
 
 def _chunk(
