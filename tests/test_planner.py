@@ -19,7 +19,7 @@ from tests.preflight_examples import (
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.memory import GIB, predict
-from workflow.lib.memory_terms import offloaded_bytes
+from workflow.lib.memory_terms import moment_bytes, offloaded_bytes
 from workflow.lib.planner import (
     Budget,
     Machine,
@@ -201,7 +201,7 @@ def test_remedies_name_every_setting_that_helps() -> None:
         "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
         "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
         "train.fused_layers", "hardware.offload_activations", "hardware.offload_embedding",
-        "hardware.offload_layers",
+        "hardware.offload_layers", "train.optimizer",
     }  # fmt: skip
 
 
@@ -240,6 +240,23 @@ def test_more_layers_on_the_host_than_there_are_is_refused() -> None:
 def test_layers_from_host_memory_to_host_memory_are_refused() -> None:
     with pytest.raises(UserError, match=r"hardware\.offload_layers = 1: this run is on CPUs"):
         decided(on=cpu_machine(processes=2), hardware={"offload_layers": 1})
+
+
+def test_paged_moments_without_a_gpu_are_refused() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"train\.optimizer = 'paged_adamw_8bit': this run is on CPUs.* Set it to adamw_8bit",
+    ):
+        decided(on=cpu_machine(processes=2), train={"optimizer": "paged_adamw_8bit"})
+
+
+def test_paged_moments_count_as_host_memory() -> None:
+    here, there = (
+        decided(llama_8b, lora={"r": 64}, train={"optimizer": name})
+        for name in ("adamw_8bit", "paged_adamw_8bit")
+    )
+    paged = moment_bytes(llama_8b, there.chosen.setup)[1]
+    assert there.host_bytes - here.host_bytes == 2 * paged > 0
 
 
 def test_remedy_that_needs_more_host_memory_than_there_is_does_not_fit() -> None:

@@ -94,6 +94,7 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "max_steps": {"epochs": None, "max_steps": 11},
     "global_batch_size": {"global_batch_size": 13},
     "micro_batch_size": {"micro_batch_size": 2},
+    "optimizer": {"optimizer": "adamw_8bit"},
     "learning_rate": {"learning_rate": 1e-3},
     "lr_schedule": {"lr_schedule": "linear"},
     "warmup_share": {"warmup_share": 0.1},

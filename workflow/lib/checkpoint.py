@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from workflow.lib.artifacts import sync, write_jsonl
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
+from workflow.lib.optimizers import ShardwiseAdam
 from workflow.lib.parallel import World
 from workflow.lib.shards import (
     DamagedError,
@@ -181,16 +182,22 @@ class CheckpointWriter:
 
 def _pieces(training: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
     """Return this process's part of the weights and of the optimizer's tensors; its rates and betas are settings."""
-    weights = trainable_parameters(training)
+    weights, rank = trainable_parameters(training), dist.get_rank()
     named: dict[str, torch.Tensor] = {
         f"adapter/{n}": param.detach() for n, param in weights.items()
     }
+    if isinstance(optimizer, ShardwiseAdam):
+        named["optimizer/step"] = optimizer.count
+        return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {
+            f"optimizer/{n}/{key}": piece
+            for n, param in weights.items()
+            for key, piece in optimizer.pieces(param, rank=rank).items()
+        }
     state: Any = get_optimizer_state_dict(training, optimizer, options=OPTIONS)["state"]
     for param, values in state.items():
         for key, value in values.items():
             assert isinstance(value, torch.Tensor), f"the optimizer's {key} is no tensor"
             named[f"optimizer/{param}/{key}"] = value
-    rank = dist.get_rank()
     return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()}
 
 
@@ -270,11 +277,28 @@ def _load_(
             "settings, data or base differ. Move the folder away to continue from the one before it."
         )
     try:
-        read_into_(path, index, _pieces(training, optimizer))  # the live tensors, not copies
+        pieces = _pieces(training, optimizer)  # the live tensors, not copies
+        whole = _cut_otherwise(index, pieces)
+        read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in whole.items()})
+        if whole and isinstance(optimizer, ShardwiseAdam):
+            for name, param in trainable_parameters(training).items():
+                start = f"optimizer/{name}/"
+                mine = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(start)}
+                optimizer.requantize_(param, mine)
     except (OSError, DamagedError) as error:
         raise UserError(
             f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue from the one before it."
         ) from None
+
+
+def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
+    """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into other blocks; else nothing."""
+    scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
+    if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
+        return {}
+    names = {whole for n in scales for whole in (n, n.removesuffix("_absmax"))}
+    entries = {n: index["tensors"][n] for n in names if n in index["tensors"]}
+    return {n: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for n, e in entries.items()}  # fmt: skip
 
 
 def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:

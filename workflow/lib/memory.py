@@ -49,7 +49,7 @@ EXPLANATIONS = {
     "embedding_and_head": "embedding (unless it is on the host) and output head in the compute type, sliced",
     "norms_and_biases": "norms and biases in the compute type, sharded",
     "lora_weights": "adapter masters A and B in fp32, sharded",
-    "adam_moments": "both moments of AdamW in fp32, sharded",
+    "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
     "lora_gradients": "adapter gradients in fp32, sharded",
     "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
     "cublas_workspace": "workspace of the matrix products",

@@ -16,6 +16,7 @@ from workflow.lib.slices import CHUNK_ROWS, chunk_rows, vocabulary_slices
 
 ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
+MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
 
 
@@ -56,6 +57,8 @@ class Setup:
     """Copies of the model, each sharded over its own part of the processes."""
     offload_embedding: bool = False
     """Embedding rows are looked up in host memory; a table that is the head's too is on the device nevertheless."""
+    optimizer: str = "adamw"
+    """`train.optimizer`."""
     offload_layers: int = 0
     """Decoder layers whose packed weights wait in host memory."""
 
@@ -168,10 +171,27 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
         "norms_and_biases": layers * per_layer["norms_and_biases"]
         + sharded_bytes([(shape.hidden_size, c)], processes=p),
         "lora_weights": layers * per_layer["lora_weights"],
-        "adam_moments": 2 * layers * per_layer["lora_weights"],
+        "adam_moments": moment_bytes(shape, setup)[0],
         "inputs": setup.tokens
         * (4 * 8 + head_dim_bytes),  # four int64 each: ids, positions, rows, targets
     }
+
+
+def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+    """Bytes of both moments of all adapters on the device, and of those that the driver pages to the host.
+
+    Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales.
+    """
+    paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
+    here = there = 0
+    for rows, width in _adapter_tensors(shape, setup):
+        elements = math.ceil(rows / setup.shards) * width // 4
+        values = _rounded(elements * (1 if eight else 4))
+        scales = _rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)) if eight else 0
+        leaves = paged and elements >= SMALLEST_PAGED
+        here += scales + (0 if leaves else values)
+        there += values if leaves else 0
+    return 2 * shape.num_layers * here, 2 * shape.num_layers * there
 
 
 def saved_activations(shape: ModelShape, setup: Setup) -> int:

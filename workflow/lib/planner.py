@@ -11,7 +11,13 @@ from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
 from workflow.lib.gpus import GpuModel
 from workflow.lib.memory import GIB
-from workflow.lib.memory_terms import Attention, Setup, hosted_bytes, offloaded_bytes
+from workflow.lib.memory_terms import (
+    Attention,
+    Setup,
+    hosted_bytes,
+    moment_bytes,
+    offloaded_bytes,
+)
 from workflow.lib.shapes import ModelShape
 from workflow.lib.targets import adapter_ranks
 
@@ -208,6 +214,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(run.hardware.offload_embedding, shape, machine),
+        optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
     )
@@ -223,6 +230,18 @@ def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
             "Set it to false, or use GPUs (hardware.gpus)",
         )
     return hardware.offload_activations
+
+
+def _optimizer(name: str, machine: Machine) -> str:
+    """Return the optimizer; raises `UserError` for one that pages to where the memory is anyway."""
+    if name.startswith("paged") and machine.device == "cpu":
+        raise setting_error(
+            "train.optimizer",
+            name,
+            "this run is on CPUs, where no GPU's driver pages memory",
+            f"Set it to {name.removeprefix('paged_')}",
+        )
+    return name
 
 
 def _offloaded_layers(wanted: int, shape: ModelShape, machine: Machine) -> int:
@@ -280,7 +299,7 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
 def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
     """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
 
-    With GPUs: each process itself, its offloaded activations and layers, and all slices of the largest tensor while the weights are loaded; later the pages of
+    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all slices of the largest tensor while the weights are loaded; later the pages of
     an embedding's file take their place, once for all processes, and the rows of a micro-batch on their way.
     """
     if machine.device == "cpu":
@@ -288,4 +307,5 @@ def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes:
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
     rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
     each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
+    each += moment_bytes(shape, setup)[1]
     return machine.processes_per_node * each + table

@@ -88,6 +88,8 @@ def _options(
 def _switches(setup: Setup, machine: Machine, *, tied: bool) -> Iterator[Option]:
     if machine.device == "cuda" and not setup.offload_embedding and not tied:
         yield "hardware.offload_embedding = true", replace(setup, offload_embedding=True)
+    if setup.optimizer == "adamw":
+        yield "train.optimizer = adamw_8bit", replace(setup, optimizer="adamw_8bit")
     if not setup.double_quant:
         yield "quantize.double_quant = true", replace(setup, double_quant=True)
     if setup.dropout:

@@ -93,6 +93,8 @@ class TrainConfig(Section):
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that fits. A divisor of the rows per process."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
+    """AdamW of torch, fused on GPUs (`adamw`), or of bitsandbytes: moments in 8 bits with a scale per 256 (arXiv 2110.02861), in memory that the GPU's driver pages to the host when it is short (tensors from 100,000 elements on; GPUs only), or both. Those of bitsandbytes are not yet measured on GPUs."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"

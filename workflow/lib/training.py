@@ -25,6 +25,7 @@ from workflow.lib.config import TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.nonfinite import find_origin
+from workflow.lib.optimizers import ShardwiseAdam
 from workflow.lib.parallel import World
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.tokens import TokenStore
@@ -55,16 +56,18 @@ class StepMetrics:
 
 def make_optimizer(
     training: nn.Module, train: TrainConfig, *, device: torch.device
-) -> torch.optim.AdamW:
-    """Return AdamW over the adapter's fp32 masters, fused on GPUs."""
-    return torch.optim.AdamW(
-        list(trainable_parameters(training).values()),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_eps,
-        weight_decay=train.weight_decay,
-        fused=device.type == "cuda",
-    )
+) -> torch.optim.Optimizer:
+    """Return the AdamW that `train.optimizer` means over the adapter's fp32 masters; torch's own is fused on GPUs."""
+    params = list(trainable_parameters(training).values())
+    settings: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_eps,
+        "weight_decay": train.weight_decay,
+    }
+    if train.optimizer != "adamw":
+        return ShardwiseAdam(params, kind=train.optimizer, **settings)
+    return torch.optim.AdamW(params, **settings, fused=device.type == "cuda")
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,0 +1,152 @@
+"""AdamW of bitsandbytes over the shards of the adapter: moments in 8 bits, or in memory that the driver pages to the host.
+
+Adam is element by element, so every process updates its own shard as if it were a whole tensor, which bitsandbytes, that
+knows no DTensor, can do. Moments of 8 bits have a scale per 256 neighbouring elements of a shard (arXiv 2110.02861): another number
+of processes cuts other blocks, so from their checkpoint moments are decoded and quantized anew, which moves them by
+at most half a step of their code; everything else is exact.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
+from bitsandbytes.optim.adamw import AdamW
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from workflow.lib.model import local, local_range
+from workflow.lib.shards import DamagedError, Piece, piece_of
+
+BLOCK_SIZE = (
+    256  # elements that share a scale; bitsandbytes/optim/optimizer.py, Optimizer2State.init_state
+)
+# Moment -> its key in the state of bitsandbytes; that of its scales has "absmax" in place of "state".
+MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+BITS_AND_PAGED = {"adamw_8bit": (8, False), "paged_adamw_8bit": (8, True), "paged_adamw": (32, True)}  # fmt: skip
+
+
+class ShardwiseAdam(torch.optim.Optimizer):
+    """AdamW over this process's shards. `count` (): the updates so far, which is the moments' step."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:  # fmt: skip
+        """kind: of `BITS_AND_PAGED`. Moments are made at once, so that a checkpoint can be read into them."""
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self._bits, paged = BITS_AND_PAGED[kind]
+        self.count = torch.zeros((), dtype=torch.int64)
+        self._shards = {id(param): nn.Parameter(_shard(param)) for param in params}
+        self._inner = AdamW(
+            [shard for shard in self._shards.values() if shard.numel()],
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+            optim_bits=self._bits, min_8bit_size=1, is_paged=paged,
+        )  # fmt: skip
+        (group,) = self._inner.param_groups
+        for place, shard in enumerate(group["params"]):
+            self._inner.init_state(group, shard, 0, place)
+        self._scales = {id(param): self._padded_scales(param) for param in params}
+
+    def _padded_scales(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Put the scales of both moments into buffers of the largest shard's size, so that those of all shards are one tensor."""
+        if self._bits != 8:
+            return {}
+        shard, found = self._shards[id(param)], {}
+        for moment, key in MOMENTS.items():
+            found[moment] = shard.new_zeros(_blocks(param.shape, cuts=_cuts(param)[0]))
+            if shard.numel():
+                state, name = self._inner.state[shard], key.replace("state", "absmax")
+                state[name] = found[moment][: len(state[name])]
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every shard that has a gradient."""
+        assert closure is None, "a closure's gradients would be summed over no process"
+        (inner,), (own,) = self._inner.param_groups, self.param_groups
+        inner["lr"] = own["lr"]
+        for param in own["params"]:
+            shard = self._shards[id(param)]
+            shard.data = _shard(param)
+            shard.grad = None if param.grad is None else local(param.grad).contiguous()
+            if shard.numel():
+                self._inner.state[shard]["step"] = int(self.count)
+        self._inner.step()
+        self.count += 1
+        for shard in self._shards.values():
+            shard.grad = None
+
+    def pieces(self, param: nn.Parameter, *, rank: int) -> dict[str, Piece]:
+        """Return this process's part of a parameter's moments, and of their scales (processes, blocks); the live tensors."""
+        held = piece_of(param.detach(), rank=rank)
+        found: dict[str, Piece] = {}
+        cuts, cut = _cuts(param)
+        for moment in MOMENTS:
+            found[moment] = Piece(self._moment(param, moment), held.offset, held.shape, held.mine)
+        for moment, scales in self._scales[id(param)].items():
+            line = scales.view(1, -1)
+            found[f"{moment}_absmax"] = Piece(line, (cut, 0), (cuts, len(scales)), held.mine)
+        return found
+
+    def _moment(self, param: nn.Parameter, moment: str) -> torch.Tensor:
+        """Return a moment of this process's shard."""
+        shard = self._shards[id(param)]
+        if not shard.numel():  # bitsandbytes keeps nothing for it
+            return shard.detach().to(torch.uint8 if self._bits == 8 else torch.float32)
+        values: torch.Tensor = self._inner.state[shard][MOMENTS[moment]]
+        return values
+
+    @torch.no_grad()
+    def requantize_(self, param: nn.Parameter, stored: Mapping[str, torch.Tensor]) -> None:
+        """Take moments of 8 bits that other processes' cuts have quantized; `stored`: whole, named as in `pieces`.
+
+        Raises `DamagedError` if their shapes do not belong to the parameter.
+        """
+        start, stop = local_range(param)
+        for moment in MOMENTS:
+            code = create_dynamic_map(signed=moment == "exp_avg")
+            whole = _decoded(stored[moment], stored[f"{moment}_absmax"], code, shape=param.shape)
+            if start == stop:
+                continue
+            mine = whole[start:stop].contiguous()
+            quantized, state = quantize_blockwise(mine, code=code, blocksize=BLOCK_SIZE)
+            values = self._moment(param, moment)
+            values.copy_(quantized.view_as(values))
+            self._scales[id(param)][moment][: len(state.absmax)].copy_(state.absmax)
+
+
+def _shard(param: nn.Parameter) -> torch.Tensor:
+    """Return this process's values of a parameter, not a copy."""
+    values = local(param.detach())
+    assert values.is_contiguous(), "bitsandbytes would update a copy"
+    return values
+
+
+def _cuts(param: nn.Parameter) -> tuple[int, int]:
+    """Return in how many shards a parameter is cut, and which one is this process's."""
+    if not isinstance(param, DTensor):
+        return 1, 0
+    mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
+    return mesh.size(axis), mesh.get_local_rank(axis)
+
+
+def _blocks(shape: torch.Size, *, cuts: int) -> int:
+    """Return the blocks of the largest of `cuts` shards."""
+    return math.ceil(math.ceil(shape[0] / cuts) * math.prod(shape[1:]) / BLOCK_SIZE)
+
+
+def _decoded(
+    values: torch.Tensor, scales: torch.Tensor, code: torch.Tensor, *, shape: torch.Size
+) -> torch.Tensor:
+    """Return a moment in fp32, of which row i of `scales` belongs to shard i of `values`."""
+    cuts = scales.shape[0]
+    if values.shape != shape or scales.shape != (cuts, _blocks(shape, cuts=cuts)):
+        raise DamagedError(f"moments of {tuple(values.shape)} with scales of {tuple(scales.shape)}")
+    rows = math.ceil(shape[0] / cuts)
+    decoded = code[values.long()]
+    for cut, of_blocks in enumerate(scales):
+        part = decoded[cut * rows : (cut + 1) * rows]
+        part *= of_blocks.repeat_interleave(BLOCK_SIZE)[: part.numel()].view_as(part)
+    return decoded
