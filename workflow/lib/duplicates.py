@@ -6,13 +6,16 @@ at the threshold 2% are missed, and fewer of those above it. Shingles that more 
 have (system prompts, templates) do not count: what every document says makes none a copy of another.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from workflow.lib.documents import offsets_of
 from workflow.lib.encoded_shards import Shard, mapped, save_array
 from workflow.lib.shingles import (
     BINS,
@@ -27,8 +30,11 @@ from workflow.lib.splits import Split
 from workflow.lib.workers import map_in_order
 
 WIDESPREAD_SHARE = 0.1
-SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread
-PAIRS_AT_ONCE = 1024
+SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread: so many,
+SAMPLED_TOKENS = 2**20  # or as many as hold so many tokens, but no fewer than
+LEAST_SAMPLED = 32
+TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 80 bytes for each of them
+KEYS_AT_ONCE = 2**22  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
 OPEN_KEYS = 1024  # shards whose keys stay mapped from band to band; a process may have 65,530 maps
@@ -68,7 +74,9 @@ class NearDuplicates:
 
 def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: float) -> Measure:
     """Return the measure for a data set, of which some training documents show what is widespread."""
-    places = np.unique(np.linspace(0, len(train) - 1, SAMPLED_DOCUMENTS).astype(np.int64))
+    mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
+    count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
+    places = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
     sample = [np.asarray(train[int(place)][0]) for place in places]
     lengths = np.array([len(ids) for ids in sample])
     hashes, owners = shingles(np.concatenate(sample), lengths, table=table)
@@ -94,19 +102,33 @@ def _key_writer(measure: Measure) -> Callable[[Shard], None]:
 
     def write(shard: Shard) -> None:
         lengths = shard.table()["length"].astype(np.int64)
-        hashes, owners = measure.shingles(np.asarray(shard.ids()), lengths)
-        keys = band_keys(hashes, owners, documents=shard.documents, rows=rows)
+        offsets, ids = offsets_of(lengths), shard.ids()
+        keys = np.zeros((BINS // rows, shard.documents), dtype=np.uint32)
+        for some in stretches(lengths):
+            tokens = ids[offsets[some.start] : offsets[some.stop]]
+            hashes, owners = measure.shingles(tokens, lengths[some])
+            count = some.stop - some.start
+            keys[:, some] = band_keys(hashes, owners, documents=count, rows=rows)
         save_array(shard.stem, "keys", keys)
 
     return write
 
 
-def find_near_duplicates(train: Split, heldout: Split, measure: Measure) -> NearDuplicates:
-    """Compare the documents of both splits, whose keys are written."""
+def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
+    """Cut a series into stretches of about `TOKENS_AT_ONCE`, shape (any,): one more entry than that at most."""
+    places = np.cumsum(tokens) // TOKENS_AT_ONCE
+    edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(tokens)]
+    return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
+
+
+def find_near_duplicates(
+    train: Split, heldout: Split, measure: Measure, *, keys_at_once: int = KEYS_AT_ONCE
+) -> NearDuplicates:
+    """Compare the documents of both splits, whose keys are written; about `keys_at_once` are in memory."""
     return NearDuplicates(
-        train=len(_within(train, measure)),
-        heldout=len(_within(heldout, measure)),
-        pairs=_between(heldout, train, measure),
+        train=_within(train, measure, keys_at_once),
+        heldout=_within(heldout, measure, keys_at_once),
+        pairs=_between(heldout, train, measure, keys_at_once),
     )
 
 
@@ -115,91 +137,121 @@ def _open_keys() -> OpenKeys:
     return lru_cache(maxsize=OPEN_KEYS)(lambda shard: mapped(f"{shard.stem}.keys.npy"))
 
 
-def _keys(split: Split, band: int, open_keys: OpenKeys) -> npt.NDArray[np.uint32]:
-    """Return one band's key of each document of `split.first_of_row`."""
-    parts = [np.empty(0, dtype=np.uint32)]
+@dataclass(frozen=True)
+class _Keys:
+    """One band's keys of the documents of a split's `first_of_row`, and the place of each there; all of one range."""
+
+    keys: npt.NDArray[np.uint32]
+    places: Places
+
+
+def _read_keys(split: Split, band: int, open_keys: OpenKeys, *, part: int, parts: int) -> _Keys:
+    """Return the keys that lie in range number `part`, if all possible ones are cut into `parts`."""
+    keys, places, before = [np.empty(0, dtype=np.uint32)], [np.empty(0, dtype=np.int64)], 0
     for number, chosen in split.documents.by_shard(split.first_of_row):
-        keys = open_keys(split.documents.shards[number])
-        parts.append(keys[band][chosen - split.documents.shard_offsets[number]])
-    return np.concatenate(parts)
+        found = open_keys(split.documents.shards[number])[band]
+        found = found[chosen - split.documents.shard_offsets[number]]
+        taken = np.flatnonzero(
+            (found.astype(np.uint64) * np.uint64(parts)) >> np.uint64(32) == part
+        )
+        keys.append(found[taken])
+        places.append(taken + before)
+        before += len(chosen)
+    return _Keys(np.concatenate(keys), np.concatenate(places))
 
 
-def _bands(measure: Measure) -> range:
-    return range(BINS // band_rows(measure.threshold))
+def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (band, part, parts), so that the keys of a range are about `keys_at_once`."""
+    parts = math.ceil(len(split) / keys_at_once)
+    for band in range(BINS // band_rows(measure.threshold)):
+        for part in range(parts):
+            yield band, part, parts
 
 
-def _within(split: Split, measure: Measure) -> list[int]:
-    """Return the places of documents that resemble an earlier one."""
+def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
+    """Return how many documents resemble an earlier one."""
     compared, open_keys = _Comparison(split, split, measure), _open_keys()
-    for band in _bands(measure):
-        keys = _keys(split, band, open_keys)
-        order = np.argsort(keys, kind="stable")
-        ranked = keys[order]
+    for band, part, parts in _ranges(split, measure, keys_at_once):
+        read = _read_keys(split, band, open_keys, part=part, parts=parts)
+        order = np.argsort(read.keys, kind="stable")
+        ranked, places = read.keys[order], read.places
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
-            compared.add(order[repeats], partners)
-    return list(compared.found)
+            compared.add(places[order[repeats]], places[partners])
+    return int(compared.found.sum())
 
 
-def _between(heldout: Split, train: Split, measure: Measure) -> list[tuple[int, int, float]]:
+def _between(
+    heldout: Split, train: Split, measure: Measure, keys_at_once: int
+) -> list[tuple[int, int, float]]:
     """Return each held-out document that resembles a training one, with that one and the resemblance."""
     compared, open_keys = _Comparison(heldout, train, measure), _open_keys()
-    for band in _bands(measure):
-        keys, others = _keys(heldout, band, open_keys), _keys(train, band, open_keys)
-        order = np.argsort(others, kind="stable")
-        ranked = others[order]
-        first = np.searchsorted(ranked, keys, side="left")
-        last = np.searchsorted(ranked, keys, side="right") - 1
+    found: list[tuple[int, int, float]] = []
+    for band, part, parts in _ranges(train, measure, keys_at_once):
+        mine, others = (
+            _read_keys(split, band, open_keys, part=part, parts=parts) for split in (heldout, train)
+        )
+        order = np.argsort(others.keys, kind="stable")
+        ranked = others.keys[order]
+        if not len(ranked):
+            continue
+        first = np.searchsorted(ranked, mine.keys, side="left")
+        last = np.searchsorted(ranked, mine.keys, side="right") - 1
         for at in (np.minimum(first, len(ranked) - 1), np.maximum(last, 0)):
-            hits = np.flatnonzero((ranked[at] == keys) & (keys > 0))
-            compared.add(hits, order[at[hits]])
+            hits = np.flatnonzero((ranked[at] == mine.keys) & (mine.keys > 0))
+            found += compared.add(mine.places[hits], others.places[order[at[hits]]])
     chosen, of_train = heldout.first_of_row, train.first_of_row
     return [
         (int(chosen[place]), int(of_train[partner]), measured)
-        for place, (partner, measured) in sorted(compared.found.items())
+        for place, partner, measured in sorted(found)
     ]
 
 
 class _Comparison:
     """Measures proposed pairs of a document of one split and one of another.
 
-    found: place of a near-duplicate -> place of its partner, and their resemblance.
+    found: whether each document of the first is known to resemble one of the second, shape (documents,).
     """
 
     def __init__(self, first: Split, second: Split, measure: Measure) -> None:
         self._splits = (first, second)
         self._measure = measure
-        self.found: dict[int, tuple[int, float]] = {}
+        self.found = np.zeros(len(first.first_of_row), dtype=np.bool_)
 
-    def add(self, places: Places, partners: Places) -> None:
-        """Measure pairs, except of documents that are equal or found already, some at a time."""
-        known = np.isin(places, np.fromiter(self.found, dtype=np.int64, count=len(self.found)))
-        new = ~known & (self._digests(0, places) != self._digests(1, partners))
+    def add(self, places: Places, partners: Places) -> list[tuple[int, int, float]]:
+        """Measure pairs, except of documents that are equal or found already; return new near-duplicates once each."""
+        new = ~self.found[places] & (self._digests(0, places) != self._digests(1, partners))
         pairs = np.unique(np.stack([places[new], partners[new]], axis=1), axis=0)
-        for start in range(0, len(pairs), PAIRS_AT_ONCE):
-            self._measure_all(pairs[start : start + PAIRS_AT_ONCE])
+        tokens = self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
+        return [pair for some in stretches(tokens) for pair in self._measured(pairs[some])]
 
     def _digests(self, side: int, places: Places) -> Hashes:
         split = self._splits[side]
         digests: Hashes = split.documents.digests[split.first_of_row[places]]
         return digests
 
-    def _measure_all(self, pairs: npt.NDArray[np.int64]) -> None:
+    def _lengths(self, side: int, places: Places) -> Places:
+        split = self._splits[side]
+        return split.documents.lengths[split.first_of_row[places]].astype(np.int64)
+
+    def _measured(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
+        """Yield the first near-duplicate of each document among these pairs, and note it in `found`."""
         left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
         for place, partner in pairs.tolist():
             measured = resemblance(left[place], right[partner])
-            if measured >= self._measure.threshold:
-                self.found.setdefault(place, (partner, measured))
+            if measured >= self._measure.threshold and not self.found[place]:
+                self.found[place] = True
+                yield place, partner, measured
 
-    def _shingles(self, side: int, places: Places) -> dict[int, frozenset[int]]:
-        """Return the shingles of documents by place."""
+    def _shingles(self, side: int, places: Places) -> dict[int, Hashes]:
+        """Return the shingles of documents by place, each once, ascending."""
         split = self._splits[side]
         texts = [np.asarray(split.documents[int(split.first_of_row[place])][0]) for place in places]
         lengths = np.array([len(text) for text in texts])
         hashes, owners = self._measure.shingles(np.concatenate(texts), lengths)
         edges = np.searchsorted(owners, np.arange(len(places) + 1))
         return {
-            place: frozenset(hashes[edges[number] : edges[number + 1]].tolist())
+            place: np.unique(hashes[edges[number] : edges[number + 1]])
             for number, place in enumerate(places.tolist())
         }

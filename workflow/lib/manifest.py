@@ -13,7 +13,7 @@ from workflow.lib.artifacts import file_sha256
 from workflow.lib.corpus import Corpus
 from workflow.lib.duplicates import NearDuplicates
 from workflow.lib.listing import OVERLAP, Listing
-from workflow.lib.splits import Split
+from workflow.lib.splits import BLOCK, Split
 from workflow.lib.tokenizer import tokenizer_sha256
 from workflow.lib.tokens import ARRAYS, REJECTS, TRUNCATED, Document
 
@@ -60,16 +60,14 @@ def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[d
 
 def _counts_by_file(split: Split) -> list[dict[str, Any]]:
     """Return documents, tokens and trained tokens of each file, repetitions by weight included."""
-    documents, chosen = split.documents, split.chosen
-    files, count = documents.files()[chosen], len(split.corpus.files)
-    sums = [
-        np.bincount(files, weights=weights, minlength=count).astype(np.int64)
-        for weights in (None, documents.lengths[chosen], documents.trained[chosen])
-    ]
-    total = max(1, int(sums[1].sum()))
+    counts = np.zeros((len(split.corpus.files), 3), dtype=np.int64)
+    for file, chosen in split.by_file():
+        lengths, trained = split.documents.lengths[chosen], split.documents.trained[chosen]
+        counts[file] += (len(chosen), lengths.sum(dtype=np.int64), trained.sum(dtype=np.int64))
+    total = max(1, int(counts[:, 1].sum()))
     return [
         {"documents": d, "tokens": t, "trained_tokens": trained, "token_share": t / total}
-        for d, t, trained in zip(*(part.tolist() for part in sums), strict=True)
+        for d, t, trained in counts.tolist()
     ]
 
 
@@ -90,11 +88,13 @@ def splits_facts(
 
 def _documents_by_source(split: Split) -> list[dict[str, Any]]:
     """Return name and documents of each source; the split's documents lie in this order."""
-    corpus = split.corpus
-    source_of_file = np.array([file.source for file in corpus.files], dtype=np.int64)
-    sources = source_of_file[split.documents.files()[split.chosen]]
-    assert (np.diff(sources) >= 0).all(), "documents lie in the order of their sources"
-    counts = np.bincount(sources, minlength=len(corpus.sources)).tolist()
+    corpus, last = split.corpus, 0
+    counts = [0] * len(corpus.sources)
+    for file, chosen in split.by_file():
+        source = corpus.files[file].source
+        assert source >= last, "documents lie in the order of their sources"
+        counts[source] += len(chosen)
+        last = source
     return [
         {"source": source.name, "documents": count}
         for source, count in zip(corpus.sources, counts, strict=True)
@@ -103,48 +103,64 @@ def _documents_by_source(split: Split) -> list[dict[str, Any]]:
 
 def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
     """Return the facts on a split; lengths are those of the rows before any cut."""
-    documents, chosen, firsts = split.documents, split.chosen, split.first_of_row
-    lengths = documents.full_lengths[firsts].astype(np.int64)
+    counts, longest = _count_lengths(split)
+    files = _counts_by_file(split)
     return {
         "rows_read": split.rows_read,
         "rows_kept": split.rows_read - split.rows_dropped,
         "rows_dropped": split.rows_dropped,
         "documents": len(split),
-        "truncated": int((lengths > seq_len).sum()),
-        "tokens": int(documents.lengths[chosen].sum(dtype=np.int64)),
-        "trained_tokens": int(documents.trained[chosen].sum(dtype=np.int64)),
-        "length_percentiles": _percentiles(lengths),
-        "length_histogram": _histogram(lengths, seq_len=seq_len),
-        "longest": _longest(split, lengths),
-        "duplicates": len(firsts) - len(np.unique(documents.digests[firsts])),
+        "truncated": int(counts[seq_len + 1 :].sum()),
+        "tokens": sum(file["tokens"] for file in files),
+        "trained_tokens": sum(file["trained_tokens"] for file in files),
+        "length_percentiles": _percentiles(counts),
+        "length_histogram": _histogram(counts, seq_len=seq_len),
+        "longest": _origins(split, longest),
+        "duplicates": len(split.first_of_row) - split.distinct_rows(),
         "near_duplicates": near_duplicates,
     }
 
 
-def _percentiles(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
+def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers of the longest."""
+    firsts, lengths = split.first_of_row, split.documents.full_lengths
+    counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    for start in range(0, len(firsts), BLOCK):
+        block = firsts[start : start + BLOCK]
+        found = np.bincount(lengths[block], minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+        some = np.concatenate([longest, block])
+        order = np.argsort(-lengths[some].astype(np.int64), kind="stable")
+        longest = some[order[:LONGEST_ROWS]]
+    return counts, longest
+
+
+def _percentiles(counts: npt.NDArray[np.int64]) -> dict[str, int]:
     """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf")
-    return {"p50": int(p50), "p90": int(p90), "p99": int(p99), "max": int(lengths.max())}
+    upto = np.cumsum(counts)
+    p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
 
 
-def _histogram(lengths: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
+def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
     """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all beyond."""
     edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
-    if lengths.max() > seq_len:
-        edges = np.append(edges, lengths.max() + 1)
-    places = np.searchsorted(edges, lengths, side="right") - 1
-    counts = np.bincount(places, minlength=len(edges) - 1)
-    return {"edges": edges.tolist(), "counts": counts.tolist()}
+    if len(counts) > seq_len + 1:
+        edges = np.append(edges, len(counts))
+    upto = np.concatenate(([0], np.cumsum(counts)))  # rows below each length
+    places = np.minimum(edges, len(counts))
+    return {"edges": edges.tolist(), "counts": np.diff(upto[places]).tolist()}
 
 
-def _longest(split: Split, lengths: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Return file, row and tokens of the longest rows."""
-    places = np.argsort(-lengths, kind="stable")[:LONGEST_ROWS]
-    origins = [split.origin(int(split.first_of_row[place])) for place in places]
-    return [
-        {"file": file, "row": row, "tokens": int(lengths[place])}
-        for (file, row), place in zip(origins, places, strict=True)
-    ]
+def _origins(split: Split, documents: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Return file, row and tokens before any cut of some documents."""
+    found = []
+    for number in documents.tolist():
+        file, row = split.origin(number)
+        tokens = int(split.documents.full_lengths[number])
+        found.append({"file": file, "row": row, "tokens": tokens})
+    return found
 
 
 def drop_facts(listing: Listing) -> dict[str, Any]:

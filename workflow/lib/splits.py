@@ -1,6 +1,7 @@
 """The two splits: which documents each one holds, and that no held-out document is also trained on."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +47,38 @@ class Split(Sequence[Document]):
 
     @cached_property
     def first_of_row(self) -> npt.NDArray[np.int64]:
-        """Numbers of the documents of which each is the first of its row, repetitions by weight left out."""
-        ordinals = self.documents.ordinals[self.chosen]
-        return self.chosen[np.flatnonzero(np.diff(ordinals, prepend=np.uint64(2**63)))]
+        """Numbers of the documents of which each is the first of its row, repetitions by weight left out.
+
+        It is `chosen` itself where every document is one, as it is nearly always.
+        """
+        first, ordinals = np.ones(len(self), dtype=np.bool_), self.documents.ordinals
+        for start in range(1, len(self), BLOCK):
+            block = ordinals[self.chosen[start - 1 : start + BLOCK]]
+            first[start : start + BLOCK] = block[1:] != block[:-1]
+        return self.chosen if first.all() else self.chosen[first]
+
+    def by_file(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield the documents in order, some at a time, with the number of the file that they came from."""
+        for shard, chosen in self.documents.by_shard(self.chosen):
+            yield self.documents.shards[shard].file, chosen
 
     def origin(self, number: int) -> tuple[str, int]:
         """Return the file and row that document `number` of the corpus came from."""
         file, row = self.documents.origin(number)
         return self.corpus.files[file].file, row
+
+    def distinct_rows(self) -> int:
+        """Return how many rows differ in their tokens, by digest; all that end alike are in memory at a time."""
+        ranges = math.ceil(len(self.first_of_row) / BLOCK)
+        return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
+
+    def _digests_of(self, part: int, ranges: int) -> npt.NDArray[np.uint64]:
+        """Return the digests whose remainder by `ranges` is `part`."""
+        firsts, found = self.first_of_row, [np.empty(0, dtype=np.uint64)]
+        for start in range(0, len(firsts), BLOCK):
+            digests = self.documents.digests[firsts[start : start + BLOCK]]
+            found.append(digests[digests % np.uint64(ranges) == part])
+        return np.concatenate(found)
 
     def without_rows(self, ordinals: npt.NDArray[np.uint64]) -> "Split":
         """Return the split without the documents of these rows, which count as dropped."""

@@ -35,7 +35,7 @@ ARRAYS: dict[str, npt.DTypeLike] = {
     "heldout.loss_mask.npy": "|b1",
     "heldout.offsets.npy": "<i8",
 }
-BLOCK_TOKENS = 2**21  # tokens of the rows that are put together in memory at a time
+BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
 CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time where a whole array is summed
 
 Array = npt.NDArray[Any]

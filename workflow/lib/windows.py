@@ -16,7 +16,7 @@ from workflow.lib.packing import one_per_row, pack
 from workflow.lib.splits import Split
 from workflow.lib.tokens import Window, spans
 
-WINDOW_TOKENS = 2**25  # 160 MiB of ids and masks; at a seq_len of 4096, 8192 rows
+WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks; at a seq_len of 4096, 4096 rows
 WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
 
 Part = tuple[int, npt.NDArray[np.int64]]

@@ -6,6 +6,7 @@ Ctrl-C, which their parent answers by cancelling what has not begun, and end by 
 as soon as the parent is gone, however it went.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -61,6 +62,7 @@ def map_in_order(
         processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
     )
     waiting: deque[Future[Result]] = deque()
+    gc.freeze()  # else every process' collector writes to, and so copies, what it shares with this one
     try:
         for task in chain(first, tasks):
             waiting.append(pool.submit(_run, task))
@@ -75,6 +77,7 @@ def map_in_order(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        gc.unfreeze()
 
 
 def _prepare(prepare: Callable[[], Callable[[Any], Any]]) -> None:
