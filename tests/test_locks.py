@@ -1,5 +1,6 @@
 """Locks: one holder at a time, named to whoever waits, and free as soon as it is dead."""
 
+import os
 import re
 import signal
 import subprocess
@@ -53,12 +54,15 @@ def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead
 
 
 def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
-    holder = start_holder(tmp_path / ".lock", seconds=2)
-    with exclusive(tmp_path / ".lock", doing="testing", wait_s=120):
+    path = tmp_path / ".lock"
+    holder = start_holder(path, seconds=2)
+    with exclusive(path, doing="testing", wait_s=120):
         assert holder.wait() == 0
+        assert path.read_text() == str(os.getpid()), "what it holds is no file that was removed"
 
 
-def test_lock_is_free_again_after_the_block(tmp_path: Path) -> None:
+def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path: Path) -> None:
     for _ in range(2):
         with exclusive(tmp_path / ".lock", doing="testing"):
-            pass
+            assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]
+        assert list(tmp_path.iterdir()) == []

@@ -44,18 +44,21 @@ class JsonLines:
 
 
 def _parse_line(number: int, line: bytes) -> Row | BrokenRow:
-    shown = line[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace").strip()
     if len(line) > MAX_ROW_BYTES:
-        return too_large(number, shown)
+        return too_large(number, _shown(line))
     try:
         value = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"invalid UTF-8: byte {error.start + 1} of the line"
-        return BrokenRow(number, reason, preview(shown))
+        return BrokenRow(number, reason, preview(_shown(line)))
     except (ValueError, RecursionError) as error:
-        return BrokenRow(number, f"broken JSON: {error}", preview(shown))
+        return BrokenRow(number, f"broken JSON: {error}", preview(_shown(line)))
     brackets = line.count(b"{") + line.count(b"[")
     return as_row(number, value, brackets=brackets)
+
+
+def _shown(line: bytes) -> str:
+    return line[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace").strip()
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,40 +18,60 @@ POLL_S = 0.5
 
 @contextmanager
 def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file `path`, made if there is none; it stays there, free, with the last holder's process id.
+    """Hold the lock file `path`, which is there only while it is held, or if its last holder was killed.
 
     doing: what the holder does, for the message (`training this run`). wait_s: seconds to wait for another process,
     which may be about to end. Raises `UserError` that names it if it holds the lock longer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as lock:
-        if not _acquired(lock, doing=doing, wait_s=wait_s):
-            raise UserError(
-                f"{path.parent} is in use: process {_holder(lock)} is {doing}. Wait for it, or stop it (kill "
-                f"{_holder(lock)}), and repeat the command; it continues from what is finished."
-            )
+    with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # while it is held: whoever opened it finds out in `_locked`
 
 
-def _acquired(lock: TextIO, *, doing: str, wait_s: float) -> bool:
-    deadline = time.monotonic() + wait_s
+def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
+    """Return the open file at `path`, locked. What was locked may be no longer there, as its holder removed it: then once more."""
+    while True:
+        lock = path.open("a+")
+        try:
+            _acquire(lock, path, doing=doing, deadline=deadline)
+            if _lies_at(path, lock):
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+def _lies_at(path: Path, lock: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
     told = False
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                return False
+                raise UserError(
+                    f"{path.parent} is in use: process {_holder(lock)} is {doing}. Wait for it, or stop it (kill "
+                    f"{_holder(lock)}), and repeat the command; it continues from what is finished."
+                ) from None
             if not told:
+                left = deadline - time.monotonic()
                 message = "process %s is still %s; waiting up to %.0f s"
-                logger.info(message, _holder(lock), doing, wait_s)
+                logger.info(message, _holder(lock), doing, left)
             told = True
             time.sleep(POLL_S)
-        else:
-            return True
 
 
 def _holder(lock: TextIO) -> str:

@@ -3,6 +3,9 @@
 The harness renders `doc_to_text` and its like in a plain Jinja environment, in which a template can walk from any
 string to the interpreter. In Jinja's sandbox it cannot: private attributes are refused, objects cannot be
 changed, and a range has at most 100,000 numbers. A template may still loop for ever inside loops.
+The harness's environment is a variable of its module `utils`, which its one function for templates reads; neither it nor
+a task takes another (lm_eval 0.4.13). Functions in place of templates, which it takes for most fields of a task, it does not take
+for `gen_prefix` and for few-shot examples. So the variable is set, once, in a process that does nothing but evaluate.
 Chat templates need nothing here: Transformers renders them in this sandbox itself.
 """
 

@@ -52,20 +52,20 @@ def shingles(
 
     A document of fewer than `SHINGLE_PIECES` pieces is one shingle, one without pieces has none.
     """
-    pieces = table[ids].astype(np.uint64)
-    owners = np.repeat(np.arange(len(lengths)), lengths)[pieces > 0]
-    pieces = pieces[pieces > 0]
+    pieces = table[ids]
+    words = np.flatnonzero(pieces)
+    owners = np.repeat(np.arange(len(lengths)), lengths)[words]
+    numbers = mixed(pieces[words].astype(np.uint64))
     counts = np.bincount(owners, minlength=len(lengths))
-    starts = np.cumsum(counts) - counts
-    hashes = np.zeros(len(pieces), dtype=np.uint64)
-    for shift in range(SHINGLE_PIECES):
+    ends = np.cumsum(counts)
+    left = ends[owners] - np.arange(len(words))  # pieces of the document from each one on
+    hashes = numbers.copy()
+    for shift in range(1, SHINGLE_PIECES):
+        hashes *= FACTOR
         # Behind the last piece of a short document stands nothing.
-        inside = np.arange(len(pieces)) + shift < (starts + counts)[owners]
-        ahead = np.where(inside, np.roll(pieces, -shift), np.uint64(0))
-        hashes = mixed(hashes * FACTOR + ahead)
-    place = np.arange(len(pieces)) - starts[owners]
-    whole = (place == 0) | (place + SHINGLE_PIECES <= counts[owners])
-    return hashes[whole], owners[whole]
+        hashes[:-shift] += np.where(left[:-shift] > shift, numbers[shift:], np.uint64(0))
+    whole = (left >= SHINGLE_PIECES) | (left == counts[owners])
+    return mixed(hashes[whole]), owners[whole]
 
 
 def mixed(values: Hashes) -> Hashes:
