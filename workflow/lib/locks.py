@@ -31,7 +31,8 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # while it is held: whoever opened it finds out in `_locked`
+            # It is still held: whoever has opened it already finds out in `_locked`.
+            path.unlink(missing_ok=True)
 
 
 def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
