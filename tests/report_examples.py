@@ -123,6 +123,7 @@ def preflight() -> dict[str, Any]:
         ],
         "phases": {"forward": int(15.2 * GIB), "backward": total},
         "peak_bytes": total,
+        "reserved_bytes": total + GIB // 2,
         "outside_allocator_bytes": int(1.5 * GIB),
         "capacity_bytes": int(23.3 * GIB),
         "margin_bytes": int(0.5 * GIB),

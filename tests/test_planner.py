@@ -18,7 +18,7 @@ from tests.preflight_examples import (
 )
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError
-from workflow.lib.memory import GIB, predict
+from workflow.lib.memory import GIB
 from workflow.lib.memory_terms import moment_bytes, offloaded_bytes
 from workflow.lib.planner import (
     Budget,
@@ -35,6 +35,7 @@ from workflow.lib.planner import (
 )
 from workflow.lib.preflight import Decision, check_tokens, decide, document
 from workflow.lib.remedies import remedies
+from workflow.lib.replay import replay
 from workflow.lib.search import LEVELS, Candidate, candidates, checkpointing_levels, choose
 from workflow.lib.shapes import ModelShape
 
@@ -168,7 +169,7 @@ def test_unknown_lora_target_is_refused() -> None:
 def test_70b_does_not_fit_two_24_gib_gpus_at_2048_and_the_reason_says_what_would() -> None:
     decision = decided(llama_70b())
     assert not decision.fits
-    for part in ("of 24.00 GiB of each GPU", "backward_first_layer", "hardware.gpus = 4 (peak"):
+    for part in ("of 24.00 GiB of each GPU", "phase backward", "hardware.gpus = 4 (peak"):
         assert part in decision.reason
 
 
@@ -511,7 +512,8 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
     }
     assert sum(term["bytes"] for term in found["terms"]) == found["peak_bytes"]
-    assert found["peak_bytes"] == predict(llama_8b, decision.chosen.setup).peak_bytes
+    assert found["peak_bytes"] == replay(llama_8b, decision.chosen.setup).allocated_bytes
+    assert found["reserved_bytes"] == found["peak_bytes"] + found["allocator_slack_bytes"]
 
 
 def test_context_is_what_was_measured_outside_the_allocator() -> None:

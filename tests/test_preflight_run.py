@@ -11,7 +11,7 @@ import pytest
 from tests.preflight_examples import TINY, manifest, write_checkpoint
 
 DOCUMENT_KEYS = {
-    "verdict", "reason", "plan", "terms", "phases", "peak_bytes", "allocator_slack_bytes",
+    "verdict", "reason", "plan", "terms", "phases", "peak_bytes", "peak_phase", "reserved_bytes", "method", "allocator_slack_bytes",
     "outside_allocator_bytes", "capacity_bytes", "margin_bytes", "host_bytes", "host_capacity_bytes",
     "disk_bytes", "disk_free_bytes", "time", "candidates", "model", "provenance",
 }  # fmt: skip

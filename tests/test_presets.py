@@ -125,10 +125,10 @@ def promised(name: str) -> str:
     """Return the line in which a preset says what it takes."""
     promise, chosen = PROMISES[name], decision(name).chosen
     limits = decision(name).limits
-    peak = chosen.prediction.peak_bytes
+    needed = limits.capacity_bytes + chosen.lacking_bytes
     return (
         f"# Predicted for {promise.num_gpus} x {promise.card}, not run there: "
-        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, {limits.needed_bytes(peak) / GIB:.1f} of "
+        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, {needed / GIB:.1f} of "
         f"{limits.capacity_bytes / GIB:.1f} GiB."
     )
 

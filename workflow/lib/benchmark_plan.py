@@ -56,7 +56,7 @@ def prepare(request: Request, *, num_gpus: int) -> Prepared:
         "setup": asdict(setup),
         "predicted": {
             "peak_bytes": planned["peak_bytes"],
-            "reserved_bytes": planned["peak_bytes"] + planned["allocator_slack_bytes"],
+            "reserved_bytes": planned["reserved_bytes"],
             "phases": planned["phases"],
             "terms": {term["name"]: term["bytes"] for term in planned["terms"]},
             "host_bytes": planned["host_bytes"],

@@ -7,7 +7,7 @@ Which terms meet at one moment, `memory` says.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -178,20 +178,24 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
 
 
 def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
-    """Bytes of both moments of all adapters on the device, and of those that the driver pages to the host.
+    """Bytes of both moments of all adapters on the device, and of those that the driver pages to the host."""
+    sizes = dict.fromkeys((False, True), 0)
+    for num_bytes, leaves in moment_tensors(shape, setup):
+        sizes[leaves] += 2 * shape.num_layers * num_bytes
+    return sizes[False], sizes[True]
+
+
+def moment_tensors(shape: ModelShape, setup: Setup) -> Iterator[tuple[int, bool]]:
+    """Yield the bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host.
 
     Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales.
     """
     paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
-    here = there = 0
     for rows, width in _adapter_tensors(shape, setup):
         elements = math.ceil(rows / setup.shards) * width // 4
-        values = _rounded(elements * (1 if eight else 4))
-        scales = _rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)) if eight else 0
-        leaves = paged and elements >= SMALLEST_PAGED
-        here += scales + (0 if leaves else values)
-        there += values if leaves else 0
-    return 2 * shape.num_layers * here, 2 * shape.num_layers * there
+        yield _rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
+        if eight:
+            yield _rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
 
 
 def saved_activations(shape: ModelShape, setup: Setup) -> int:
@@ -205,7 +209,7 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
-    norm = c if _fuses_norms(shape, setup) else 4
+    norm = c if fuses_norms(shape, setup) else 4
     kept = norm * shape.hidden_norms * t * shape.hidden_size
     kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
     kept += norm * t * (q + k) if shape.qk_norm else 0
@@ -215,7 +219,7 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
 
 
-def _fuses_norms(shape: ModelShape, setup: Setup) -> bool:
+def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
     """Gemma's norms multiply by 1 + w, in fp32, which no fused operation does."""
     return setup.fused_layers and not shape.family.startswith("gemma")
 

@@ -25,9 +25,10 @@ from workflow.lib.planner import (
 )
 from workflow.lib.remedies import remedies
 from workflow.lib.schedule import total_steps
-from workflow.lib.search import Candidate, candidates, checkpointing_levels, choose, explain
+from workflow.lib.search import Candidate, candidates, checkpointing_levels, explain
 from workflow.lib.shapes import ModelShape
 from workflow.lib.storage import disk_bytes
+from workflow.lib.verdict import confirmed
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def decide(
         trained_share=trained_share(manifest),
         limits=limits,
     )
-    chosen = choose(found, device=machine.device)
+    chosen, found = confirmed(found, shape, device=machine.device, limits=limits)
     host = host_bytes(shape, chosen.setup, machine, peak_bytes=chosen.prediction.peak_bytes)
     disk = disk_bytes(
         shape, chosen.setup, manifest,
@@ -170,11 +171,12 @@ def trained_share(manifest: Mapping[str, Any]) -> float:
 
 
 def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
-    needed = limits.needed_bytes(chosen.prediction.peak_bytes)
+    needed = limits.capacity_bytes + chosen.lacking_bytes
+    peak = chosen.replayed or chosen.prediction
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs {needed / GIB:.2f} of "
-        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {chosen.prediction.peak_phase})"
+        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase})"
     )
 
 
@@ -226,20 +228,14 @@ def document(
 ) -> dict[str, Any]:
     """Return preflight.json without its provenance."""
     chosen, limits = decision.chosen, decision.limits
-    prediction, setup = chosen.prediction, chosen.setup
+    setup = chosen.setup
     train = manifest["splits"]["train"]
     plan = _plan(decision, run, shape, machine, num_rows=train["packed_rows"])
     return {
         "verdict": "fits" if decision.fits else "does_not_fit",
         "reason": decision.reason,
         "plan": plan,
-        "terms": [
-            {"name": name, "bytes": size, "explanation": EXPLANATIONS[name]}
-            for name, size in prediction.phases[prediction.peak_phase].items()
-        ],
-        "phases": {name: sum(terms.values()) for name, terms in prediction.phases.items()},
-        "peak_bytes": prediction.peak_bytes,
-        "allocator_slack_bytes": limits.slack_bytes(prediction.peak_bytes),
+        **_peaks(chosen, limits),
         "outside_allocator_bytes": limits.outside_allocator_bytes,
         "capacity_bytes": limits.capacity_bytes,
         "margin_bytes": limits.margin_bytes,
@@ -262,6 +258,27 @@ def document(
             "quantized_parameters": shape.quantized_weights,
             "trainable_parameters": lora_parameters(shape, setup),
         },
+    }
+
+
+def _peaks(chosen: Candidate, limits: Budget) -> dict[str, Any]:
+    """Return peaks, phases and terms: by the replay where there is one, else by the closed form."""
+    prediction, replayed = chosen.prediction, chosen.replayed
+    terms = replayed.terms if replayed else prediction.phases[prediction.peak_phase]
+    phases = {name: sum(terms.values()) for name, terms in prediction.phases.items()}
+    peak = replayed.allocated_bytes if replayed else prediction.peak_bytes
+    slack = replayed.reserved_bytes - peak if replayed else limits.slack_bytes(peak)
+    return {
+        "method": "replay" if replayed else "closed_form",
+        "terms": [
+            {"name": name, "bytes": size, "explanation": EXPLANATIONS[name]}
+            for name, size in terms.items()
+        ],
+        "phases": replayed.phases if replayed else phases,
+        "peak_phase": replayed.peak_phase if replayed else prediction.peak_phase,
+        "peak_bytes": peak,
+        "allocator_slack_bytes": slack,
+        "reserved_bytes": peak + slack,
     }
 
 

@@ -9,6 +9,10 @@ from rich.table import Table
 from workflow.lib.memory import GIB, MIB
 from workflow.lib.search import VERDICTS_OF_CHOSEN
 
+METHODS = {
+    "replay": "reserved beyond what is allocated, by a replay of the steps",
+    "closed_form": "reserved beyond what is allocated",
+}
 WIDTH = 100  # columns
 FASTER_PLANS, SLOWER_PLANS = 6, 3  # lines of the table of plans on either side of the chosen one
 
@@ -25,7 +29,7 @@ def render(document: dict[str, Any], *, run: str) -> str:
 
 def _terms(document: dict[str, Any], *, run: str) -> Table:
     """Bytes by term in the peak phase, and what must fit besides."""
-    phase = max(document["phases"], key=document["phases"].__getitem__)
+    phase = document["peak_phase"]
     table = Table(title=f"run {run}: memory of each process, phase {phase}", title_justify="left")
     table.add_column("term")
     table.add_column("size", justify="right")
@@ -35,7 +39,8 @@ def _terms(document: dict[str, Any], *, run: str) -> Table:
     table.add_section()
     extra = {
         "peak_bytes": "sum: the largest of the phases below",
-        "allocator_slack_bytes": "reserved beyond what is allocated",
+        "allocator_slack_bytes": METHODS[document["method"]],
+        "reserved_bytes": "what PyTorch takes from the device",
         "outside_allocator_bytes": "CUDA context, communication",
         "margin_bytes": "hardware.memory_margin_gib",
         "capacity_bytes": "what a process may take",

@@ -167,6 +167,7 @@ class Preflight(Record):
     terms: list[Term]
     phases: dict[str, int]
     peak_bytes: int
+    reserved_bytes: int
     outside_allocator_bytes: int
     capacity_bytes: int
     margin_bytes: int

@@ -14,6 +14,7 @@ from workflow.lib.gpus import BY_NAME
 from workflow.lib.memory import GIB, Prediction
 from workflow.lib.memory_terms import Setup
 from workflow.lib.planner import Budget, Machine
+from workflow.lib.replay import Replay
 from workflow.lib.shapes import ModelShape
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
@@ -35,6 +36,8 @@ class Candidate:
     lacking_bytes: int
     """How much more than there is a process would need; 0 or less if it fits."""
     step_s: float
+    replayed: Replay | None = None
+    """The peaks of its replay, where it was replayed (`verdict`); `lacking_bytes` is by these then."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -123,5 +126,6 @@ def explain(candidate: Candidate, chosen: Candidate) -> str:
     if candidate == chosen:
         return VERDICTS_OF_CHOSEN[0 if candidate.fits else 1]
     if not candidate.fits:
-        return f"{candidate.lacking_bytes / GIB:.2f} GiB too much"
+        method = ", replayed" if candidate.replayed else ""
+        return f"{candidate.lacking_bytes / GIB:.2f} GiB too much{method}"
     return f"{100 * (candidate.step_s / chosen.step_s - 1):.1f}% slower"

@@ -1,0 +1,216 @@
+"""PyTorch's caching allocator for CUDA, as a model: which bytes it takes from the GPU for given requests and releases.
+
+Read from c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with `expandable_segments:True`, which `launch` sets.
+Every stream has a pool of small blocks and one of large ones. A request is rounded up to 512 bytes and takes the smallest
+free block that holds it; the rest of that block stays free, and free neighbours become one. Where none holds it, the
+pool's segment grows by whole pages, which count as reserved. Pages go back to the GPU only when it has no more.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+ROUNDING = 512  # kMinBlockSize
+LARGEST_SMALL = 2**20  # kSmallSize: requests up to this size are served by the pool of small blocks
+SMALL_PAGE, LARGE_PAGE = 2 * 2**20, 20 * 2**20  # kSmallBuffer, kLargeBuffer
+ADDRESSES = 2**60  # of a segment; PyTorch reserves more than the GPU's memory
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A range of a segment's addresses: in use, free, or without memory behind it."""
+
+    address: int
+    size: int
+    pool: "_Pool"
+    mapped: bool = False
+    used: bool = False
+    previous: "Block | None" = None
+    next: "Block | None" = None
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """The blocks of a stream, small or large ones, in one segment that grows."""
+
+    page: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    """Size and address of the free blocks with memory, in this order."""
+    at: dict[int, Block] = field(default_factory=dict)
+    """All free blocks, those without memory too, by address."""
+
+    def __post_init__(self) -> None:
+        self.at[0] = Block(0, ADDRESSES, self)
+
+    def add(self, block: Block) -> None:
+        self.at[block.address] = block
+        if block.mapped:
+            insort(self.free, (block.size, block.address))
+
+    def remove(self, block: Block) -> None:
+        del self.at[block.address]
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """Serves requests; counts what is in use and what is taken from the GPU, bytes, and the peaks of both.
+
+    Where a limit would be passed, free pages are given back first; what is lacking even then is noted, and served.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
+        """limit_bytes: what may be taken from the GPU, as `set_per_process_memory_fraction` bounds it."""
+        self._limit = limit_bytes
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = self.lacking = 0
+
+    def allocate(self, num_bytes: int, *, stream: str) -> Block:
+        """Return a block for a request of `num_bytes` on a stream."""
+        size = rounded(num_bytes)
+        small = size <= LARGEST_SMALL
+        key = (stream, small)
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = _Pool(SMALL_PAGE if small else LARGE_PAGE)
+        block = _best_fit(pool, size) or self._grown(pool, size)
+        pool.remove(block)
+        if block.size > size:
+            pool.add(_split(block, size))
+        block.used = True
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Take a block back into its pool."""
+        self.allocated -= block.size
+        block.used = False
+        _give_back(block)
+
+    def _grown(self, pool: _Pool, size: int) -> Block:
+        """Return a free block of at least `size` bytes for which pages were taken."""
+        asked = _asked(size)
+        if self._limit is not None and self.reserved + asked > self._limit:
+            self._unmap_free_pages()
+            self.lacking = max(self.lacking, self.reserved + asked - self._limit)
+        block = _first_room(pool, size)
+        if not block.mapped:
+            block = self._map(block, min(block.size, size))
+        while block.size < size:
+            assert block.next is not None
+            block = self._map(block.next, min(size - block.size, block.next.size))
+        return block
+
+    def _map(self, block: Block, size: int) -> Block:
+        """Put pages behind the first `size` bytes of a block; return the free block that they are part of then."""
+        pool = block.pool
+        taken = -(-size // pool.page) * pool.page
+        pool.remove(block)
+        if taken < block.size:
+            pool.add(_split(block, taken))
+        block.mapped = True
+        self.reserved += block.size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return _give_back(block)
+
+    def _unmap_free_pages(self) -> None:
+        """Give all whole pages of free blocks back to the GPU."""
+        for pool in self._pools.values():
+            for _, address in list(pool.free):
+                block = pool.at[address]
+                start = -(-address // pool.page) * pool.page
+                stop = (address + block.size) // pool.page * pool.page
+                if start < stop:
+                    self._unmap(block, start, stop)
+
+    def _unmap(self, block: Block, start: int, stop: int) -> None:
+        pool = block.pool
+        pool.remove(block)
+        if stop < block.address + block.size:
+            pool.add(_split(block, stop - block.address))
+        if block.address < start:
+            middle = _split(block, start - block.address)
+            pool.add(block)
+            block = middle
+        block.mapped = False
+        self.reserved -= block.size
+        _give_back(block)
+
+
+def rounded(num_bytes: int) -> int:
+    """Return the bytes that a request counts as allocated."""
+    return max(ROUNDING, -(-num_bytes // ROUNDING) * ROUNDING)
+
+
+def _asked(size: int) -> int:
+    """Return what a request counts against the limit when no free block holds it (get_allocation_size)."""
+    if size <= LARGEST_SMALL:
+        return SMALL_PAGE
+    return LARGE_PAGE if size < LARGE_PAGE // 2 else -(-size // SMALL_PAGE) * SMALL_PAGE
+
+
+def _best_fit(pool: _Pool, size: int) -> Block | None:
+    """Return the smallest free block that holds `size`. One that can grow counts with what it can grow to."""
+    place = bisect_left(pool.free, (size, 0))
+    if place == len(pool.free):
+        return None
+    block = pool.at[pool.free[place][1]]
+    while place + 1 < len(pool.free):
+        following = pool.at[pool.free[place + 1][1]]
+        if _room(following) >= _room(block):
+            break
+        block, place = following, place + 1
+    return block
+
+
+def _room(block: Block) -> int:
+    """Size of a free block, and of the addresses without memory behind it."""
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _first_room(pool: _Pool, size: int) -> Block:
+    """Return the first block without memory, or the free one right before it, from which `size` bytes can be had."""
+    for address in sorted(a for a, block in pool.at.items() if not block.mapped):
+        block = pool.at[address]
+        if block.previous is not None and not block.previous.used:
+            block = block.previous
+        found, step = 0, block
+        while found < size and step is not None and not step.used:
+            found, step = found + step.size, step.next  # type: ignore[assignment]
+        if found >= size:
+            return block
+    raise AssertionError("the last block of a segment has room for everything")
+
+
+def _split(block: Block, size: int) -> Block:
+    """Cut a block after `size` bytes; return the rest, which is linked but in no list."""
+    rest = Block(
+        block.address + size, block.size - size, block.pool, block.mapped, False, block, block.next
+    )
+    if block.next is not None:
+        block.next.previous = rest
+    block.next, block.size = rest, size
+    return rest
+
+
+def _give_back(block: Block) -> Block:
+    """Put a block on its pool's lists, as one with free neighbours of its kind; return that one."""
+    pool, before, after = block.pool, block.previous, block.next
+    if before is not None and not before.used and before.mapped == block.mapped:
+        pool.remove(before)
+        _join(before, block)
+        block = before
+    if after is not None and not after.used and after.mapped == block.mapped:
+        pool.remove(after)
+        _join(block, after)
+    pool.add(block)
+    return block
+
+
+def _join(block: Block, after: Block) -> None:
+    block.size += after.size
+    block.next = after.next
+    if after.next is not None:
+        after.next.previous = block

@@ -1,0 +1,268 @@
+"""What the norms and linears of a decoder layer ask of the allocator, operation by operation, forward and backward.
+
+Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `fused` and `dora`, and the kernels of torch and
+bitsandbytes that they call; compared with a record of all tensors that they made. An operation borrows its input and
+makes its value; with the value it returns its backward, which takes a gradient over and makes that of the input.
+"""
+
+import math
+from collections.abc import Callable
+
+from workflow.lib.memory_terms import Setup, fuses_norms
+from workflow.lib.shapes import Linear, ModelShape
+from workflow.lib.tape import Keeper, Tape
+
+Backward = Callable[[int], int]
+WORK = "layer_workspace"
+WEIGHT = "dequantized_weight"
+
+
+class LinearTrace:
+    """The norms and linears of a model's layers, as one process runs them."""
+
+    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+        """tokens: of the micro-batch."""
+        self._tape, self._shape, self._setup = tape, shape, setup
+        self._tokens, self._c = tokens, setup.compute_bytes
+        self.gradients: list[int] = []
+        """Of the adapters, fp32, whole, in the order in which backward made them; whoever takes them empties the list."""
+
+    def norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
+        """An RMS norm over rows of `width`: torch's own, or Transformers', which computes in fp32."""
+        if fuses_norms(self._shape, self._setup):
+            return self._fused_norm(x, keep, width=width)
+        return self.plain_norm(x, keep, width=width)
+
+    def _fused_norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
+        tape, size = self._tape, self._c * self._tokens * width
+        y, scales = tape.new(size, WORK), tape.new(4 * self._tokens, WORK)
+        kept = [keep.keep(x), keep.keep(scales)]
+        tape.free(scales)
+
+        def backward(grad: int) -> int:
+            taken = [keep.take(k) for k in kept]
+            grad_x = tape.new(size, WORK)
+            tape.free(grad, *taken)
+            return grad_x
+
+        return y, backward
+
+    def plain_norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
+        """Transformers' RMS norm: x and its square in fp32, and back."""
+        tape, size = self._tape, self._c * self._tokens * width
+        wide = 4 * self._tokens * width
+        x32 = tape.new(wide, WORK)
+        tape.moment(wide, WORK)
+        scales = tape.new(4 * self._tokens, WORK)
+        kept = [keep.keep(x32), keep.keep(scales)]
+        normed = tape.new(wide, WORK)
+        tape.free(x32)
+        low = tape.new(size, WORK)
+        y = tape.new(size, WORK)
+        tape.free(low, normed, scales)
+        return y, lambda grad: self._plain_norm_backward(grad, keep, kept, size=size, wide=wide)
+
+    def _plain_norm_backward(
+        self, grad: int, keep: Keeper, kept: list[int], *, size: int, wide: int
+    ) -> int:
+        tape = self._tape
+        taken = [keep.take(k) for k in kept]
+        weighted = tape.new(size, WORK)
+        tape.free(grad)
+        grad32 = tape.new(wide, WORK)
+        tape.free(weighted)
+        product, direct = tape.new(wide, WORK), tape.new(wide, WORK)
+        tape.free(product, grad32)
+        spread, power, doubled, through = (tape.new(wide, WORK) for _ in range(4))
+        tape.free(doubled, power, spread, *taken)
+        total = tape.new(wide, WORK)
+        tape.free(direct, through)
+        grad_x = tape.new(size, WORK)
+        tape.free(total)
+        return grad_x
+
+    def dequantized(self, linear: Linear) -> int:
+        """A weight in the compute type; its absmax in fp32 is there while it is made."""
+        tape, absmax = self._tape, None
+        if self._setup.double_quant:
+            blocks = math.ceil(linear.num_weights / self._setup.block_size)
+            absmax = tape.new(4 * blocks, WEIGHT)
+        weight = tape.new(self._c * linear.num_weights, WEIGHT)
+        if absmax is not None:
+            tape.free(absmax)
+        return weight
+
+    def _product(self, linear: Linear) -> int:
+        """W x."""
+        weight = self.dequantized(linear)
+        y = self._tape.new(self._c * self._tokens * linear.out_features, WORK)
+        self._tape.free(weight)
+        return y
+
+    def _product_backward(self, linear: Linear) -> int:
+        """The gradient of x through W x."""
+        weight = self.dequantized(linear)
+        grad_x = self._tape.new(self._c * self._tokens * linear.in_features, WORK)
+        self._tape.free(weight)
+        return grad_x
+
+    def linear(
+        self, linear: Linear, x: int, keep: Keeper, *, value: bool = True, wants_x: bool = True
+    ) -> tuple[int, Backward]:
+        """A linear with its adapter; without `value` only what backward needs is made, and -1 returned for it.
+
+        wants_x: whether the input has a gradient; without, backward returns -1.
+        """
+        if linear.name not in self._setup.targets:
+            y = self._product(linear) if value else -1
+            return y, lambda grad: self._frozen_backward(linear, grad, wants_x=wants_x)
+        if self._setup.dropout:
+            return self._peft_linear(linear, x, keep, value=value, wants_x=wants_x)
+        y, backward = self._fused_linear(
+            linear, x, keep, value=value or self._setup.dora, wants_x=wants_x
+        )
+        if self._setup.dora:
+            return self._scaled(linear, y, backward, keep)
+        return y, backward
+
+    def _frozen_backward(self, linear: Linear, grad: int, *, wants_x: bool) -> int:
+        grad_x = self._product_backward(linear) if wants_x else -1
+        self._tape.free(grad)
+        return grad_x
+
+    def low(self, linear: Linear) -> int:
+        """A x, (T, r)."""
+        rank = self._setup.rank_of(linear.name)
+        cast = self._tape.new(self._c * rank * linear.in_features, WORK)
+        low = self._tape.new(self._c * self._tokens * rank, WORK)
+        self._tape.free(cast)
+        return low
+
+    def value(self, linear: Linear) -> int:
+        """W x + s B u."""
+        y = self._product(linear)
+        rank = self._setup.rank_of(linear.name)
+        self._tape.moment(self._c * rank * linear.out_features, WORK)
+        return y
+
+    def _fused_linear(
+        self, linear: Linear, x: int, keep: Keeper, *, value: bool, wants_x: bool
+    ) -> tuple[int, Backward]:
+        low = self.low(linear)
+        kept = [keep.keep(x), keep.keep(low)]
+        y = self.value(linear) if value else -1
+        self._tape.free(low)
+
+        def backward(grad: int) -> int:
+            taken = [keep.take(k) for k in kept]
+            grad_x = self.lora_gradients(linear, wants_x=wants_x)
+            self._tape.free(*taken, grad)
+            return grad_x
+
+        return y, backward
+
+    def lora_gradients(self, linear: Linear, *, wants_x: bool = True) -> int:
+        """`nf4.lora_gradients`: the gradient of x, -1 unless wanted; those of A and B are added to the list."""
+        tape, c, t = self._tape, self._c, self._tokens
+        rank = self._setup.rank_of(linear.name)
+        into, out = c * rank * linear.in_features, c * rank * linear.out_features
+        cast = tape.new(out, WORK)
+        unscaled = tape.new(c * t * rank, WORK)
+        tape.free(cast)
+        grad_low = tape.new(c * t * rank, WORK)
+        tape.free(unscaled)
+        product = tape.new(out, WORK)
+        grad_b = tape.new(out, WORK)
+        tape.free(product)
+        grad_a = tape.new(into, WORK)
+        grad_x = -1
+        if wants_x:
+            grad_x = self._product_backward(linear)
+            tape.moment(into, WORK)
+        self._gradient(linear.in_features * rank)
+        self._gradient(linear.out_features * rank)
+        tape.free(grad_low, grad_b, grad_a)
+        return grad_x
+
+    def _gradient(self, elements: int) -> None:
+        self.gradients.append(self._tape.new(4 * elements, "gathered_gradients"))
+
+    def _scaled(
+        self, linear: Linear, product: int, backward: Backward, keep: Keeper
+    ) -> tuple[int, Backward]:
+        """DoRA: the product times a factor, which takes the lengths of the rows of W + B A."""
+        tape, size = self._tape, self._c * self._tokens * linear.out_features
+        tape.free(self.dequantized(linear))
+        kept = keep.keep(product)
+        y = tape.new(size, WORK)
+        tape.free(product)
+
+        def scaled_backward(grad: int) -> int:
+            taken = keep.take(kept)
+            tape.moment(size, WORK)  # for the factor's gradient
+            of_product = tape.new(size, WORK)
+            tape.free(taken, grad)
+            self._gradient(linear.out_features)
+            return backward(of_product)
+
+        return y, scaled_backward
+
+    def _peft_linear(
+        self, linear: Linear, x: int, keep: Keeper, *, value: bool, wants_x: bool
+    ) -> tuple[int, Backward]:
+        """PEFT's own forward, with dropout: the adapter computes in fp32 on a copy of the input."""
+        tape, t = self._tape, self._tokens
+        rank = self._setup.rank_of(linear.name)
+        base = self._product(linear)
+        x32 = tape.new(4 * t * linear.in_features, WORK)
+        dropped = tape.new(4 * t * linear.in_features, WORK)
+        mask = tape.new(t * linear.in_features, WORK)
+        low = tape.new(4 * t * rank, WORK)
+        kept = [keep.keep(mask), keep.keep(dropped), keep.keep(low)]
+        tape.free(mask, dropped, low)
+        y = -1
+        if value:
+            wide = 4 * t * linear.out_features
+            update = tape.new(wide, WORK)
+            scaled = tape.new(wide, WORK)
+            tape.free(update)
+            total = tape.new(wide, WORK)
+            tape.free(scaled, base)
+            y = tape.new(self._c * t * linear.out_features, WORK)
+            tape.free(total)
+        else:
+            tape.free(base)
+        tape.free(x32)
+        return y, lambda grad: self._peft_backward(linear, grad, keep, kept, wants_x=wants_x)
+
+    def _peft_backward(
+        self, linear: Linear, grad: int, keep: Keeper, kept: list[int], *, wants_x: bool
+    ) -> int:
+        tape, t = self._tape, self._tokens
+        rank, wide_in = self._setup.rank_of(linear.name), 4 * t * linear.in_features
+        mask, dropped, low = (keep.take(k) for k in kept)
+        grad32 = tape.new(4 * t * linear.out_features, WORK)
+        scaled = tape.new(4 * t * linear.out_features, WORK)
+        tape.free(grad32)
+        self._gradient(rank * linear.out_features)
+        grad_low = tape.new(4 * t * rank, WORK)
+        tape.free(scaled, low)
+        self._gradient(rank * linear.in_features)
+        if not wants_x:
+            tape.free(grad_low, dropped, mask, grad)
+            return -1
+        unmasked = tape.new(wide_in, WORK)
+        tape.free(grad_low, dropped)
+        masked = tape.new(wide_in, WORK)
+        tape.free(unmasked, mask)
+        of_adapter = tape.new(self._c * t * linear.in_features, WORK)
+        tape.free(masked)
+        of_base = self._product_backward(linear)
+        tape.free(grad)
+        return self.total(of_adapter, of_base)
+
+    def total(self, one: int, other: int) -> int:
+        """The sum of two tensors, which are let go."""
+        total = self._tape.new(self._tape.sizes[one], WORK)
+        self._tape.free(one, other)
+        return total

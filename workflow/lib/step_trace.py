@@ -1,0 +1,280 @@
+"""What a run asks of the allocator from the loaded model to the end of its second step, in order.
+
+The first step has no moments of AdamW yet, so the second one is the first that is like all others. Before them lie the
+start-up checks, whose freed memory the allocator keeps. Every row is taken as full and every token as trained.
+"""
+
+import math
+from dataclasses import replace
+
+from workflow.lib.layer_trace import LayerTrace
+from workflow.lib.linear_trace import WORK, Backward
+from workflow.lib.memory_terms import (
+    CODE_TABLES,
+    Setup,
+    layer_tensors,
+    moment_tensors,
+    offload_window,
+    sharded_bytes,
+)
+from workflow.lib.shapes import ModelShape
+from workflow.lib.sharding_trace import PACKED, FetchedLayers, ShardedLayers
+from workflow.lib.slices import chunk_rows, spread
+from workflow.lib.tape import Dropped, Keeper, Kept, Stashed, Tape
+
+STEPS = 2
+LOAD, CHECKS = "load", "check"  # before training
+
+
+def step_trace(shape: ModelShape, setup: Setup, *, checked: bool = True) -> Tape:
+    """Return the events of a process that trains a model; checked: after the start-up checks."""
+    tape = Tape()
+    run = _Run(tape, shape, setup)
+    run.load()
+    if checked:
+        run.check()
+    for _ in range(STEPS):
+        for _ in range(2 if setup.accumulates else 1):
+            run.micro_batch()
+        run.optimizer_step()
+    return tape
+
+
+class _Run:
+    """The model on one process, and what it does."""
+
+    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup) -> None:
+        self._tape, self._shape, self._setup = tape, shape, setup
+        self._layers = ShardedLayers(tape, shape, setup)
+        self._fetched = FetchedLayers(tape, shape, setup)
+        self._layer = LayerTrace(tape, shape, setup, tokens=setup.tokens)
+        self._hidden = setup.compute_bytes * setup.tokens * shape.hidden_size
+        self._workspaces = 0
+        self._moments = False
+        self._inputs: list[int] = []
+
+    def load(self) -> None:
+        """Parameters and buffers, as `materialize_` makes them."""
+        tape, shape, setup = self._tape, self._shape, self._setup
+        tape.phase(LOAD)
+        table = (shape.vocab_size, shape.hidden_size * setup.compute_bytes)
+        tables = 1 if shape.tied_embeddings or setup.offload_embedding else 2
+        for _ in range(tables):
+            tape.new(sharded_bytes([table], processes=setup.slices), "embedding_and_head")
+        groups = layer_tensors(shape, setup)
+        on_host = set(spread(setup.offload_layers, shape.num_layers))
+        for number in range(shape.num_layers):
+            for term, tensors in groups.items():
+                for tensor in tensors if not (number in on_host and term in PACKED) else ():
+                    tape.new(sharded_bytes([tensor], processes=setup.shards), term)
+            for size in CODE_TABLES * len(shape.linears):
+                tape.new(size, "nf4_tables")
+
+    def check(self) -> None:
+        """`setup.startup_checks`: a forward of one row without gradients, and every layer gathered and compared."""
+        row = replace(self._setup, micro_batch_size=1)
+        self._tape.phase(CHECKS)
+        checked = _Run(self._tape, self._shape, row)
+        checked._layers, checked._fetched = self._layers, self._fetched
+        checked._start_products()
+        inputs = checked._make_inputs()
+        x = checked._embedded()
+        tables = checked._rotary_tables()
+        for number in range(self._shape.num_layers):
+            x, _ = checked._forward_layer(number, x, Dropped())
+        checked._loss(x, Dropped())
+        self._layers.end_forward()
+        self._tape.free(*tables, *inputs)
+        for number in range(self._shape.num_layers):
+            self._layers.check(number)
+        self._workspaces = checked._workspaces
+
+    def micro_batch(self) -> None:
+        """Forward and backward."""
+        tape, num_layers = self._tape, self._shape.num_layers
+        inputs = self._make_inputs()
+        tape.free(*self._inputs)  # the batch before is held until this one is there
+        self._inputs = inputs
+        tape.phase("look_up_embedding")
+        keep = self._keeper()
+        self._start_products()
+        x = self._embedded()
+        tables = self._rotary_tables()
+        tape.phase("forward")
+        backwards = []
+        for number in range(num_layers):
+            x, backward = self._forward_layer(number, x, keep)
+            backwards.append(backward)
+        tape.phase("loss")
+        loss_backward = self._loss(x, keep)
+        self._layers.end_forward()
+        tape.phase("backward")
+        self._start_products()
+        self._layers.gather_ahead(num_layers - 1)
+        grad = loss_backward(-1)
+        for number in reversed(range(num_layers)):
+            self._fetched.enter(number, following=number - 1)
+            self._layers.before_backward(number)
+            grad = backwards[number](grad)
+            self._layers.after_backward(number, self._taken_gradients())
+        self._layers.end_backward()
+        tape.free(*tables)
+        if grad >= 0:
+            tape.free(grad)
+
+    def optimizer_step(self) -> None:
+        """AdamW makes its moments in the first step."""
+        self._tape.phase("optimizer_step")
+        if not self._moments:
+            for num_bytes, leaves in list(moment_tensors(self._shape, self._setup)) * (
+                2 * self._shape.num_layers
+            ):
+                if not leaves:
+                    self._tape.new(num_bytes, "adam_moments")
+            self._moments = True
+        self._layers.drop_gradients()
+
+    def _keeper(self) -> Keeper:
+        window = offload_window(self._shape, self._setup)
+        if window is None:
+            return Kept(self._tape)
+        return Stashed(self._tape, window_bytes=window)
+
+    def _start_products(self) -> None:
+        """cuBLAS takes a workspace for each thread that multiplies: that of forward, and autograd's."""
+        if self._workspaces < 2:
+            self._tape.new(self._setup.fixed.get("cublas_workspace", 0) // 2, "cublas_workspace")
+            self._workspaces += 1
+
+    def _make_inputs(self) -> list[int]:
+        return [self._tape.new(8 * self._setup.tokens, "inputs") for _ in range(4)]
+
+    def _rotary_tables(self) -> list[int]:
+        """Cosine and sine, and for the plain `sdpa` and `eager` the mask of packed rows."""
+        tape, width = self._tape, self._setup.tokens * self._shape.head_dim
+        angles = tape.new(4 * width, WORK)
+        tables = []
+        for _ in range(2):
+            wide = tape.new(4 * width, WORK)
+            tables.append(tape.new(self._setup.compute_bytes * width, "inputs"))
+            tape.free(wide)
+        tape.free(angles)
+        if self._setup.attention != "flash":
+            mask = self._setup.micro_batch_size * self._setup.seq_len**2
+            tables.append(tape.new(mask, "attention_mask"))
+        return tables
+
+    def _embedded(self) -> int:
+        """Rows of the embedding: from host memory, exchanged, or looked up at once; the family's own embedding runs on them."""
+        tape, setup = self._tape, self._setup
+        if setup.shards == 1 and not setup.offload_embedding:
+            return tape.new(self._hidden, "hidden_states")
+        rows = self._exchanged_rows() if not setup.offload_embedding else []
+        whole = tape.new(self._hidden, "hidden_states")
+        tape.free(*rows)
+        places = tape.new(8 * setup.tokens, WORK)
+        embedded = tape.new(self._hidden, "hidden_states")
+        tape.free(places, whole)
+        return embedded
+
+    def _exchanged_rows(self) -> list[int]:
+        tape, row = self._tape, self._setup.compute_bytes * self._shape.hidden_size
+        rows = []
+        for count in _chunks(self._setup.tokens, chunk_rows(self._setup.slices)):
+            everyone = tape.new(self._setup.slices * count * row, "gathered_rows")
+            rows.append(tape.new(count * row, "hidden_states"))
+            tape.free(everyone)
+        return rows
+
+    def _forward_layer(self, number: int, x: int, keep: Keeper) -> tuple[int, Backward]:
+        """A layer's forward, which lets go of its input, and its backward; with recomputation it keeps the input alone."""
+        layers, layer = self._layers, self._layer
+        layers.before_forward(number)
+        self._fetched.enter(number, following=number + 1)
+        wants_x = number > 0  # the embedding is frozen
+        if isinstance(keep, Dropped) or not self._setup.recomputes(number):
+            y, backward = layer.layer(x, keep, wants_x=wants_x)
+            layers.after_forward(number)
+            self._tape.free(x)
+            return y, backward
+        kept = keep.keep(x, "layer_inputs")
+        y, _ = layer.layer(x, Dropped())
+        layers.after_forward(number)
+        self._tape.free(x)
+
+        def backward_again(grad: int) -> int:
+            given = keep.take(kept)
+            _, backward = layer.layer(given, Kept(self._tape), value=False, wants_x=wants_x)
+            grad_x = backward(grad)
+            self._tape.free(given)
+            return grad_x
+
+        return y, backward_again
+
+    def _taken_gradients(self) -> list[int]:
+        taken, self._layer.gradients = self._layer.gradients, []
+        return taken
+
+    def _loss(self, x: int, keep: Keeper) -> Backward:
+        """The final norm and the loss with its gradient, in forward; lets go of `x`."""
+        tape = self._tape
+        hidden, norm_backward = self._layer.plain_norm(x, keep, width=self._shape.hidden_size)
+        tape.free(x)
+        chosen = tape.new(self._hidden, "hidden_states")
+        grad_chosen = tape.new(self._hidden, "hidden_states")
+        chunk = self._sliced_chunk if self._setup.slices > 1 else self._chunk
+        for rows in _chunks(self._setup.tokens, chunk_rows(self._setup.slices)):
+            chunk(rows)
+        tape.free(hidden, chosen)
+
+        def backward(_: int) -> int:
+            grad = tape.new(self._hidden, "hidden_states")
+            tape.free(grad_chosen)
+            return norm_backward(grad)
+
+        if isinstance(keep, Dropped):
+            tape.free(grad_chosen)
+        return backward
+
+    def _chunk(self, rows: int) -> None:
+        """`loss._chunk`: log-softmax and its gradient, in fp32."""
+        tape, c = self._tape, self._setup.compute_bytes
+        wide, low = 4 * rows * self._shape.vocab_size, c * rows * self._shape.vocab_size
+        product = tape.new(low, "logits")
+        logits = tape.new(wide, "logits")
+        tape.free(product)
+        cap = [tape.new(wide, "logits")] if self._shape.logit_softcap else []
+        log_softmax = tape.new(wide, "logits")
+        tape.free(logits)
+        slope = tape.new(wide, "logits")
+        of_logits = tape.new(wide, "logits")
+        tape.free(slope, log_softmax)
+        of_product = tape.new(low, "logits")
+        tape.free(of_logits, *cap)
+        grad = tape.new(c * rows * self._shape.hidden_size, "hidden_states")
+        tape.free(of_product, grad)
+
+    def _sliced_chunk(self, rows: int) -> None:
+        """`vocabulary._chunk`: the rows of all slices, and this slice's logits, which become probabilities in place."""
+        tape, c, h = self._tape, self._setup.compute_bytes, self._shape.hidden_size
+        everyone = rows * self._setup.slices
+        columns = math.ceil(self._shape.vocab_size / self._setup.slices)
+        states = tape.new(c * everyone * h, "gathered_rows")
+        product = tape.new(c * everyone * columns, "logits")
+        logits = tape.new(4 * everyone * columns, "logits")
+        tape.free(product)
+        cap = [tape.new(4 * everyone * columns, "logits")] if self._shape.logit_softcap else []
+        tape.moment(4 * everyone * columns, "logits")
+        of_product = tape.new(c * everyone * columns, "logits")
+        tape.free(*cap)
+        low = tape.new(c * everyone * h, "gathered_rows")
+        tape.free(of_product)
+        grad = tape.new(4 * everyone * h, "gathered_rows")
+        tape.free(low)
+        own = tape.new(4 * rows * h, "gathered_rows")
+        tape.free(states, logits, grad, own)
+
+
+def _chunks(rows: int, size: int) -> list[int]:
+    """Return the sizes of the pieces of `rows` rows."""
+    return [min(size, rows - start) for start in range(0, rows, size)]
