@@ -78,9 +78,37 @@ def fail(action: Callable[[Path], None], folder: Path) -> None:
         action(folder)
 
 
+def stop_in(phase: str, rank: int, base: Path) -> None:
+    """Load a model and measure its held-out loss, until process 1 is stopped in the middle of one of them."""
+    from tests.finished import PLAN
+    from tests.models import random_store
+    from workflow.lib.config import RunConfig
+    from workflow.lib.selection import HeldOut
+    from workflow.lib.setup import build_training_model
+
+    def stop() -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with (
+        Pulse(rank=rank, start_s=600, step_s=600, quiet_s=8) as pulse,
+        process_group("cpu", timeout_s=300) as world,
+    ):
+        pulse.phase("loading the model", least_s=600)
+        model = build_training_model(
+            base, RunConfig(), PLAN, world, compute_dtype=torch.float32, attention="sdpa",
+            moved=stop if phase == "loading" else pulse.moved,
+        )  # fmt: skip
+        pulse.phase("held-out loss", least_s=600)
+        heldout = HeldOut(
+            random_store(rows=4, seq_len=17), every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=1
+        )  # fmt: skip
+        heldout.loss(model.training, world=world, moved=stop)
+
+
 def hang(rank: int, *, stopped: bool) -> None:
     """Take four steps together; process 1 does not take part in the last."""
-    with Pulse(rank=rank, start_s=600, step_s=14) as pulse, process_group("cpu", timeout_s=300):
+    with Pulse(rank=rank, start_s=600, step_s=8) as pulse, process_group("cpu", timeout_s=300):
         for step in range(1, 5):
             pulse.step(step)
             if step == 4 and rank == 1:
@@ -131,6 +159,8 @@ def main(args: argparse.Namespace) -> None:
         if rank == 1:
             fail(FAILURES[behaviour.removeprefix("fail with ")], folder)
         time.sleep(120)
+    elif behaviour.startswith("stop in "):
+        stop_in(behaviour.removeprefix("stop in "), rank, folder)
     else:
         hang(rank, stopped=behaviour == "stop 1")
 

@@ -2,18 +2,27 @@
 
 import json
 import os
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 
 from workflow.lib import heartbeat
+from workflow.lib.evaluation import Subject
 from workflow.lib.heartbeat import FOLDER_VARIABLE, Pulse, Watch
+from workflow.lib.subjects import watched
 
 
 def beat(folder: Path, rank: int, **changes: Any) -> None:
-    facts = {"rank": rank, "pid": 1, "phase": "step 7", "number": 9, "limit_s": 0.2} | changes
+    facts = {
+        "rank": rank, "pid": os.getpid(), "phase": "step 7", "number": 9, "moves": 0, "limit_s": 0.2, "silent_s": 60.0,
+    } | changes  # fmt: skip
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
 
 
@@ -31,27 +40,119 @@ def looks(watch: Watch, folder: Path, *, beats: dict[int, dict[str, Any]]) -> st
 def test_process_that_has_begun_fewer_collectives_is_the_one_that_hangs(tmp_path: Path) -> None:
     waiting = {"collective": {"number": 57, "name": "nccl:all_gather"}, "at": "training.py:9 steps"}
     behind = {"collective": {"number": 56, "name": "nccl:all_reduce"}, "at": "batches.py:4 read"}
-    verdict = looks(Watch(tmp_path), tmp_path, beats={0: waiting, 1: behind, 2: waiting})
+    verdict = looks(
+        Watch(tmp_path, ranks=range(3), size=3), tmp_path, beats={0: waiting, 1: behind, 2: waiting}
+    )
     assert verdict is not None
     assert verdict.startswith("process 1 of 3 hangs in step 7: nothing has moved for ")
     assert "process 1 of 3 is at batches.py:4 read, last collective nccl:all_reduce #56" in verdict
 
 
-def test_process_that_goes_on_does_not_hang(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+@pytest.mark.parametrize("progress", ["number", "moves"])
+def test_process_that_goes_on_does_not_hang(tmp_path: Path, progress: str) -> None:
+    """From phase to phase, or within one."""
+    watch = Watch(tmp_path, ranks=range(1), size=1)
     for number in range(6):
-        beat(tmp_path, 0, number=number)
+        beat(tmp_path, 0, **{progress: number})
         time.sleep(0.1)
         assert watch.look() is None
+
+
+def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, ranks=range(2), size=2)
+    waiting = {"waits": True, "at": "heldout.py:9 gather"}
+    assert looks(watch, tmp_path, beats={0: waiting, 1: {"limit_s": 60.0}}) is None
+    verdict = looks(watch, tmp_path, beats={0: waiting, 1: {"limit_s": 0.2}})
+    assert verdict is not None
+    assert verdict.startswith("process 1 of 2 hangs in step 7")
+
+
+def test_process_without_a_sign_of_life_hangs_whatever_its_phase_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(tmp_path, ranks=range(2), size=2)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
+    beat(tmp_path, 1, phase="loading the model", limit_s=600.0, silent_s=0.25)
+    verdict = looks(watch, tmp_path, beats={0: {"limit_s": 600.0}})
+    assert verdict is not None
+    assert verdict.startswith("process 1 of 2 hangs in loading the model")
+
+
+def test_process_that_has_ended_does_not_hang(tmp_path: Path) -> None:
+    """A cause of its own is known by then, or it left in order."""
+    ended = subprocess.Popen(["true"])
+    deadline = time.monotonic() + 60
+    while psutil.Process(ended.pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    watch = Watch(tmp_path, ranks=range(1), size=1)
+    assert looks(watch, tmp_path, beats={0: {"pid": ended.pid}}) is None
+    ended.wait()
+
+
+def test_process_that_never_begins_is_named_when_the_others_have_waited_long_enough(
+    tmp_path: Path,
+) -> None:
+    watch = Watch(tmp_path, ranks=range(2, 4), size=4)
+    joining = {"phase": heartbeat.JOINING, "waits": True}
+    verdict = looks(watch, tmp_path, beats={2: joining})
+    assert verdict is not None
+    assert verdict.startswith("process 3 of 4 hangs before it has begun")
 
 
 def test_machine_that_slept_has_not_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-    watch = Watch(tmp_path)
+    watch = Watch(tmp_path, ranks=range(3), size=3)
     beat(tmp_path, 0, limit_s=45.0)
     for now in (1.0, 2.0, 3600.0):  # noqa: B007 - read by the clock above
         assert watch.look() is None
+
+
+def test_bound_of_a_phase_follows_from_its_bytes_and_from_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+
+    def limit_s() -> float:
+        time.sleep(0.2)
+        found: float = json.loads((tmp_path / "rank-0.json").read_text())["limit_s"]
+        return found
+
+    with Pulse(rank=0, start_s=600.0, step_s=1.0, quiet_s=2.0) as pulse:
+        pulse.phase("loading the model", num_bytes=50_000_000)
+        assert limit_s() == 2.0 + 5.0
+        pulse.step(1)
+        time.sleep(0.4)
+        pulse.phase("held-out loss")
+        assert limit_s() > 10 * 0.4, "a pass takes no longer than a step"
+    assert not list(tmp_path.glob("rank-*")), "who has left holds up nobody"
+
+
+def test_evaluation_tells_what_it_loads_and_every_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    told = []
+
+    def facts() -> tuple[str, int]:
+        found = json.loads((tmp_path / "rank-0.json").read_text())
+        return found["phase"], found["moves"]
+
+    @contextmanager
+    def opened() -> Iterator[Any]:
+        told.append(facts())
+        yield torch.nn.Linear(3, 2)
+
+    with Pulse(rank=0, start_s=600.0, step_s=600.0) as pulse:
+        subject = watched(Subject("tuned", "key", opened), pulse=pulse, folders=[tmp_path])
+        with subject.opened() as model:
+            for _ in range(3):
+                model(torch.ones(1, 3))
+            pulse.phase("done")
+            told.append(facts())
+    assert told == [("loading tuned", 0), ("done", 3)]
 
 
 def test_pulse_tells_phase_line_and_limit_of_a_step(

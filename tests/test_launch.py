@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.models import quantized, tiny_llama
 from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.launch import launch_workers
 
@@ -93,6 +94,27 @@ def test_process_that_hangs_is_named_and_all_are_stopped(
     assert re.search(f"process 1 of 2 {state}", message)
     assert "the others wait: process 0 is at" in message
     assert "gloo:all_reduce" in message
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.mark.parametrize(
+    ("where", "phase"), [("loading", "loading the model"), ("held-out loss", "held-out loss")]
+)
+def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
+    base: Path, where: str, phase: str
+) -> None:
+    """The bound of the phase itself is far away: a process without a sign of life is found before."""
+    with pytest.raises(UserError) as caught:
+        launch_workers(WORKER, [f"stop in {where}", str(base)], processes=2)
+    message = str(caught.value)
+    assert message.startswith(f"process 1 of 2 hangs in {phase}: nothing has moved for ")
+    assert "process 1 of 2 does not run (no sign of life for" in message
+    assert "the others wait: process 0 is at" in message
 
 
 def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:

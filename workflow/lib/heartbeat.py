@@ -1,9 +1,12 @@
 """Signs of life: what each process is doing, told once a second, and who holds up the others when nothing moves.
 
-A worker's `Pulse` is a thread that writes a small file. Its main thread names the phase it is in. If that lasts, the
-file also tells the line of Python at which the main thread is, and the last collective of torch's flight recorder
-(for gloo and NCCL alike). The launcher's `diagnose` reads the files of all its workers: the process that has begun
-fewer collectives than the others, or whose thread does not even beat, is the one that the others wait for.
+A worker's `Pulse` is a thread that writes a small file. Its main thread names the phase it is in, and says within a long
+one that it moves (`moved`). If nothing moves for some seconds, the file also tells the line of Python at which the main
+thread is, whether it waits there for others, and the last collective of torch's flight recorder (for gloo and NCCL alike).
+
+Every phase has a bound of its own: seconds without a move. The launcher's `Watch` reads the files of all its workers. A
+process hangs if its bound is over and it does not wait for others; if its thread does not even beat; or if all wait. The
+one that has begun fewer phases and collectives than the others is the one that they wait for.
 """
 
 import json
@@ -12,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,35 +26,55 @@ BEAT_S = 1.0
 LASTING_S = 5.0  # from then on a beat tells where the process is
 SILENT_S = 5.0  # a process without a beat for so long does not run at all
 WARM_UP = 10.0  # a step may take so many times the longest before it
+QUIET_S = 120.0  # outside steps: without a move, or without a beat
+SLOWEST_BYTES_PER_S = 10e6  # of a disk that is busy with other work; for all processes together
+STARTING, JOINING = "starting", "joining the others"
+JOIN_S = 900.0  # for the slowest machine to start Python from a shared disk
+FIRST_PASS_S = 600.0  # the first forward pass, of a large model on a CPU
+ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
 
 
 class Pulse:
     """Context manager of a worker; does nothing if its launcher watches nothing."""
 
-    def __init__(self, *, rank: int, start_s: float, step_s: float) -> None:
-        """start_s: the longest that anything outside steps may take; step_s: the least that a step may take."""
+    def __init__(
+        self, *, rank: int, start_s: float, step_s: float, quiet_s: float = QUIET_S
+    ) -> None:
+        """Take the least bounds: start_s of the start (all must have joined) and of the first step, which may compile;
+        step_s of a later step; quiet_s of all else, and of a process without any sign of life.
+        """
         folder = os.environ.get(FOLDER_VARIABLE)
         self._path = Path(folder) / f"rank-{rank}.json" if folder else None
-        self._rank, self._start_s, self._step_s = rank, start_s, step_s
+        self._rank, self._start_s, self._step_s, self._quiet_s = rank, start_s, step_s, quiet_s
         self._main = threading.get_ident()
-        self._stopped = threading.Event()
+        self._stopped, self._telling = threading.Event(), threading.Lock()
+        self._first_s = 0.0
         self._longest_s: float | None = None
-        self._phase, self._number, self._limit_s = "starting", 0, start_s
+        self._phase, self._limit_s, self._number, self._moves = STARTING, start_s, 0, 0
         self._since_s = time.monotonic()
 
     def __enter__(self) -> "Pulse":
         if self._path is not None:
-            self._tell(self._path)
-            threading.Thread(target=self._beat, daemon=True).start()
+            self._tell()
+            self._thread = threading.Thread(target=self._beat, daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+        if self._path is not None:
+            self._thread.join()
+            self._path.unlink(missing_ok=True)  # who has ended holds up nobody
 
-    def phase(self, name: str) -> None:
-        """Say what begins now, outside steps (`saving`)."""
+    def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
+        """Say what begins now, outside steps (`saving`), and what may pass there between two moves.
+
+        num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A forward pass always fits.
+        """
         self._end_step()
-        self._begin(name, self._start_s)
+        pass_s = WARM_UP * max(self._longest_s or 0.0, self._first_s)
+        disk_s = self._quiet_s + num_bytes / SLOWEST_BYTES_PER_S
+        self._begin(name, max(disk_s, least_s, pass_s))
 
     def step(self, number: int) -> None:
         """Say that the step `number` (1-based) begins now."""
@@ -59,45 +84,66 @@ class Pulse:
             limit_s = max(self._step_s, WARM_UP * self._longest_s)
         self._begin(f"step {number}", limit_s)
 
+    def moved(self, *_: object) -> None:
+        """Say that this phase goes on: the bound counts anew."""
+        self._moves, self._since_s = self._moves + 1, time.monotonic()
+
     def _end_step(self) -> None:
-        """Learn how long a step takes; the first one, which compiles and allocates, says nothing."""
-        if self._phase.startswith("step") and self._number > 1:
-            took_s = time.monotonic() - self._since_s
+        """Learn how long a step takes; the first one, which compiles and allocates, says nothing of later ones."""
+        if not self._phase.startswith("step"):
+            return
+        took_s = time.monotonic() - self._since_s
+        if self._first_s:
             self._longest_s = max(took_s, self._longest_s or 0.0)
+        else:
+            self._first_s = took_s
 
     def _begin(self, name: str, limit_s: float) -> None:
         self._phase, self._limit_s = name, limit_s
         self._number, self._since_s = self._number + 1, time.monotonic()
+        self._tell()  # at once: it may be stopped before the next beat
 
     def _beat(self) -> None:
-        assert self._path is not None
         while not self._stopped.wait(BEAT_S):
-            try:
-                self._tell(self._path)
-            except OSError:  # the launcher has gone, and its folder with it
-                return
+            self._tell()
 
-    def _tell(self, path: Path) -> None:
+    def _tell(self) -> None:
+        if self._path is None:
+            return
+        # when the launcher has gone, its folder has gone with it; this process will be told otherwise
+        with self._telling, suppress(OSError):
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(json.dumps(self._facts()), encoding="utf-8")
+            partial.replace(self._path)
+
+    def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
-            "rank": self._rank, "pid": os.getpid(), "phase": self._phase, "number": self._number,
-            "limit_s": self._limit_s,
+            "rank": self._rank, "pid": os.getpid(), "phase": self._phase, "number": self._number, "moves": self._moves,
+            "limit_s": self._limit_s, "silent_s": min(self._limit_s, self._quiet_s),
         }  # fmt: skip
         if time.monotonic() - self._since_s >= LASTING_S:
-            facts |= {"at": _place(self._main), "collective": last_collective()}
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(facts), encoding="utf-8")
-        partial.replace(path)
+            stack = _stack(self._main)
+            facts |= {"at": _place(stack), "waits": _waits(stack), "collective": last_collective()}
+        return facts
 
 
-def _place(thread: int) -> str:
-    """Return where a thread is: the innermost line of this workflow, and the innermost of all."""
+def _stack(thread: int) -> list[traceback.FrameSummary]:
     frame = sys._current_frames().get(thread)
-    if frame is None:
+    return list(traceback.extract_stack(frame)) if frame else []
+
+
+def _place(stack: list[traceback.FrameSummary]) -> str:
+    """Return where a thread is: the innermost line of this workflow, and the innermost of all."""
+    if not stack:
         return "nowhere"
-    stack = traceback.extract_stack(frame)
     ours = [entry for entry in stack if f"{os.sep}workflow{os.sep}" in entry.filename]
     chosen = [*ours[-1:], stack[-1]] if ours and ours[-1] is not stack[-1] else [stack[-1]]
     return " -> ".join(f"{Path(e.filename).name}:{e.lineno} {e.name}" for e in chosen)
+
+
+def _waits(stack: list[traceback.FrameSummary]) -> bool:
+    """Tell whether a thread is within torch's communication: others may take as long as they need, then."""
+    return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
 def last_collective() -> dict[str, Any] | None:
@@ -116,19 +162,28 @@ def last_collective() -> dict[str, Any] | None:
 @dataclass
 class _Seen:
     facts: dict[str, Any]
-    beat_s: float  # how long no new beat has come
-    lasted_s: float  # how long it has been in this phase
     mtime_ns: int
+    beat_s: float = 0.0  # how long no new beat has come
+    lasted_s: float = 0.0  # how long nothing has moved
+
+    @property
+    def silent(self) -> bool:
+        return self.beat_s > float(self.facts["silent_s"])
+
+    @property
+    def late(self) -> bool:
+        return self.lasted_s > float(self.facts["limit_s"])
 
 
 class Watch:
-    """The launcher's side: look at all workers now and then; `hung` tells what holds them up.
+    """The launcher's side: look at all workers of this machine now and then.
 
     Time counts in looks, so a machine that slept in between has not hung.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, ranks: range, size: int) -> None:
+        """Take the folder of beats, the ranks of the workers that beat there, if they beat at all, and how many all machines have."""
+        self._folder, self._ranks, self._size = folder, ranks, size
         self._seen: dict[int, _Seen] = {}
         self._looked_s: float | None = None
 
@@ -137,44 +192,72 @@ class Watch:
         now = time.monotonic()
         passed_s = 0.0 if self._looked_s is None else min(now - self._looked_s, 5.0)
         self._looked_s = now
-        for path in self._folder.glob("rank-*.json"):
-            self._note(path, passed_s)
-        late = [seen for seen in self._seen.values() if seen.lasted_s > seen.facts["limit_s"]]
-        return self._verdict(max(late, key=lambda seen: seen.lasted_s)) if late else None
+        self._seen = dict(self._notes(passed_s))
+        if silent := [seen for seen in self._seen.values() if seen.silent]:
+            return self._verdict(max(silent, key=lambda seen: seen.beat_s))
+        awake = [seen for seen in self._seen.values() if seen.beat_s < SILENT_S]
+        late = [seen for seen in self._seen.values() if seen.late]
+        stuck = [seen for seen in late if not seen.facts.get("waits")]
+        if stuck or (late and all(seen.late for seen in awake)):
+            return self._verdict(max(stuck or late, key=lambda seen: seen.lasted_s))
+        return None
 
-    def pids(self) -> list[int]:
-        """Process ids of all workers that have been seen."""
-        return [seen.facts["pid"] for seen in self._seen.values()]
-
-    def _note(self, path: Path, passed_s: float) -> None:
-        try:
-            facts, mtime_ns = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime_ns
-        except (OSError, ValueError):
-            return
-        known = self._seen.get(facts["rank"])
-        if known is None or known.facts["number"] != facts["number"]:
-            self._seen[facts["rank"]] = _Seen(facts, 0.0, 0.0, mtime_ns)
-            return
-        known.beat_s = 0.0 if known.mtime_ns != mtime_ns else known.beat_s + passed_s
-        known.facts, known.mtime_ns = facts, mtime_ns
-        known.lasted_s += passed_s
+    def _notes(self, passed_s: float) -> Iterator[tuple[int, _Seen]]:
+        """Yield rank and state of the workers that run; whose end is seen elsewhere holds up nobody."""
+        for rank in self._ranks:
+            try:
+                path = self._folder / f"rank-{rank}.json"
+                facts, mtime_ns = json.loads(path.read_text("utf-8")), path.stat().st_mtime_ns
+            except (OSError, ValueError):
+                continue
+            if _has_ended(facts["pid"]):
+                continue
+            known = self._seen.get(rank)
+            if known is None or _progress(known.facts) != _progress(facts):
+                yield rank, _Seen(facts, mtime_ns)
+                continue
+            beat_s = 0.0 if known.mtime_ns != mtime_ns else known.beat_s + passed_s
+            yield rank, _Seen(facts, mtime_ns, beat_s, known.lasted_s + passed_s)
 
     def _verdict(self, late: _Seen) -> str:
+        quiet_s = max(late.lasted_s, late.beat_s)
+        missing = [rank for rank in self._ranks if rank not in self._seen]
+        if missing and late.facts["phase"] in (STARTING, JOINING):
+            return (
+                f"process {missing[0]} of {self._size} hangs before it has begun its work: the others have waited "
+                f"for it for {quiet_s:.0f} s. A disk that does not answer while Python starts, or a stopped process?"
+            )
         culprit = self._culprit()
-        who = f"process {culprit.facts['rank']} of {len(self._seen)}"
-        head = f"{who} hangs in {late.facts['phase']}: nothing has moved for {late.lasted_s:.0f} s"
-        return f"{head}. {who} {_state(culprit)}; the others wait: " + "; ".join(
+        who = f"process {culprit.facts['rank']} of {self._size}"
+        head = f"{who} hangs in {culprit.facts['phase']}: nothing has moved for {quiet_s:.0f} s"
+        others = [
             f"process {rank} {_state(seen)}"
             for rank, seen in sorted(self._seen.items())
             if seen is not culprit
+        ]
+        return f"{head}. {who} {_state(culprit)}" + (
+            f"; the others wait: {'; '.join(others)}" if others else ""
         )
 
     def _culprit(self) -> _Seen:
         def order(seen: _Seen) -> tuple[Any, ...]:
             collective = seen.facts.get("collective") or {"number": 0}
-            return (seen.beat_s < SILENT_S, seen.facts["number"], collective["number"])
+            waits = seen.facts.get("waits", False)
+            return (-seen.beat_s if seen.beat_s >= SILENT_S else 0.0, waits, seen.facts["number"], collective["number"], -seen.lasted_s)  # fmt: skip
 
         return min(self._seen.values(), key=order)
+
+
+def _progress(facts: dict[str, Any]) -> tuple[int, int]:
+    return facts["number"], facts["moves"]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ENDED
 
 
 def _state(seen: _Seen) -> str:

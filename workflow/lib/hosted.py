@@ -8,7 +8,7 @@ With one process there is nothing to gather. On the CPU the same is done without
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -199,15 +199,21 @@ class HostedLayers:
         """Return the packed parameters of these layers, which hold nothing while they are not in use."""
         return set().union(*(layer.parameters() for layer in self._hosted.values()))
 
-    def load_(self, folder: Path) -> int:
-        """Fill this process's slices from the NF4 checkpoint; return the bytes read."""
+    def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
+        """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer; return the bytes read."""
+        read = 0
         with CheckpointReader(folder) as reader:
-            return sum(layer.load_(reader) for layer in self._hosted.values())
+            for layer in self._hosted.values():
+                read += layer.load_(reader)
+                moved()
+        return read
 
-    def mismatched(self, reader: CheckpointReader) -> list[str]:
+    def mismatched(
+        self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
+    ) -> list[str]:
         """Bring every layer to the device and compare it with the checkpoint; return the tensors that differ.
 
-        Each layer is compared on one process. Collective.
+        Each layer is compared on one process; after each, all call `moved`. Collective.
         """
         self._keep()
         wrong = []
@@ -216,6 +222,7 @@ class HostedLayers:
             if place % self._world.size == self._world.rank:
                 wrong += layer.differences(reader)
             layer.reshard()
+            moved()
         return everyones(wrong, self._world)
 
     def _begin(self, *_: Any) -> None:

@@ -20,11 +20,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.diagnosis import first_cause, killed, memory_kills
 from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
-from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, Watch
+from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, Watch
 from workflow.lib.nodes import ALONE, Place
 from workflow.lib.rendezvous import LOOPBACK, use_loopback
 
-MEETING_S = 900  # for the slowest node to start Python from a shared disk
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
 TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
 REPEAT = "Repeat the command to continue from what is finished."
@@ -63,7 +62,8 @@ def launch_workers(
         **_rendezvous(place),
     )
     memory_kills_before = memory_kills()
-    with watched() as hung:
+    mine = range(place.index * local, (place.index + 1) * local)
+    with watched(mine, size=processes) as hung:
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
@@ -99,13 +99,15 @@ def set_environment(*, processes: int, grace_s: float, deterministic: bool) -> N
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
-    """Within the block watch the workers' signs of life; end all of them when one hangs, and put the reason in the list."""
+def watched(ranks: range, *, size: int) -> Iterator[list[str]]:
+    """Within the block watch the signs of life of the workers that this process starts (`ranks`, of `size` in all); end all of them when one hangs, and put the
+    reason in the list.
+    """
     hung: list[str] = []
     ended = threading.Event()
     with tempfile.TemporaryDirectory(prefix="heartbeats-", ignore_cleanup_errors=True) as folder:
         os.environ[FOLDER_VARIABLE] = folder
-        watch = Watch(Path(folder))
+        watch = Watch(Path(folder), ranks=ranks, size=size)
         watcher = threading.Thread(target=_watch, args=(watch, hung, ended), daemon=True)
         watcher.start()
         try:
@@ -122,10 +124,16 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
         if verdict is None:
             continue
         hung.append(verdict)
-        for pid in watch.pids():
+        for pid in children():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # a process that hangs hears nothing else
         return
+
+
+def children() -> list[int]:
+    """Return the ids of this process's children: the workers, also one that has not come so far as to give a sign."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in lists for pid in path.read_text().split()]
 
 
 def _cause(
@@ -150,5 +158,5 @@ def _rendezvous(place: Place) -> dict[str, Any]:
         "run_id": place.run_id,
         "rdzv_backend": "static",
         "rdzv_endpoint": f"{place.address}:{place.port}",
-        "rdzv_configs": {"rank": place.index, "timeout": MEETING_S},
+        "rdzv_configs": {"rank": place.index, "timeout": int(JOIN_S)},
     }

@@ -5,6 +5,7 @@ none) -> `materialize_` -> `load_weights_`. No process ever holds more than its 
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -157,21 +158,25 @@ def local_range(param: torch.Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def load_weights_(model: nn.Module, folder: Path) -> int:
+def load_weights_(
+    model: nn.Module, folder: Path, *, moved: Callable[[], None] = lambda: None
+) -> int:
     """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
 
-    Returns the bytes read by this process. Raises `UserError` if the checkpoint lacks a tensor.
+    Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises `UserError` if the checkpoint lacks a tensor.
     `model` is the Transformers model inside any PEFT wrapper; adapters are left alone.
     """
     read = 0
     with CheckpointReader(folder) as reader:
         for path, linear in nf4_linears(model):
             read += _load_nf4_(linear, checkpoint_name(path), reader)
+            moved()
         for name, param in plain_parameters(model):
             start, stop = local_range(param)
             rows = reader.rows(checkpoint_name(name), start, stop)
             local(param).copy_(rows)
             read += rows.nbytes
+            moved()
         for name, buffer in stored_buffers(model):
             buffer.copy_(reader.tensor(checkpoint_name(name)))
             read += buffer.nbytes

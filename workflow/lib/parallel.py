@@ -15,7 +15,7 @@ import ctypes
 import datetime
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -197,12 +197,17 @@ def _vocabulary_parameters(training: CausalLMForTraining) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def mismatched_tensors(
-    training: CausalLMForTraining, units: list[FSDPModule], reader: CheckpointReader, world: World
+    training: CausalLMForTraining,
+    units: list[FSDPModule],
+    reader: CheckpointReader,
+    world: World,
+    *,
+    moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the tensors that differ.
 
     Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by itself, so the checkpoint is
-    read about once in total. Collective; FSDP must have run a forward. Without units (one process) the whole model is compared.
+    read about once in total. Calls `moved` after each. Collective; FSDP must have run a forward. Without units (one process) the whole model is compared.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     if not units:
@@ -213,6 +218,7 @@ def mismatched_tensors(
         if number % world.size == world.rank:
             wrong += _differences(model, reader)
         unit.reshard()
+        moved()
     return everyones(wrong, world)
 
 

@@ -7,7 +7,7 @@ from any of them finds the best adapter that it had then.
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,13 @@ class HeldOut:
         return step % self._every == 0 or step == self._num_steps
 
     @torch.no_grad()
-    def loss(self, training: nn.Module, *, world: World) -> float:
-        """Return the mean -log p (nats) of a trained token of the documents; equal on all processes. Collective."""
+    def loss(
+        self, training: nn.Module, *, world: World, moved: Callable[[], None] = lambda: None
+    ) -> float:
+        """Return the mean -log p (nats) of a trained token of the documents; equal on all processes. Collective.
+
+        Calls `moved` after every batch.
+        """
         was_training = training.training
         training.eval()
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -83,6 +88,7 @@ class HeldOut:
                 batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
             )
             total[1] += len(batch.targets)
+            moved()
         training.train(was_training)
         dist.all_reduce(total)
         return float(total[0] / total[1])

@@ -3,6 +3,7 @@
 quantized linears -> adapters -> fused layers -> activation checkpointing -> layers on the host -> sharding -> memory -> weights -> adapter values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class TrainingModel:
             for key, value in config.items()
         } | {"inference_mode": True}
 
+    def state_bytes(self) -> int:
+        """Return the bytes of what training changes, over all processes: fp32 weights and Adam's two moments."""
+        return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
+
     def num_parameters(self) -> tuple[int, int]:
         """Return the trainable parameters, and all (quantized weights counted as weights, not as bytes)."""
         model = self.training.peft_model
@@ -81,10 +86,11 @@ def build_training_model(
     *,
     compute_dtype: torch.dtype,
     attention: str,
+    moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective.
 
-    base: NF4 folder; plan: of `preflight.json`. Raises `UserError` if the base does not fit its config or the targets.
+    base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read. Raises `UserError` if the base does not fit its config or the targets.
     """
     if world.device.type == "cuda" and plan["gpu_memory_bytes"] is not None:
         total = torch.cuda.get_device_properties(world.device).total_memory
@@ -106,7 +112,8 @@ def build_training_model(
         reshard = plan["reshard_after_forward"]
         units = shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
     materialize_(training, transformers_model=model, device=world.device)
-    bytes_read = load_weights_(model, base) + (hosted.load_(base) if hosted else 0)
+    bytes_read = load_weights_(model, base, moved=moved)
+    bytes_read += hosted.load_(base, moved=moved) if hosted else 0
     if plan["offload_embedding"]:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
@@ -116,15 +123,21 @@ def build_training_model(
 
 
 def startup_checks(
-    model: TrainingModel, store: TokenStore, base: Path, world: World
+    model: TrainingModel,
+    store: TokenStore,
+    base: Path,
+    world: World,
+    *,
+    moved: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Check what must hold before the first step; return the checks for the report. Collective.
+    """Check what must hold before the first step; return the checks for the report. Calls `moved` on its way. Collective.
 
     Raises `UserError` if our logits are not the family's, a gathered tensor differs from the checkpoint, or a row
     has no trained token.
     """
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
+    moved()
     with torch.no_grad():  # one forward on the first row sets FSDP up
         batch = make_batch(
             store.input_ids[:1].astype("int64"), store.position_ids[:1].astype("int64"),
@@ -134,8 +147,8 @@ def startup_checks(
             batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
         )
     with CheckpointReader(base) as reader:
-        wrong = mismatched_tensors(model.training, model.units, reader, world)
-        wrong += model.hosted.mismatched(reader) if model.hosted else []
+        wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
+        wrong += model.hosted.mismatched(reader, moved=moved) if model.hosted else []
         count = len(reader.names())
     if wrong:
         raise UserError(

@@ -5,8 +5,9 @@ place of that copy.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from workflow.lib.archive import content_key
 from workflow.lib.artifacts import package_versions
 from workflow.lib.config import ModelConfig
 from workflow.lib.evaluation import Model, Subject
+from workflow.lib.heartbeat import FIRST_PASS_S, Pulse
 from workflow.lib.inference import (
     load_adapter,
     load_base,
@@ -28,6 +30,8 @@ from workflow.lib.inference import (
 from workflow.lib.parallel import World
 from workflow.lib.sharded import load_sharded_adapter, load_sharded_base
 from workflow.lib.sharing import is_sharded
+
+SCORING_S = 1800.0  # between two forward passes: a task's requests are made, or its answers judged
 
 # Of the installed packages, those that compute the numbers.
 MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
@@ -90,6 +94,27 @@ def subjects(
 
         found.append(Subject("merged", content_key(merged), opened))
     return found
+
+
+def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:
+    """Return the subject, with what happens to it told to `pulse`: that it is loaded (from some of `folders`), and every forward pass."""
+    files = [path for folder in folders for path in folder.glob("*.safetensors")]
+    num_bytes = sum(path.stat().st_size for path in files)
+
+    @contextmanager
+    def opened() -> Iterator[Model]:
+        pulse.phase(f"loading {subject.name}", num_bytes=num_bytes, least_s=FIRST_PASS_S)
+        with subject.opened() as model:
+            pulse.phase(f"measuring {subject.name}", least_s=SCORING_S)
+            # of the model inside: PEFT's own wrapper is not called when it generates
+            inner = model.get_base_model() if isinstance(model, PeftModel) else model
+            hook = inner.register_forward_pre_hook(pulse.moved)
+            try:
+                yield model
+            finally:
+                hook.remove()
+
+    return replace(subject, opened=opened)
 
 
 def _computing(options: dict[str, Any]) -> dict[str, Any]:

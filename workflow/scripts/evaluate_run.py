@@ -21,7 +21,8 @@ from workflow.lib.local_tasks import environment
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
-TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another
+TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another, if that moves
+PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
 
 
 def main(args: argparse.Namespace) -> None:
@@ -61,12 +62,16 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
     """Be one process of the evaluation."""
     from workflow.lib import evaluation, inference, outcome, subjects
     from workflow.lib.archive import Archive
+    from workflow.lib.heartbeat import JOIN_S, Pulse
     from workflow.lib.parallel import process_group
     from workflow.lib.sharing import main_first
     from workflow.lib.tokenizer import load_tokenizer, read_chat_template
     from workflow.lib.tokens import TokenStore
 
     with ExitStack() as stack:
+        pulse = stack.enter_context(
+            Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
+        )
         device, world = inference.choose_device(), None
         if is_worker():
             world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
@@ -76,6 +81,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         options = subjects.load_options(
             args.base, device=device, settings=ModelConfig.model_validate(args.config["model"])
         )
+        pulse.phase("preparing the questions", least_s=PREPARING_S)
         with main_first(world):
             tokenizer = load_tokenizer(args.base)
             if args.chat_template is not None:
@@ -97,9 +103,14 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         asked = evaluation.parts(questions, world=world)
         archive = Archive(args.archive)
         measured = {}
+        folders = [folder for folder in (args.base, args.adapter, args.merged) if folder]
         for model in models:
             measured[model.name], new = evaluation.measure(
-                model, asked, archive=archive, machine=machine, world=world
+                subjects.watched(model, pulse=pulse, folders=folders),
+                asked,
+                archive=archive,
+                machine=machine,
+                world=world,
             )
             logger.info(
                 "%s: measured %s, %d of %d parts known before",

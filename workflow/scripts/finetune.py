@@ -30,7 +30,7 @@ from workflow.lib.checkpoint import (
 from workflow.lib.config import RunConfig, TrackingConfig
 from workflow.lib.diagnosis import damaged_tokens, explained
 from workflow.lib.environment import is_worker
-from workflow.lib.heartbeat import Pulse
+from workflow.lib.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.launch import launch_workers
 from workflow.lib.locks import exclusive
@@ -82,6 +82,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
         else:
             logger.setLevel(logging.ERROR)
+        pulse.phase(JOINING, least_s=JOIN_S)
         world = stack.enter_context(
             process_group(plan["device"], timeout_s=args.timeout_s, shard_size=plan["shard_size"])
         )
@@ -95,11 +96,16 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             softcapped=softcaps_attention(args.base),
             dropout=attention_dropout(args.base),
         )
+        # no linear of the base and no layer is larger than one of its files
+        file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
+        pulse.phase("loading the model", num_bytes=file_bytes)
         model = build_training_model(
-            args.base, config, plan, world, compute_dtype=dtype, attention=attention
-        )
-        checks = startup_checks(model, store, args.base, world)
+            args.base, config, plan, world, compute_dtype=dtype, attention=attention, moved=pulse.moved
+        )  # fmt: skip
+        pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
+        checks = startup_checks(model, store, args.base, world, moved=pulse.moved)
         journal, selected_step = train(args, config, plan, world, store, model, pulse)
+        pulse.phase("writing the results", num_bytes=model.state_bytes())
         write_results(args, config, plan, world, store, model, journal, checks, selected_step)
 
 
@@ -118,6 +124,8 @@ def train(
     """
     settings, identity = config.train, run_identity(args)
     optimizer = make_optimizer(model.training, settings, device=world.device)
+    state_bytes = model.state_bytes()
+    pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
     resumed = resume_(args.checkpoints, model.training, optimizer, identity=identity, world=world)
     journal = Journal(
         args.checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world
@@ -150,7 +158,7 @@ def train(
             step, last = metrics.step, metrics.step == num_steps
             if heldout is not None and heldout.due(step):
                 pulse.phase("held-out loss")
-                loss = heldout.loss(model.training, world=world)
+                loss = heldout.loss(model.training, world=world, moved=pulse.moved)
                 metrics = replace(metrics, heldout_loss=loss)
             if journal.add(metrics):
                 show(metrics.as_dict())
@@ -161,13 +169,13 @@ def train(
             due = last or cadence.due(step=step, last_saved_s=writer.last_saved_s)
             stopping, saving = on_any((stop.asked, due), group=world.io_group)
             if saving or stopping:
-                pulse.phase("saving")
+                pulse.phase("saving", num_bytes=state_bytes)
                 TokenStore.open(args.tokens)  # what was cut off a mapped file reads as zeros
                 writer.save(model.training, optimizer, step=step)
             if stopping and not last:
                 stop_as_asked(writer, step=step, num_steps=num_steps)
             pulse.step(step + 1)
-        pulse.phase("saving")
+        pulse.phase("saving", num_bytes=state_bytes)
     return journal, select_adapter(model, best, last_step=num_steps)
 
 
