@@ -101,7 +101,8 @@ def test_mistake_is_one_message_without_traceback(
     assert capsys.readouterr().err == "train.epochs = 0: must be above 0. Raise it.\n"
     written = (tmp_path / "log").read_text()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be above 0\. Raise it\.\n", written
+        r".* DEBUG the stage has begun\n\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be above 0\. Raise it\.\n",
+        written,
     )
 
 
@@ -123,8 +124,10 @@ def test_log_has_details_that_the_terminal_has_not(
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "derived fact\n")
     assert [line.split(" ", 2)[2] for line in log.read_text().splitlines()] == [
+        "DEBUG the stage has begun",
         "INFO derived fact",
         "DEBUG detail",
+        "DEBUG the stage has ended",
     ]
 
 

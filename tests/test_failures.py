@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from workflow.lib.failures import failure_causes
+from workflow.lib.failures import BEGUN, ENDED, failure_causes
 
 STAMP = "2026-11-21 10:11:55,585"
 
@@ -32,6 +32,19 @@ def test_a_traceback_is_shortened_to_its_ends(tmp_path: Path) -> None:
 def test_logs_of_earlier_invocations_are_left_out(tmp_path: Path) -> None:
     path = log(tmp_path, f"{STAMP} ERROR old")
     assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []
+
+
+def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> None:
+    plan = [f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO fits", f"{STAMP} DEBUG {ENDED}"]
+    path = log(tmp_path, *plan, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} DEBUG step 17: loss 2.1")
+    (cause,) = failure_causes(tmp_path, since=0)
+    assert cause.startswith(f"{path}: the stage ended without a word; the last was: step 17: loss")
+    assert "Repeat the command" in cause
+
+
+def test_a_stage_that_ended_was_not_killed(tmp_path: Path) -> None:
+    log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}")
+    assert failure_causes(tmp_path, since=0) == []
 
 
 def test_a_workflow_without_logs_has_no_cause(tmp_path: Path) -> None:

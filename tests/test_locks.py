@@ -1,7 +1,6 @@
 """Locks: one holder at a time, named to whoever waits, and free as soon as it is dead."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -49,8 +48,9 @@ def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    with exclusive(path, doing="testing"):
-        assert re.fullmatch(r"\d+", path.read_text())
+    with exclusive(path, doing="testing") as killed:
+        assert killed == str(holder.pid)
+        assert path.read_text() == str(os.getpid())
 
 
 def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
@@ -63,6 +63,14 @@ def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> No
 
 def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path: Path) -> None:
     for _ in range(2):
-        with exclusive(tmp_path / ".lock", doing="testing"):
+        with exclusive(tmp_path / ".lock", doing="testing") as killed:
+            assert killed is None, "the one before has ended in order"
             assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]
         assert list(tmp_path.iterdir()) == []
+
+
+def test_holder_that_fails_was_not_killed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), exclusive(tmp_path / ".lock", doing="testing"):
+        raise KeyError
+    with exclusive(tmp_path / ".lock", doing="testing") as killed:
+        assert killed is None

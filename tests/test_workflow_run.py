@@ -240,6 +240,7 @@ class Interrupted:
     project: Project
     stopped: Stopped
     killed: Killed
+    repeated: Finished
 
 
 def saved_steps(project: Project) -> list[int]:
@@ -299,8 +300,7 @@ def interrupted(finished_project: Project, tmp_path_factory: pytest.TempPathFact
     project.edit(LONG)
     stopped = press_ctrl_c(project)
     killed = kill(project, after=max(stopped.saved_steps))
-    project.run("train")
-    return Interrupted(project, stopped, killed)
+    return Interrupted(project, stopped, killed, project.run("train"))
 
 
 @pytest.mark.slow
@@ -341,6 +341,18 @@ def test_same_command_continues_after_ctrl_c_and_after_a_kill(interrupted: Inter
 
 
 @pytest.mark.slow
+def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
+    interrupted: Interrupted,
+) -> None:
+    """After Ctrl-C it does not: that was told."""
+    told = r"the training before this one \(process \d+\) was killed after step (\d+); its newest checkpoint is that of step (\d+)"
+    ((reached, newest),) = re.findall(told, interrupted.repeated.output)
+    _, resumed = interrupted.project.json("finetune", "summary.json")["resumed_from_steps"]
+    assert int(reached) >= int(newest) == resumed
+    assert "was killed after" not in interrupted.killed.refused.output
+
+
+@pytest.mark.slow
 def test_metrics_of_an_interrupted_run_have_every_step_once(interrupted: Interrupted) -> None:
     lines = (interrupted.project.folder("finetune") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -373,6 +385,8 @@ def test_five_faults_at_random_moments_change_no_artifact(
     complete(project, "train")
     assert rows
     assert not any("TRACEBACK" in row.said for row in rows), rows
+    silent = [row.said for row in rows if row.fault == "SIGKILL of torchrun"]
+    assert all("the stage ended without a word" in said for said in silent), rows
     assert differences(project, undisturbed) == []
 
 

@@ -340,15 +340,25 @@ def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list
 
     A line that a kill has cut, and what follows it, is dropped.
     """
-    source = source or path
-    kept: list[dict[str, Any]] = []
-    if source.is_file():
-        for line in source.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if row["step"] <= step:
-                kept.append(row)
+    kept = [row for row in _whole_rows(source or path) if row["step"] <= step]
     write_jsonl(path, kept)
     return kept
+
+
+def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def left_by(killed: str, folder: Path) -> str:
+    """Say how far the process `killed` (its id) had come that trained with this folder of checkpoints, and what it has left."""
+    reached = max((row["step"] for row in _whole_rows(folder / METRICS)), default=0)
+    when = f"after step {reached}" if reached else "before its first step"
+    newest = max(saved_steps(folder), default=0)
+    left = f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"
+    return f"the training before this one (process {killed}) was killed {when}; {left}"

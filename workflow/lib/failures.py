@@ -1,4 +1,8 @@
-"""Why a workflow stopped: the last error of every stage's log, to be said once more where a user looks, at the end."""
+"""Why a workflow stopped: the last error of every stage's log, to be said once more where a user looks, at the end.
+
+A stage writes `BEGUN` first and `ENDED` last, unless it ends in trouble. Where neither an end nor trouble comes last, it
+was killed.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,20 +10,29 @@ from pathlib import Path
 
 RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<text>.*)$")
 TROUBLE = frozenset({"WARNING", "ERROR", "CRITICAL"})
+BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
-    """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends in trouble.
+    """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends in trouble, or in the middle.
 
     Of a message of several lines (a table, a traceback) the first and the last are kept.
     """
     logs = sorted(path for path in folder.rglob("*.log") if path.stat().st_mtime >= since)
-    found = ((path, list(_records(path))) for path in logs)
-    return [
-        f"{path}: {_shortened(records[-1][1])}"
-        for path, records in found
-        if records and records[-1][0] in TROUBLE
-    ]
+    found = ((path, _cause(list(_records(path)))) for path in logs)
+    return [f"{path}: {cause}" for path, cause in found if cause is not None]
+
+
+def _cause(records: list[tuple[str, list[str]]]) -> str | None:
+    if records and records[-1][0] in TROUBLE:
+        return _shortened(records[-1][1])
+    marks = [lines[0] for _, lines in records if lines[0] in (BEGUN, ENDED)]
+    if marks[-1:] != [BEGUN]:
+        return None
+    return (
+        f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was killed from outside, or by the "
+        "kernel for lack of memory (`dmesg` tells). Repeat the command to continue from what is finished."
+    )
 
 
 def _records(log: Path) -> Iterator[tuple[str, list[str]]]:

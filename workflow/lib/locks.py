@@ -1,4 +1,7 @@
-"""One process at a time: a lock file that the kernel frees, whatever kills its holder, so nobody has to remove it."""
+"""One process at a time: a lock file that the kernel frees, whatever kills its holder, so nobody has to remove it.
+
+Its holder's process id is in it. A holder that ends in order removes the file, so one that was killed can be named later.
+"""
 
 import fcntl
 import logging
@@ -17,19 +20,21 @@ POLL_S = 0.5
 
 
 @contextmanager
-def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file `path`, which is there only while it is held, or if its last holder was killed.
+def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | None]:
+    """Hold the lock file `path`, which is there only while it is held, or if its last holder was killed: whose process id it yields then.
 
     doing: what the holder does, for the message (`training this run`). wait_s: seconds to wait for another process,
     which may be about to end. Raises `UserError` that names it if it holds the lock longer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
+        lock.seek(0)
+        killed = lock.read().strip() or None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         try:
-            yield
+            yield killed
         finally:
             # It is still held: whoever has opened it already finds out in `_locked`.
             path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from workflow import scripts
 from workflow.lib.artifacts import unwritable
 from workflow.lib.environment import is_worker
 from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.failures import BEGUN, ENDED
 from workflow.lib.locks import exclusive
 from workflow.lib.nodes import follows
 from workflow.lib.redaction import redacted, secret_values
@@ -58,7 +59,9 @@ def run(
         if signal.getsignal(signal.SIGINT) is scripts.leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with nullcontext() if locks_itself else only_writer(args):
+            tell(BEGUN)
             work(args)
+            tell(ENDED)
     except UserError as error:
         if is_worker():  # the launcher says it once for all
             keep_to_file()
@@ -80,6 +83,12 @@ def run(
         sys.exit(1)
 
 
+def tell(mark: str) -> None:
+    """Note in the log where the stage begins and ends; its workers share the log."""
+    if not is_worker():
+        logger.debug(mark)
+
+
 def told_to_launcher(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
@@ -96,9 +105,10 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
     if output is None or is_worker() or follows(os.environ):
         yield
         return
-    with exclusive(
-        output.with_name(f".{output.name}.lock"), doing=f"writing {output}", wait_s=WAIT_S
-    ):
+    lock, doing = output.with_name(f".{output.name}.lock"), f"writing {output}"
+    with exclusive(lock, doing=doing, wait_s=WAIT_S) as killed:
+        if killed is not None:
+            logger.info("process %s was killed while it was %s; it is made now", killed, doing)
         yield
 
 

@@ -24,6 +24,7 @@ from workflow.lib.attention import resolve_training_attention
 from workflow.lib.checkpoint import (
     Cadence,
     CheckpointWriter,
+    left_by,
     resume_,
     save_adapter,
 )
@@ -79,7 +80,9 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
         if rank == 0:
             lock, wait_s = args.checkpoints / ".lock", config.train.grace_seconds
-            stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
+            killed = stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
+            if killed is not None:
+                logger.info("%s", left_by(killed, args.checkpoints))
         else:
             logger.setLevel(logging.ERROR)
         pulse.phase(JOINING, least_s=JOIN_S)
