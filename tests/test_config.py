@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from workflow.lib.config import (
     Config,
@@ -20,7 +20,7 @@ from workflow.lib.config import (
     load_config,
     merge,
 )
-from workflow.lib.config_errors import is_section
+from workflow.lib.config_errors import explain, is_section
 from workflow.lib.errors import UserError
 
 
@@ -404,3 +404,18 @@ def test_revision_of_a_local_model_is_refused(tmp_path: Path) -> None:
 def test_every_section_class_is_frozen_and_refuses_unknown_keys() -> None:
     assert Section.model_config["frozen"]
     assert Section.model_config["extra"] == "forbid"
+
+
+def test_setting_that_must_be_given_is_named_without_a_value() -> None:
+    """No setting is of this kind yet."""
+
+    class Inner(BaseModel):
+        name: str
+
+    class Document(BaseModel):
+        inner: Inner
+
+    with pytest.raises(ValidationError) as refusal:
+        Document.model_validate({"inner": {}})
+    lines = explain(Document, {"inner": {}}, refusal.value)
+    assert lines == ["inner.name: must be given. Change it in config.yaml."]

@@ -1,17 +1,23 @@
 """Mistakes of a user, through the real Snakefile: stopped before training, by one message, with no traceback."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos import small_disk
 from tests.models import tiny_llama
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.workflow_project import Project, executed, make_project, qa_rows
 from workflow.lib.config import merge
+from workflow.lib.errors import UserError
+from workflow.lib.hardware import check_writable
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 3
 
@@ -77,6 +83,47 @@ def test_wrong_setting_stops_before_any_job(
     project = fresh.copy(tmp_path / "project")
     project.edit(edit)
     assert_said(refusal(project, after=[]), *message)
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Make a folder read-only, by its mode or, for root, whom no mode stops, by its disk."""
+    folder.mkdir(exist_ok=True)
+    with small_disk(folder) as mounted:
+        if not mounted and os.geteuid() == 0:
+            pytest.skip("root may write anything, and mount nothing here")
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        else:
+            folder.chmod(0o555)
+        try:
+            yield
+        finally:
+            if not mounted:
+                folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["results", ".snakemake"])
+def test_folder_that_cannot_be_written_is_named_before_any_job(
+    fresh: Project, tmp_path: Path, name: str
+) -> None:
+    """Snakemake's own folder too: it would tell by a traceback."""
+    project = fresh.copy(tmp_path / "project")
+    with unwritable(project.root / name):
+        output = refusal(project, after=[])
+    assert_said(output, f"{name} cannot be written: its", "Mend that, and repeat the command")
+
+
+def test_full_disk_is_told_before_any_job(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as mounted:
+        if not mounted:
+            pytest.skip("nothing can be mounted here")
+        check_writable([tmp_path / "disk" / "results"])
+        with (tmp_path / "disk" / "ballast").open("wb") as ballast, suppress(OSError):
+            while ballast.write(bytes(2**20)):
+                ballast.flush()
+        with pytest.raises(UserError, match=r"results cannot be written: its disk is full \("):
+            check_writable([tmp_path / "disk" / "results"])
 
 
 def write_png(project: Project) -> None:

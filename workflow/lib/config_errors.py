@@ -66,11 +66,10 @@ def explain(
         else:
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
-    lines += [
-        f"{_spell(path)} = {_shown(_value_at(document, path))}: {_either(list(broken))}. {CHANGE}"
+    return lines + [
+        f"{_given(document, path)}: {_either(list(broken))}. {CHANGE}"
         for path, broken in bounds.items()
     ]
-    return lines
 
 
 def _shown(value: Any) -> str:
@@ -150,12 +149,15 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
-def _value_at(document: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
-    """Return the value that the user gave at `path`."""
+def _given(document: Mapping[str, Any], path: tuple[Any, ...]) -> str:
+    """Spell a setting with the value that the user gave; alone, if there is none (a setting that must be given)."""
     value: Any = document
-    for part in path:
-        value = value[part]
-    return value
+    try:
+        for part in path:
+            value = value[part]
+    except (KeyError, IndexError, TypeError):
+        return _spell(path)
+    return f"{_spell(path)} = {_shown(value)}"
 
 
 def _spell(path: Sequence[Any]) -> str:

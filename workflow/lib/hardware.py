@@ -1,4 +1,4 @@
-"""The machine: visible GPUs and host memory, asked from the driver and the kernel, without torch."""
+"""The machine: visible GPUs, host memory and disks, asked from the driver and the kernel, without torch."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,10 @@ from pathlib import Path
 import pynvml
 
 from workflow.lib.config import HardwareConfig
-from workflow.lib.errors import setting_error
+from workflow.lib.errors import UserError, setting_error
 from workflow.lib.gpus import GpuModel, parse_gpus
+
+LEAST_FREE_BYTES = 2**20  # what a stage needs beyond this, preflight knows
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,27 @@ def available_host_bytes() -> int:
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(free, 0)
+
+
+def check_writable(folders: Sequence[Path]) -> None:
+    """Check that there can be files in the folders, which need not exist yet.
+
+    Raises `UserError` for one that may not be written, or whose disk is full.
+    """
+    for folder in folders:
+        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        disk = os.statvfs(place)
+        if not os.access(place, os.W_OK | os.X_OK):
+            why = (
+                "its disk is read-only"
+                if disk.f_flag & os.ST_RDONLY
+                else "its owner and mode do not allow it"
+            )
+            raise UserError(
+                f"{folder} cannot be written: {why}. Mend that, and repeat the command; all that is finished is kept."
+            )
+        if disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES or (disk.f_files and not disk.f_favail):
+            raise UserError(
+                f"{folder} cannot be written: its disk is full ({disk.f_bavail * disk.f_frsize:,} bytes and {disk.f_favail:,} "
+                "files are left). Free some space, and repeat the command; all that is finished is kept."
+            )

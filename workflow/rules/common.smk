@@ -19,7 +19,7 @@ from workflow.lib.config import (
 from workflow.lib.environment import use_this_interpreter
 from workflow.lib.errors import UserError
 from workflow.lib.failures import failure_causes
-from workflow.lib.hardware import requested_processes, visible_gpus
+from workflow.lib.hardware import check_writable, requested_processes, visible_gpus
 from workflow.lib.local_tasks import refuse_code
 from workflow.lib.object_store import check_stored_paths, travelling_files
 
@@ -31,6 +31,9 @@ STARTED = time.time()
 STORED = workflow.storage_settings.default_storage_provider is not None
 
 try:
+    if workflow.is_main_process:
+        # Snakemake's own folder too, before it tells by a traceback
+        check_writable([Path(".snakemake"), Path("logs"), *([] if STORED else [Path("results")])])  # fmt: skip
     REPORT, RUNS = load_config(config)
     BENCHMARK = load_benchmark(config)
     requests(
