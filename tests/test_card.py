@@ -1,6 +1,9 @@
 """The model card: metadata that the hub reads, and facts that are the run's."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
+from tests.hub_server import start_hub
 from tests.report_examples import HOSTILE, edit, write_run
 from workflow.lib.card import CardInputs, model_card
 from workflow.lib.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
@@ -49,6 +53,36 @@ def test_metadata_is_read_back_by_the_hubs_own_parser(run: Path, tmp_path: Path)
     }
     validate_repo_id(found["base_model"])
     validate_repo_id(found["datasets"])
+
+
+def validated(card: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Let huggingface_hub validate a card, in a process that takes a stand-in for the hub."""
+    (folder / "README.md").write_text(card)
+    code = (
+        "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
+    )
+    with start_hub({}) as endpoint:
+        return subprocess.run(
+            [sys.executable, "-c", code, str(folder / "README.md")],
+            env=os.environ | {"HF_ENDPOINT": endpoint, "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["from the hub", "local"])
+def test_huggingface_hubs_own_validation_accepts_the_card(
+    run: Path, tmp_path: Path, named: bool
+) -> None:
+    changes = {} if named else {"model_id": None, "dataset_id": None}
+    done = validated(model_card(read(run, **changes)), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_huggingface_hubs_own_validation_refuses_a_folder_as_data_set(
+    run: Path, tmp_path: Path
+) -> None:
+    done = validated(model_card(read(run, dataset_id="/data/questions.jsonl")), tmp_path)
+    assert "\"datasets\" with value '/data/questions.jsonl' is not valid" in done.stderr
 
 
 def test_results_are_in_the_hubs_terms_unrounded(run: Path) -> None:

@@ -232,6 +232,14 @@ def test_loss_and_gradients_are_those_of_stock_packages(
     assert_same(single[case], reference[case])
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "window" in case])
+def test_documents_stay_apart_in_eager_attention_with_windows_too(
+    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    assert_same(ours(bases[case], store, "eager"), reference[case])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_fused_layers_and_offloaded_activations_change_neither(
     bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str

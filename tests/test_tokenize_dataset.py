@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.tokenizing import (
@@ -18,6 +19,7 @@ from tests.tokenizing import (
     save_rows,
 )
 from workflow.lib.artifacts import file_sha256
+from workflow.lib.config import load_config
 from workflow.lib.errors import UserError
 from workflow.lib.tokens import ARRAYS, TokenStore
 
@@ -220,3 +222,12 @@ def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
     first, second = manifest["sources"]
     assert (first["tokens"], first["trained_tokens"]) == (train["tokens"], train["trained_tokens"])
     assert (first["token_share"], second["token_share"], second["split"]) == (1.0, 1.0, "heldout")
+
+
+def test_demo_fills_its_rows_to_99_percent(tmp_path: Path) -> None:
+    """By the settings of config.yaml, on the data and with the tokenizer that come with it: 99.95%."""
+    demo = load_config(yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8")))[1]["demo"]
+    assert demo.data.packing
+    store = Stage(tmp_path, Path(demo.model.source)).run(**demo.data.model_dump(mode="json"))
+    assert store.num_rows > 500
+    assert store.manifest["splits"]["train"]["fill"] >= 0.99

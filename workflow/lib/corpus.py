@@ -171,10 +171,10 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 class Progress:
-    """Shows how many rows are done: a bar on a terminal, and a line a minute in the log. A context manager."""
+    """Shows how many rows are done: a bar on a terminal, and a line each `log_seconds` in the log. A context manager."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
+        self._name, self._log_seconds = name, log_seconds
         self._bar = tqdm(desc=name, unit="row", disable=None, file=sys.stderr)
         self._rows, self._began = 0, time.monotonic()
         self._logged = self._began
@@ -190,9 +190,9 @@ class Progress:
         self._bar.update(rows)
         self._rows += rows
         now = time.monotonic()
-        if now - self._logged >= LOG_SECONDS:
+        if now - self._logged >= self._log_seconds:
             self._logged = now
-            rate = self._rows / (now - self._began)
+            rate = self._rows / max(now - self._began, 1e-9)
             logger.info("%s: %d rows done, %.0f a second", self._name, self._rows, rate)
 
 
