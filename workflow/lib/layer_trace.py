@@ -59,6 +59,11 @@ class LayerTrace(LinearTrace):
 
         return y, backward
 
+    def begin_recomputation(self) -> None:
+        """What backward does of a recomputed layer before it recomputes: down to the first value that it lacks."""
+        if not self._after:
+            self.begin_backward(self._shape.linears[-1])
+
     def _sum(self, residual: int, branch: int) -> int:
         """The residual's sum with a branch, which is let go."""
         y = self._tape.new(self._tape.sizes[residual], "hidden_states")
@@ -101,16 +106,20 @@ class LayerTrace(LinearTrace):
         *into, down = [x for x in self._shape.linears if x.name not in ATTENTION]
         if fuses_feed_forward(self._shape, self._setup):
             return self._gated(x, into, down, keep, value=value)
-        made = [self.linear(linear, x, keep) for linear in into]
-        outs, backwards = [y for y, _ in made], [back for _, back in made]
-        kept = [keep.keep(y) for y in outs]
-        wide = self._wide
-        activation = self._tape.new(wide, WORK)
-        kept.append(keep.keep(activation))
-        product = self._tape.new(wide, WORK)
+        wide, last = self._wide, down.name not in self._setup.targets and not value
+        outs, backwards, activation = [], [], -1
+        for linear in into:
+            y, back = self.linear(linear, x, keep)
+            outs.append(y)
+            backwards.append(back)
+            if activation < 0:  # of gate, before up is made
+                activation = self._tape.new(wide, WORK)
+        kept = [keep.keep(y) for y in (*outs, activation)]
+        product = -1 if last else self._tape.new(wide, WORK)
         self._tape.free(activation, *outs)
         y, down_backward = self.linear(down, product, keep, value=value)
-        self._tape.free(product)
+        if product >= 0:
+            self._tape.free(product)
 
         def backward(grad: int) -> int:
             grad_product = down_backward(grad)

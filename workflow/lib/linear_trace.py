@@ -24,6 +24,8 @@ class LinearTrace:
         """tokens: of the micro-batch."""
         self._tape, self._shape, self._setup = tape, shape, setup
         self._tokens, self._c = tokens, setup.compute_bytes
+        self._begun: list[tuple[int, int]] = []
+        self._begun_products: list[int] = []
         self.gradients: list[int] = []
         """Of the adapters, fp32, whole, in the order in which backward made them; whoever takes them empties the list."""
 
@@ -126,7 +128,9 @@ class LinearTrace:
         return y, backward
 
     def _frozen_backward(self, linear: Linear, grad: int, *, wants_x: bool) -> int:
-        grad_x = self._product_backward(linear) if wants_x else -1
+        grad_x = self._begun_products.pop() if self._begun_products else -1
+        if wants_x and grad_x < 0:
+            grad_x = self._product_backward(linear)
         self._tape.free(grad)
         return grad_x
 
@@ -240,16 +244,15 @@ class LinearTrace:
     ) -> int:
         tape, t = self._tape, self._tokens
         rank, wide_in = self._setup.rank_of(linear.name), 4 * t * linear.in_features
+        of_base, scaled = self._begun.pop() if self._begun else self._peft_gradients(linear)
+        tape.free(grad)
         mask, dropped, low = (keep.take(k) for k in kept)
-        grad32 = tape.new(4 * t * linear.out_features, WORK)
-        scaled = tape.new(4 * t * linear.out_features, WORK)
-        tape.free(grad32)
         self._gradient(rank * linear.out_features)
         grad_low = tape.new(4 * t * rank, WORK)
         tape.free(scaled, low)
         self._gradient(rank * linear.in_features)
         if not wants_x:
-            tape.free(grad_low, dropped, mask, grad)
+            tape.free(grad_low, dropped, mask, of_base)
             return -1
         unmasked = tape.new(wide_in, WORK)
         tape.free(grad_low, dropped)
@@ -257,9 +260,25 @@ class LinearTrace:
         tape.free(unmasked, mask)
         of_adapter = tape.new(self._c * t * linear.in_features, WORK)
         tape.free(masked)
-        of_base = self._product_backward(linear)
-        tape.free(grad)
-        return self.total(of_adapter, of_base)
+        of_product = self._product_backward(linear)
+        tape.free(of_base)
+        return self.total(of_adapter, of_product)
+
+    def begin_backward(self, linear: Linear) -> None:
+        """What backward does for a layer's last linear before it asks for anything that is to be recomputed."""
+        if linear.name not in self._setup.targets:
+            self._begun_products.append(self._product_backward(linear))
+        elif self._setup.dropout:
+            self._begun.append(self._peft_gradients(linear))
+
+    def _peft_gradients(self, linear: Linear) -> tuple[int, int]:
+        """The gradient of the base's product, and that of the adapter's, fp32."""
+        tape, outputs = self._tape, self._tokens * linear.out_features
+        wide = tape.new(4 * outputs, WORK)
+        of_base = tape.new(self._c * outputs, WORK)
+        scaled = tape.new(4 * outputs, WORK)
+        tape.free(wide)
+        return of_base, scaled
 
     def total(self, one: int, other: int) -> int:
         """The sum of two tensors, which are let go."""

@@ -52,6 +52,7 @@ class _Run:
         self._workspaces = 0
         self._moments = False
         self._inputs: list[int] = []
+        self._looked_up: list[int] = []
 
     def load(self) -> None:
         """Parameters and buffers, as `materialize_` makes them."""
@@ -175,6 +176,7 @@ class _Run:
         places = tape.new(8 * setup.tokens, WORK)
         embedded = tape.new(self._hidden, "hidden_states")
         tape.free(places, whole)
+        self._looked_up = [tape.hold(embedded)]  # an argument of the decoder, held by its caller
         return embedded
 
     def _exchanged_rows(self) -> list[int]:
@@ -203,6 +205,7 @@ class _Run:
         self._tape.free(x)
 
         def backward_again(grad: int) -> int:
+            layer.begin_recomputation()
             given = keep.take(kept)
             _, backward = layer.layer(given, Kept(self._tape), value=False, wants_x=wants_x)
             grad_x = backward(grad)
@@ -223,9 +226,13 @@ class _Run:
         chosen = tape.new(self._hidden, "hidden_states")
         grad_chosen = tape.new(self._hidden, "hidden_states")
         chunk = self._sliced_chunk if self._setup.slices > 1 else self._chunk
+        grads: list[int] = []  # of the chunk before, which is held until the next one's is there
         for rows in _chunks(self._setup.tokens, chunk_rows(self._setup.slices)):
-            chunk(rows)
-        tape.free(hidden, chosen)
+            grads.append(chunk(rows))
+            tape.free(*grads[:-1])
+            del grads[:-1]
+        tape.free(hidden, chosen, *grads, *self._looked_up)
+        self._looked_up = []
 
         def backward(_: int) -> int:
             grad = tape.new(self._hidden, "hidden_states")
@@ -236,8 +243,8 @@ class _Run:
             tape.free(grad_chosen)
         return backward
 
-    def _chunk(self, rows: int) -> None:
-        """`loss._chunk`: log-softmax and its gradient, in fp32."""
+    def _chunk(self, rows: int) -> int:
+        """`loss._chunk`: log-softmax and its gradient, in fp32; returns the gradient of the rows."""
         tape, c = self._tape, self._setup.compute_bytes
         wide, low = 4 * rows * self._shape.vocab_size, c * rows * self._shape.vocab_size
         product = tape.new(low, "logits")
@@ -252,9 +259,10 @@ class _Run:
         of_product = tape.new(low, "logits")
         tape.free(of_logits, *cap)
         grad = tape.new(c * rows * self._shape.hidden_size, "hidden_states")
-        tape.free(of_product, grad)
+        tape.free(of_product)
+        return grad
 
-    def _sliced_chunk(self, rows: int) -> None:
+    def _sliced_chunk(self, rows: int) -> int:
         """`vocabulary._chunk`: the rows of all slices, and this slice's logits, which become probabilities in place."""
         tape, c, h = self._tape, self._setup.compute_bytes, self._shape.hidden_size
         everyone = rows * self._setup.slices
@@ -272,7 +280,8 @@ class _Run:
         grad = tape.new(4 * everyone * h, "gathered_rows")
         tape.free(low)
         own = tape.new(4 * rows * h, "gathered_rows")
-        tape.free(states, logits, grad, own)
+        tape.free(states, logits, grad)
+        return own
 
 
 def _chunks(rows: int, size: int) -> list[int]:

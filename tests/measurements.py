@@ -1,0 +1,141 @@
+"""What was measured on GPUs (`tests/gpu/measurements`) beside what is predicted for it, as rows and as a table.
+
+`python -m tests.measurements` writes the table of memory anew into workflow/docs/memory-model.md.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from workflow.lib.benchmark_cases import model_config
+from workflow.lib.benchmark_config import BenchmarkConfig
+from workflow.lib.memory import GIB, predict
+from workflow.lib.memory_terms import Setup
+from workflow.lib.replay import Replay, replay_tape
+from workflow.lib.shapes import ModelShape, shape_of_config
+from workflow.lib.step_trace import step_trace
+from workflow.lib.tape import Tape
+
+FOLDER = Path(__file__).parent / "gpu" / "measurements"
+PAGE = Path(__file__).parents[1] / "workflow" / "docs" / "memory-model.md"
+MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
+# These measured an engine that has changed since: the loss held its rows' gradient until the next loss was there
+# (595691e); before that, backward of a fused feed-forward began with zeros of two wide tensors (a54acdf).
+HELD, ZEROS = {"3111dfe", "7c13ebf"}, {"3111dfe"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement of our engine, the replay of it, and the closed form's peak; bytes."""
+
+    case: str
+    processes: int
+    setup: Setup
+    shape: ModelShape
+    allocated_bytes: int
+    reserved_bytes: int
+    replayed: Replay
+    closed_bytes: int
+
+    @property
+    def allocated_error(self) -> float:
+        """Share by which the replay is above what was measured."""
+        return self.replayed.allocated_bytes / self.allocated_bytes - 1
+
+    @property
+    def reserved_error(self) -> float:
+        """The same of what was reserved."""
+        return self.replayed.reserved_bytes / self.reserved_bytes - 1
+
+    @property
+    def closed_error(self) -> float:
+        """The same of the closed form's peak."""
+        return self.closed_bytes / self.allocated_bytes - 1
+
+
+def rows() -> list[Row]:
+    """Return all measurements of our engine's memory that say what the engine of today does."""
+    lines = [json.loads(x) for p in sorted(FOLDER.glob("*.jsonl")) for x in p.read_text().splitlines()]  # fmt: skip
+    return [_row(line) for line in lines if _counts(line)]
+
+
+def _counts(line: dict[str, Any]) -> bool:
+    if line.get("setup") is None or not (line.get("measured") or {}).get("allocated_bytes"):
+        return False
+    return not (line["versions"]["commit"] in ZEROS and line["setup"]["fused_layers"])
+
+
+def _row(line: dict[str, Any]) -> Row:
+    setup = Setup(**line["setup"] | {"targets": tuple(line["setup"]["targets"])})
+    sizes = BenchmarkConfig(**line["sizes"])
+    shape = shape_of_config(model_config(sizes), origin=Path(sizes.model))
+    tape = step_trace(shape, setup, checked=sizes.check_bytes)
+    if line["versions"]["commit"] in HELD:
+        hold_gradient_of_loss(tape)
+    return Row(
+        line["case"], line["processes"], setup, shape,
+        line["measured"]["allocated_bytes"], line["measured"]["reserved_bytes"],
+        replay_tape(tape), predict(shape, setup).peak_bytes,
+    )  # fmt: skip
+
+
+def hold_gradient_of_loss(tape: Tape) -> None:
+    """Have the gradient of the loss's rows held until the next backward or the optimizer's step begins."""
+    events: list[int | str] = []
+    phase, of_loss, held = "", set[int](), []
+    for event in tape.events:
+        if isinstance(event, str):
+            phase = event
+            if phase in ("backward", "optimizer_step"):
+                events += held
+                held = []
+        elif phase == "loss" and event >= 0 and tape.terms[event] == "hidden_states":
+            of_loss.add(event)
+        elif phase == "backward" and event < 0 and ~event in of_loss:
+            of_loss, held = set(), [event]
+            continue
+        events.append(event)
+    tape.events = events
+
+
+def table(found: list[Row]) -> str:
+    """Return the comparison in Markdown: a summary, and a line for each measurement."""
+    lines = [
+        _summary(found),
+        "",
+        "| case | GPUs | model | B x S | allocated GiB | replay | closed form | reserved GiB | replay | peak in |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.case} | {row.processes} | {row.shape.num_layers} x {row.shape.hidden_size}, "
+        f"V {row.shape.vocab_size:,} | {row.setup.micro_batch_size} x {row.setup.seq_len:,} | "
+        f"{row.allocated_bytes / GIB:.3f} | {row.allocated_error:+.1%} | {row.closed_error:+.1%} | "
+        f"{row.reserved_bytes / GIB:.3f} | {row.reserved_error:+.1%} | {row.replayed.peak_phase} |"
+        for row in found
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(found: list[Row]) -> str:
+    parts = []
+    for name, errors in (
+        ("allocated, replay", [row.allocated_error for row in found]),
+        ("allocated, closed form", [row.closed_error for row in found]),
+        ("reserved, replay", [row.reserved_error for row in found]),
+    ):
+        typical = median(map(abs, errors))
+        parts.append(f"{name}: median {typical:.2%}, from {min(errors):+.1%} to {max(errors):+.1%}")
+    return f"{len(found)} measurements. {'; '.join(parts)}."
+
+
+def written(page: str, found: list[Row]) -> str:
+    """Return the page with the table in its place."""
+    pattern = f"{re.escape(MARKS[0])}.*?{re.escape(MARKS[1])}"
+    return re.sub(pattern, lambda _: MARKS[0] + table(found) + MARKS[1], page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), rows()), encoding="utf-8")

@@ -1,0 +1,110 @@
+"""The replay of a plan's allocations against measurements on GPUs, the closed form, and properties that it must have."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.measurements import PAGE, Row, rows, written
+from tests.preflight_examples import SEVEN, llama_70b, llama_shape, setup
+from workflow.lib.memory import EXPLANATIONS, GIB, predict
+from workflow.lib.memory_terms import Setup
+from workflow.lib.replay import replay
+from workflow.lib.shapes import ModelShape
+from workflow.lib.step_trace import step_trace
+
+# Reserved memory of these two is more than the replay's, by 20% and 7%; why is not known.
+UNEXPLAINED = {("1b_eager", 2), ("70b_rank_64", 2)}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Row]:
+    return rows()
+
+
+def test_allocated_peak_is_what_gpus_measured(measured: list[Row]) -> None:
+    errors = [row.allocated_error for row in measured]
+    assert len(errors) >= 40
+    assert median(map(abs, errors)) <= 0.001
+    assert -0.002 <= min(errors) <= max(errors) <= 0.01
+
+
+def test_reserved_peak_is_near_what_gpus_measured(measured: list[Row]) -> None:
+    errors = {(row.case, row.processes): row.reserved_error for row in measured}
+    assert median(map(abs, errors.values())) <= 0.01
+    far = {name for name, error in errors.items() if abs(error) > 0.06}
+    assert far <= UNEXPLAINED
+
+
+def test_page_shows_the_measurements_beside_what_is_predicted_now(measured: list[Row]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page, measured) == page, "run python -m tests.measurements"
+
+
+tiny = llama_shape(layers=3, hidden=96, feed_forward=160, heads=3, kv_heads=1, vocab=1009)
+setups = st.builds(
+    setup,
+    processes=st.sampled_from([1, 2, 4, 9]), micro_batch_size=st.integers(1, 3), seq_len=st.sampled_from([64, 96]),
+    rank=st.integers(1, 9), targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
+    dropout=st.booleans(), dora=st.booleans(), double_quant=st.booleans(),
+    activation_checkpointing=st.sampled_from([True, False, 2]), reshard_after_forward=st.booleans(),
+    accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
+    attention=st.sampled_from(["flash", "sdpa", "eager"]), fused_layers=st.booleans(),
+    offload_activations=st.booleans(), offload_embedding=st.booleans(), offload_layers=st.integers(0, 3),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(setups, st.sampled_from(["llama", "olmo2", "gemma2"]), st.booleans())
+def test_whatever_is_made_in_training_is_released(chosen: Setup, family: str, tied: bool) -> None:
+    """After the second step only parameters, moments, workspaces, one batch of inputs and fetched layers are there."""
+    norms = 4 if family == "gemma2" else 2
+    shape = replace(tiny, family=family, hidden_norms=norms, tied_embeddings=tied)
+    tape = step_trace(shape, chosen)
+    left: set[int] = set()
+    for event in tape.events:
+        if isinstance(event, int):
+            assert (event >= 0) != (~event in left), "made once, released once"
+            left ^= {event if event >= 0 else ~event}
+    stay = {"nf4_weights", "nf4_scales", "nf4_tables", "embedding_and_head", "norms_and_biases",
+            "lora_weights", "adam_moments", "cublas_workspace", "inputs", "fetched_layers"}  # fmt: skip
+    assert {tape.terms[tensor] for tensor in left} <= stay
+
+
+@settings(deadline=None, max_examples=30)
+@given(setups)
+def test_terms_are_explained_and_sum_to_the_peak(chosen: Setup) -> None:
+    found = replay(tiny, chosen)
+    assert sum(found.terms.values()) == found.allocated_bytes <= found.reserved_bytes
+    assert found.allocated_bytes == found.phases[found.peak_phase] == max(found.phases.values())
+    assert set(found.terms) <= set(EXPLANATIONS)
+
+
+@pytest.mark.parametrize(
+    "lever",
+    [{}, {"fused_layers": True}, {"activation_checkpointing": False}, {"activation_checkpointing": 3},
+     {"processes": 8}, {"reshard_after_forward": False}, {"accumulates": True}, {"attention": "sdpa"},
+     {"offload_embedding": True}, {"double_quant": False}],
+    ids=str,
+)  # fmt: skip
+def test_closed_form_agrees_with_the_replay(lever: dict[str, object]) -> None:
+    shape: ModelShape = llama_70b(layers=12)
+    chosen = setup(micro_batch_size=2, **lever)
+    exact = replay(shape, chosen).allocated_bytes
+    assert predict(shape, chosen).peak_bytes == pytest.approx(exact, rel=0.03)
+
+
+def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages() -> None:
+    shape, chosen = llama_70b(layers=8), setup(micro_batch_size=2)
+    free = replay(shape, chosen)
+    tight = replay(shape, chosen, limit_bytes=free.reserved_bytes - GIB // 4)
+    assert (tight.lacking_bytes, tight.allocated_bytes) == (0, free.allocated_bytes)
+    assert tight.reserved_bytes <= free.reserved_bytes - GIB // 4
+
+
+def test_limit_below_what_is_allocated_is_lacking() -> None:
+    shape, chosen = llama_70b(layers=8), setup(micro_batch_size=2)
+    limit = replay(shape, chosen).allocated_bytes - GIB // 4
+    assert replay(shape, chosen, limit_bytes=limit).lacking_bytes >= GIB // 4
