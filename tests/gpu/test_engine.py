@@ -8,7 +8,7 @@ import torch
 
 from tests import test_optimizers as optimizers
 from tests.distributed import run_distributed
-from tests.models import quantized, tiny_llama
+from tests.models import VOCAB, quantized, tiny_llama
 from tests.test_finetune import STEPS, ours, plan, settings, stock
 
 pytestmark = pytest.mark.gpu
@@ -56,6 +56,48 @@ def test_varlen_attention_equals_eager_on_packed_rows(base: Path, two_gpus: int)
     tolerance = TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(flash["losses"], eager["losses"], **tolerance)
     torch.testing.assert_close(flash["gradients"][0], eager["gradients"][0], **tolerance)
+
+
+LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
+
+
+def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
+    """Change every token of the second document of the first row; return how far each document's logits move, by attention."""
+    from workflow.lib.inference import FLASH_AVAILABLE
+    from workflow.lib.parallel import process_group
+    from workflow.lib.setup import build_training_model
+
+    names = ["sdpa", "eager"] + ["varlen"] * (device == "cuda")
+    names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS] * 2).view(2, -1).to(device)
+    ids = torch.randint(0, VOCAB, positions.shape, generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[0, LENGTHS[0] : sum(LENGTHS[:2])] += 1
+    found = {}
+    with process_group(device, timeout_s=120) as world:
+        for name in names:
+            model = build_training_model(
+                base, settings(), plan(processes=1, micro_batch_size=2, device=device), world,
+                compute_dtype=torch.bfloat16 if device == "cuda" else torch.float32, attention=name,
+            ).training.eval()  # fmt: skip
+            every = torch.arange(ids.numel(), device=device)
+            with torch.no_grad():
+                one, other = (
+                    model(x.to(device) % VOCAB, positions, every, None) for x in (ids, changed)
+                )
+            moved = (one - other).abs().amax(dim=1).split(LENGTHS * 2)
+            found[name] = [float(x.max()) for x in moved]
+    return found
+
+
+def test_change_in_one_packed_document_reaches_no_other(base: Path, two_gpus: int) -> None:
+    """By every attention that is installed. Two rows, of four documents each; the second of the first row changes."""
+    (found,) = run_distributed(differences_by_document, base, world_size=1)
+    assert {"sdpa", "eager", "varlen"} <= found.keys()
+    for name, moved in found.items():
+        changed = moved.pop(1)
+        assert changed > 0.1, name
+        assert max(moved) < 1e-5, (name, moved)
 
 
 @pytest.mark.parametrize("recomputed", [False, 2], ids=["no layer", "every second layer"])
