@@ -187,6 +187,12 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
         ("train", "micro_batch_size", 0, "must be between 1 and global_batch_size = 16"),
         ("hardware", "gpus", -1, "must be 0 to 4096"),
         ("hardware", "gpu_memory_gib", 0, "must be above 0"),
+        (
+            "lora",
+            "modules_to_save",
+            ["lm_head"],
+            "modules_to_save is not supported: adapters alone",
+        ),
         ("lora", "target_modules", [], "target_modules has an empty name or none at all"),
         ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),
         ("data", "revision", "v1", "revision is set but source is null"),

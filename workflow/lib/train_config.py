@@ -1,7 +1,8 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,6 +66,17 @@ class LoraSettings(Section):
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
     """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353). Slower, and takes more memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_alone(cls, document: Any) -> Any:
+        """Refuse PEFT's setting of modules that are trained whole, which would else be an unknown key like any other."""
+        if isinstance(document, Mapping) and "modules_to_save" in document:
+            raise ValueError(
+                "modules_to_save is not supported: adapters alone are trained, and embedding, head and norms stay as they are "
+                "(the processes share slices of the former two). Remove it, and name linear layers in target_modules"
+            )
+        return document
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
