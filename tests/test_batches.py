@@ -82,10 +82,36 @@ def test_rows_that_cannot_be_shared_equally_are_refused() -> None:
 def test_micro_batches_hold_the_rows_in_order(micro_batch_size: int) -> None:
     store = random_store(rows=11, seq_len=13)
     rows = np.array([3, 10, 0, 7, 5])
-    batches = list(micro_batches(store, rows, micro_batch_size=micro_batch_size, device=CPU))
+    groups = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    batches = list(micro_batches(store, groups, device=CPU))
     assert max(len(b.input_ids) for b in batches) == min(micro_batch_size, len(rows))
     ids = torch.cat([b.input_ids for b in batches]).numpy()
     assert (ids == store.input_ids[rows]).all()
     assert sum(len(b.targets) for b in batches) == store.loss_mask[rows].sum()
     targets = torch.cat([b.targets for b in batches]).numpy()
     assert (targets == store.input_ids[rows][store.loss_mask[rows]]).all()
+
+
+def test_next_micro_batch_is_made_while_one_is_computed() -> None:
+    store, made = random_store(rows=4, seq_len=8), []
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        made.append(ids)
+        return ids[:, None].float()
+
+    batches = micro_batches(
+        store, [np.array([row]) for row in range(4)], device=CPU, look_up=look_up
+    )
+    first = next(batches)
+    batches.close()  # waits for the one that is being made, and makes no other
+    assert len(made) == 2
+    assert first.embedded is not None
+    assert (first.embedded[:, 0].long() == first.input_ids.flatten()).all()
+
+
+def test_micro_batch_that_cannot_be_made_stops_the_step() -> None:
+    store = random_store(rows=4, seq_len=8)
+    batches = micro_batches(store, [np.array([0]), np.array([9])], device=CPU)
+    next(batches)
+    with pytest.raises(IndexError):
+        next(batches)

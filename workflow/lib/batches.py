@@ -1,7 +1,11 @@
-"""From rows of the tokens folder to the tensors of a forward pass."""
+"""From rows of the tokens folder to the tensors of a forward pass.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+A micro-batch is made in host memory by a thread while the one before is computed, so the device does not wait for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +19,8 @@ from workflow.lib.tokens import TokenStore
 class MicroBatch:
     """One forward pass: input_ids, position_ids (rows, seq_len); positions, targets (trained tokens,). All int64.
 
-    bounds: `attention.document_bounds` of the rows.
+    bounds: `attention.document_bounds` of the rows. embedded: the tokens' embedding rows (rows * seq_len, hidden), where
+    they are looked up outside of the model.
     """
 
     input_ids: torch.Tensor
@@ -23,6 +28,26 @@ class MicroBatch:
     positions: torch.Tensor
     targets: torch.Tensor
     bounds: tuple[torch.Tensor, int]
+    embedded: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the same on `device`; from page-locked memory without waiting."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "MicroBatch":
+        """Return the same in page-locked memory."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        bounds, longest = self.bounds
+        return MicroBatch(
+            input_ids=change(self.input_ids),
+            position_ids=change(self.position_ids),
+            positions=change(self.positions),
+            targets=change(self.targets),
+            bounds=(change(bounds), longest),
+            embedded=None if self.embedded is None else change(self.embedded),
+        )
 
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -50,17 +75,41 @@ def process_rows(
 
 
 def micro_batches(
-    store: TokenStore, rows: npt.NDArray[np.int64], *, micro_batch_size: int, device: torch.device
+    store: TokenStore,
+    groups: Iterable[npt.NDArray[np.int64]],
+    *,
+    device: torch.device,
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the rows as micro-batches of `micro_batch_size` on `device`."""
-    for start in range(0, len(rows), micro_batch_size):
-        chosen = rows[start : start + micro_batch_size]
-        yield make_batch(
-            np.asarray(store.input_ids[chosen]).astype(np.int64),
-            np.asarray(store.position_ids[chosen]).astype(np.int64),
-            np.asarray(store.loss_mask[chosen]),
-            device=device,
-        )
+    """Yield a micro-batch on `device` for each group of row numbers; the next one is being made meanwhile.
+
+    look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
+    """
+
+    def made(group: npt.NDArray[np.int64]) -> MicroBatch:
+        batch = stored_batch(store, group)
+        if look_up is not None:
+            batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
+        return batch.pinned() if device.type == "cuda" else batch
+
+    ahead: Future[MicroBatch] | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
+        for group in groups:
+            current, ahead = ahead, thread.submit(made, group)
+            if current is not None:
+                yield current.result().to(device)
+        if ahead is not None:
+            yield ahead.result().to(device)
+
+
+def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
+    """Return these rows of the tokens folder as a micro-batch, in host memory."""
+    return make_batch(
+        np.asarray(store.input_ids[rows]).astype(np.int64),
+        np.asarray(store.position_ids[rows]).astype(np.int64),
+        np.asarray(store.loss_mask[rows]),
+        device=torch.device("cpu"),
+    )
 
 
 def make_batch(

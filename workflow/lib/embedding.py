@@ -49,11 +49,15 @@ class StoredRows:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (n, hidden) of ids (n,)."""
+        return self.on_host(ids.cpu()).to(self._device, non_blocking=True)
+
+    def on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, hidden) of ids (n,), both in host memory; page-locked if the device is a GPU."""
         rows = torch.empty(
             len(ids), self._table.shape[1], dtype=self._dtype, pin_memory=self._device.type == "cuda"
         )  # fmt: skip
         if self._table.dtype == self._dtype:
-            torch.index_select(self._table, 0, ids.cpu(), out=rows)
+            torch.index_select(self._table, 0, ids, out=rows)
         else:
-            rows.copy_(self._table.index_select(0, ids.cpu()))
-        return rows.to(self._device, non_blocking=True)  # the pinned block is not reused before
+            rows.copy_(self._table.index_select(0, ids))
+        return rows

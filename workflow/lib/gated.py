@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from workflow.lib import kernels
 from workflow.lib.lora import FusedLoraLinear
-from workflow.lib.nf4 import lora_gradients, lora_value
+from workflow.lib.nf4 import lora_gradients, lora_input_gradient, lora_value
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -70,18 +71,36 @@ class _Gated(torch.autograd.Function):
         rows, gate, up, *lows = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         down = ctx.layers[2]
-        product = ACTIVATIONS[ctx.activation][0](gate).mul_(up)
-        grad_product, *of_down = lora_gradients(
-            down, grad, product, _low(down, product), scale=down.fused_scale()
+        # The gradient of the product first, so that one kernel can make the product and both gradients from it.
+        parts, product = _through_activation(
+            lora_input_gradient(down, grad, scale=down.fused_scale()), gate, up, ctx.activation
         )
+        low = _low(down, product)
+        of_down = lora_gradients(down, grad, product, low, scale=down.fused_scale(), wants_x=False)[1:]  # fmt: skip
         del product
-        assert grad_product is not None
-        parts = ACTIVATIONS[ctx.activation][1](grad_product, gate, up)
-        del grad_product
         grad_x, of_linears = _of_input(ctx, parts, rows, lows)
         if grad_x is not None:
             grad_x = grad_x.view(*grads[0].shape[:-1], -1)
         return grad_x, None, None, *of_linears, *of_down
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(gate) * up."""
+    if kernels.usable(gate.device):
+        return kernels.gated(gate, up, activation=activation)
+    return ACTIVATIONS[activation][0](gate).mul_(up)
+
+
+def _through_activation(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the gradients of gate and up for that of their product, and the product. What is given may be overwritten."""
+    if kernels.usable(gate.device):
+        kernels.gated_backward_(grad, gate, up, activation=activation)
+        return (gate, up), grad
+    function, gradients = ACTIVATIONS[activation]
+    product = function(gate).mul_(up)
+    return gradients(grad, gate, up), product
 
 
 def _of_input(
@@ -118,7 +137,7 @@ class _GatedValue(torch.autograd.Function):
         activation: str,
     ) -> torch.Tensor:
         down = layers[2]
-        product = ACTIVATIONS[activation][0](gate).mul_(up)
+        product = _product(gate, up, activation)
         y = lora_value(down, product, _low(down, product), scale=down.fused_scale())
         return y.view(placeholder.shape)
 

@@ -143,16 +143,18 @@ class CausalLMForTraining(nn.Module):
         positions: torch.Tensor,
         targets: torch.Tensor | None,
         bounds: tuple[torch.Tensor, int] | None = None,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if `targets` is None.
 
         input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which attention does not leave.
         bounds: `attention.document_bounds(position_ids)`, if it is known already (it waits for the device).
+        embedded: the embedding rows (rows * seq_len, hidden) of input_ids, if they have been looked up already.
         positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,) int64, the tokens predicted there.
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
-        inputs = self._embedded(inputs)
+        inputs = self._embedded(inputs, embedded)
         with self._saving():
             hidden = decoder(**inputs).last_hidden_state
         chosen = hidden.flatten(0, 1).index_select(0, positions)
@@ -167,17 +169,17 @@ class CausalLMForTraining(nn.Module):
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
-        logits: torch.Tensor = causal_lm(**self._embedded(inputs)).logits
+        logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
         return logits.flatten(0, 1).float()
 
-    def _embedded(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _embedded(self, inputs: dict[str, Any], rows: torch.Tensor | None) -> dict[str, Any]:
         """Return a decoder's inputs with embeddings in place of ids, where rows are looked up outside of the model."""
         if self.rows_of is None:
             return inputs
         others = dict(inputs)
         ids = others.pop("input_ids")
         embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
-        rows = self.rows_of(ids.flatten())
+        rows = self.rows_of(ids.flatten()) if rows is None else rows
         return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
 
 

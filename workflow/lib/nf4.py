@@ -19,6 +19,7 @@ from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 
+from workflow.lib import kernels
 from workflow.lib.weights import CheckpointReader
 
 NESTED_BLOCK_SIZE = (
@@ -104,8 +105,8 @@ class NF4Linear(nn.Linear):
     def __init__(self, spec: NF4Spec, *, bias: bool, compute_dtype: torch.dtype) -> None:
         out_features, in_features = spec.shape
         super().__init__(in_features, out_features, bias=bias, device="meta", dtype=compute_dtype)
-        self.spec = spec
-        for name, num_bytes in spec.sizes.items():
+        self.spec, self._sizes = spec, spec.sizes
+        for name, num_bytes in self._sizes.items():
             self.register_parameter(name, _byte_parameter(num_bytes))
         if self.bias is not None:
             self.bias.requires_grad_(False)
@@ -118,8 +119,22 @@ class NF4Linear(nn.Linear):
 
         Must be called while the parameters are gathered (inside the FSDP unit's forward or backward).
         """
-        parts = {name: self._bytes(name) for name in self.spec.sizes}
+        if kernels.usable(self.weight.device):
+            return self._decoded(dtype)
+        parts = {name: self._bytes(name) for name in self._sizes}
         return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
+
+    def _decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, decoded by one kernel."""
+        stored: dict[str, Any] = self._parameters  # by attribute each would be looked for anew
+        for name, size in self._sizes.items():
+            assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
+        return kernels.dequantize(
+            torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device),
+            stored["weight"], stored["absmax"], stored.get("nested_absmax"),
+            code=self.quant_map, nested_code=self.nested_quant_map, offset=self.nested_offset,
+            block_size=self.spec.block_size,
+        )  # fmt: skip
 
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
@@ -136,7 +151,7 @@ class NF4Linear(nn.Linear):
     def _bytes(self, name: str) -> torch.Tensor:
         """The stored bytes of a parameter, without the padding."""
         stored: torch.Tensor = getattr(self, name)
-        size = self.spec.sizes[name]
+        size = self._sizes[name]
         assert 4 * stored.numel() >= size, (
             f"{name} is not on the device"
         )  # kernels would read past it
@@ -259,16 +274,26 @@ def lora_gradients(
     wants_x: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return the gradients of x (T, in), None unless wanted, and of A and B, fp32, for a gradient (T, out) of the value."""
-    base: NF4Linear = layer.get_base_layer()
     a_weight, b_weight = layer.fused_weights()
     grad_u = scale * (grad @ b_weight.to(grad.dtype))
     grad_b = scale * (grad.t() @ u)
     grad_a = grad_u.t() @ rows
-    grad_x = None
-    if wants_x:
-        grad_x = grad @ base.dequantize(grad.dtype)
-        grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
+    grad_x = _input_gradient(layer, grad, grad_u) if wants_x else None
     return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype)
+
+
+def lora_input_gradient(layer: Any, grad: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Return the gradient of x (T, in) alone."""
+    _, b_weight = layer.fused_weights()
+    return _input_gradient(layer, grad, scale * (grad @ b_weight.to(grad.dtype)))
+
+
+def _input_gradient(layer: Any, grad: torch.Tensor, grad_u: torch.Tensor) -> torch.Tensor:
+    """Return grad W + grad_u A; grad_u: the gradient (T, r) of A x."""
+    base: NF4Linear = layer.get_base_layer()
+    a_weight, _ = layer.fused_weights()
+    grad_x = grad @ base.dequantize(grad.dtype)
+    return grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
 
 
 class _NF4LoraValue(torch.autograd.Function):

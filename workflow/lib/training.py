@@ -5,14 +5,18 @@ processes. That number is known beforehand on every process (data order is a pur
 micro-batch's backward is already scaled, and gradients are summed over processes.
 """
 
+import functools
 import logging
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from workflow.lib.artifacts import short_hash
-from workflow.lib.batches import attention_costs, micro_batches, process_rows
+from workflow.lib.batches import MicroBatch, attention_costs, micro_batches, process_rows
 from workflow.lib.config import TrainConfig
+from workflow.lib.embedding import StoredRows
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.nonfinite import find_origin
@@ -95,22 +100,26 @@ def steps(
     the gradient is not finite, or the gradient is zero.
     """
     training.train()
+    taken = _Taken(store, train, micro_batch_size=micro_batch_size, world=world)
+    rows_of = training.rows_of
+    batches = micro_batches(
+        store,
+        chain.from_iterable(taken.groups(step) for step in range(first_step, num_steps)),
+        device=world.device,
+        look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
+    )
     for step in range(first_step, num_steps):
         began = time.monotonic()
-        rows = step_rows(
-            num_rows=store.num_rows,
-            global_batch_size=train.global_batch_size,
-            seed=train.seed,
-            step=step,
-        )
+        rows, groups = taken.rows(step), taken.groups(step)
         rate = learning_rate(train, step=step, num_steps=num_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         seed_dropout(train.seed, step=step, rank=world.rank)
         trained = int(store.trained_tokens_per_row[rows].sum())
         loss, norm = optimizer_step(
-            training, optimizer, store, rows,
-            trained_tokens=trained, micro_batch_size=micro_batch_size, max_norm=train.max_grad_norm, step=step, world=world,
+            training, optimizer, islice(batches, len(groups)),
+            trained_tokens=trained, max_norm=train.max_grad_norm, step=step, world=world,
+            again=functools.partial(_again, store, groups, world),
         )  # fmt: skip
         seconds = time.monotonic() - began
         elapsed_s += seconds
@@ -132,33 +141,62 @@ def seed_dropout(seed: int, *, step: int, rank: int) -> None:
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 
 
+def _again(
+    store: TokenStore, groups: list[npt.NDArray[np.int64]], world: World
+) -> Iterator[tuple[list[int], MicroBatch]]:
+    """Yield the row numbers and the micro-batch of each group."""
+    listed = ([int(row) for row in group] for group in groups)
+    yield from zip(listed, micro_batches(store, groups, device=world.device), strict=True)
+
+
+class _Taken:
+    """The rows that a step trains on, of all processes, and of this one by micro-batches."""
+
+    def __init__(
+        self, store: TokenStore, train: TrainConfig, *, micro_batch_size: int, world: World
+    ) -> None:
+        self._store, self._train, self._world = store, train, world
+        self._size = micro_batch_size
+
+    def rows(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the row numbers (global_batch_size,) of a step, the same on all processes."""
+        return step_rows(
+            num_rows=self._store.num_rows,
+            global_batch_size=self._train.global_batch_size,
+            seed=self._train.seed,
+            step=step,
+        )
+
+    def groups(self, step: int) -> list[npt.NDArray[np.int64]]:
+        """Return the row numbers (micro_batch_size,) of each of this process's micro-batches."""
+        rows = self.rows(step)
+        costs = attention_costs(self._store.position_ids[rows])
+        mine = process_rows(rows, costs, rank=self._world.rank, size=self._world.size)
+        return [mine[i : i + self._size] for i in range(0, len(mine), self._size)]
+
+
 def optimizer_step(
     training: nn.Module,
     optimizer: torch.optim.Optimizer,
-    store: TokenStore,
-    rows: Any,
+    batches: Iterable[MicroBatch],
     *,
     trained_tokens: int,
-    micro_batch_size: int,
     max_norm: float | None,
     step: int,
     world: World,
+    again: Callable[[], Iterable[tuple[list[int], MicroBatch]]],
 ) -> tuple[float, float]:
     """Forward, backward, clip, update over one global batch; return its loss and its gradient norm before clipping.
 
-    rows: (global_batch_size,) row numbers, the same on all processes. Nothing is updated if `check_step` raises.
-    Collective.
+    batches: this process's part of it. again: the same with their row numbers, for a message that says what went wrong.
+    Nothing is updated if `check_step` raises. Collective.
     """
-    costs = attention_costs(store.position_ids[rows])
-    mine = process_rows(rows, costs, rank=world.rank, size=world.size)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for batch in micro_batches(store, mine, micro_batch_size=micro_batch_size, device=world.device):
-        part = (
-            training(
-                batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
-            )
-            / trained_tokens
-        )
+    for batch in batches:
+        summed = training(
+            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
+        )  # fmt: skip
+        part = summed / trained_tokens
         part.backward()
         total += part.detach()
     total_norm = clip_gradients(training, max_norm=max_norm)
@@ -166,10 +204,7 @@ def optimizer_step(
     loss, norm = float(total), float(total_norm)
     origin = None
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        groups = (mine[i : i + micro_batch_size] for i in range(0, len(mine), micro_batch_size))
-        batches = micro_batches(store, mine, micro_batch_size=micro_batch_size, device=world.device)
-        listed = ([int(row) for row in group] for group in groups)
-        origin = find_origin(training, zip(listed, batches, strict=True), world=world)
+        origin = find_origin(training, again(), world=world)
     check_step(loss, norm, step=step, origin=origin)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

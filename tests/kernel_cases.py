@@ -1,0 +1,54 @@
+"""What the GPU kernels must compute, on any device: by Triton's interpreter on the CPU, compiled on a GPU."""
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from torch import nn
+
+from workflow.lib import kernels
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+# out, in: a whole number of programs, a last one that is not full, more than one nested block; rows of whole blocks, because
+# bitsandbytes 0.50.2 decodes others wrongly on the CPU
+SHAPES = ((64, 256), (70, 512), (300, 256))
+
+
+def decoded(
+    shape: tuple[int, int], *, block_size: int, double_quant: bool, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does."""
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(shape, generator=draw).to(device, dtype)
+    packed, state = quantize_4bit(
+        weights, blocksize=block_size, compress_statistics=double_quant, quant_type="nf4"
+    )
+    assert isinstance(state, QuantState)
+    nested = state.state2 if double_quant else None
+    found = kernels.dequantize(
+        torch.empty_like(weights), packed, state.absmax, nested.absmax if nested else None,
+        code=state.code, nested_code=nested.code if nested else state.code,
+        offset=state.offset if nested else state.code, block_size=block_size,
+    )  # fmt: skip
+    return found, dequantize_4bit(packed, state)
+
+
+def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return product and gradients of a gated feed-forward's middle: the kernels', then autograd's in fp32."""
+    draw = torch.Generator().manual_seed(0)
+    gate, up, grad = (3 * torch.randn(50, 70, generator=draw).to(device, dtype) for _ in range(3))
+    leaves = [x.float().clone().requires_grad_() for x in (gate, up)]
+    expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
+    expected.backward(grad.float().clone())
+    product = kernels.gated(gate, up, activation=activation)
+    kernels.gated_backward_(grad, gate, up, activation=activation)
+    assert all(x.grad is not None for x in leaves)
+    return [
+        product,
+        grad,
+        gate,
+        up,
+        expected.detach(),
+        *(x.grad for x in leaves if x.grad is not None),
+    ]
