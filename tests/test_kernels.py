@@ -26,7 +26,7 @@ import torch
 from tests.kernel_cases import ACTIVATIONS, gated_results
 for activation in ACTIVATIONS:
     product, again, of_gate, of_up, *expected = gated_results(activation, dtype=torch.float32, device="cpu")
-    torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(product, again)
 """
 
