@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.preflight_examples import llama_70b, setup
-from workflow.lib.duration import gpu_seconds, micro_batch_work
 from workflow.lib.gpus import BY_NAME
 from workflow.lib.memory import GIB, predict
 from workflow.lib.memory_terms import Setup
+from workflow.lib.planner import imagined_machine
+from workflow.lib.speeds import speed_of
 
 PAGE = Path(__file__).parents[1] / "workflow" / "docs" / "memory-model.md"
 SECTION = PAGE.read_text(encoding="utf-8").split("## A published table against this model")[1]
@@ -39,7 +40,8 @@ def test_all_rows_are_read() -> None:
 def test_row_of_the_published_table_is_what_the_model_predicts(row: tuple[str, ...]) -> None:
     *settings, gib, speed = row
     described = published_setup(*settings)
-    work = micro_batch_work(llama_70b(), described, trained_share=1.0)
-    tokens_per_s = described.tokens / gpu_seconds(work, BY_NAME["NVIDIA GeForce RTX 4090"])
+    cards = imagined_machine(described.processes, BY_NAME["NVIDIA GeForce RTX 4090"])
+    parts = speed_of(cards, calibration=None).parts(llama_70b(), described, trained_share=1.0)
+    tokens_per_s = described.tokens / sum(parts.values())
     assert predict(llama_70b(), described).peak_bytes / GIB == pytest.approx(float(gib), abs=0.06)
     assert tokens_per_s == pytest.approx(float(speed), abs=1)

@@ -87,6 +87,17 @@ def test_setting_changes_exactly_the_keys_of_what_depends_on_it(
     assert {name for name, key in KEYS.items() if key(before) != key(after)} == changed
 
 
+def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    run = run_with("hardware", calibration=str(path))
+    hashes = set()
+    for text in ("one", "two"):
+        path.write_text(text)
+        hashes.add(calibration_hash(run))
+    assert len(hashes) == 2
+    assert calibration_hash(run_with()) is None
+
+
 # One other value for every setting of `train`; a new setting must be added here, and so thought about.
 OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "seed": {"seed": 7},

@@ -37,9 +37,22 @@ def test_llama_2_70b_fits_two_cards_of_24_gb_with_short_rows(tmp_path: Path) -> 
 
 
 def test_what_does_not_fit_names_changes_that_would() -> None:
-    message = refused("--model", "Llama-3.1-70B", "--gpus", "2x4090")
+    here = ("--set", "hardware.offload_layers=0", "--set", "hardware.offload_activations=false")
+    message = refused("--model", "Llama-3.1-70B", "--gpus", "2x4090", *here)
     assert "does not fit" in message
     assert "hardware.gpus = 4" in message
+
+
+def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
+    tmp_path: Path,
+) -> None:
+    answer = ask(
+        "--model", "Llama-3.1-70B", "--gpus", "2x4090", "--output", str(tmp_path / "p.json")
+    )
+    assert answer.returncode == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["plan"]["offload_layers"] > 0
+    assert f"{found['plan']['offload_layers']} layers; gathered weights" in answer.stderr
 
 
 def test_any_setting_can_be_given(tmp_path: Path) -> None:

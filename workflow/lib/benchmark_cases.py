@@ -192,7 +192,13 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
             "activation_checkpointing": True,
             "learning_rate": 1e-4,
         },
-        "hardware": {"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count},
+        # What preflight would choose is not what a case measures: it names every lever.
+        "hardware": {
+            "offload_activations": False,
+            "offload_layers": 0,
+            "reshard_after_forward": True,
+        }
+        | ({"gpus": count} if device == "cuda" else {"gpus": 0, "cpu_processes": count}),
     }
     try:
         return load_config(merge(document, request.settings) | {"runs": {"case": {}}})[1]["case"]

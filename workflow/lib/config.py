@@ -123,6 +123,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
     paths = {
         "data.chat_template": run.data.chat_template,
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
+        "hardware.calibration": run.hardware.calibration,
     }
     if not is_hub_id(run.model.source):
         paths["model.source"] = run.model.source

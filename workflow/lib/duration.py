@@ -1,32 +1,57 @@
-"""Seconds of a step from shapes and a table of GPUs: a roofline whose constants were measured on one kind of GPU.
+"""Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
 
-A micro-batch costs products + attention + dequantization + elementwise traffic, each at a share of what
-the data sheet promises, or the time that the host takes to launch the kernels, whichever is more.
-The constants come from 2 x H200; for other GPUs they are assumed, not measured, so this is an
-estimate for planning and no more. Traffic between GPUs is taken as hidden behind compute (on PCIe
-it may not be). A GPU that the table does not know has no estimate. Units: FLOP, bytes, seconds.
+A GPU's work is products + attention + dequantization + elementwise traffic, each at a share of what the data sheet
+promises. Three things run beside it, and count only for what they take longer: Python, which
+launches the kernels; traffic between GPUs; and activations on their way to the host and back. On PCIe the
+last two share the slot. Constants come from measurements (`calibration`); which ones, `speeds` decides.
+Units: FLOP, bytes, seconds.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.lib.gpus import BY_NAME, GpuModel
-from workflow.lib.memory_terms import Setup, lora_parameters, saved_activations
+from workflow.lib.communication import NO_TRAFFIC, Traffic
+from workflow.lib.gpus import PCIE_4, PCIE_5, GpuModel
+from workflow.lib.memory_terms import Setup, hosted_slice, lora_parameters, saved_activations
 from workflow.lib.shapes import ModelShape
 
-# A profile of 8 layers of 70B width, T = 2 x 2048, 2 x H200, torch 2.11: products at 734 of 989
-# TFLOP/s; dequantization of 2.5 bytes a weight at 1.9 of 4.8 TB/s; attention.
-PRODUCT_SHARE = 0.74
-ATTENTION_SHARE = 0.42
-DEQUANTIZATION_SHARE = 0.40
-# Fitted to 31 timings of the engine on 1 and 2 H200 (tests/measured_h200.jsonl): bytes of elementwise traffic for
-# each byte that autograd keeps and each pass, at the data sheet's bandwidth; and what Python takes
-# to launch one pass of one layer, which decides below about 2,000 tokens.
-ELEMENTWISE_TRAFFIC = 15.0
-LAUNCH_S = 3.3e-3
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say. All are above 0."""
+
+    product_share: float
+    """Of the data sheet's FLOP/s in matrix products, and in attention."""
+    attention_share: float
+    dequantization_share: float
+    """Of the data sheet's memory bandwidth in dequantization."""
+    elementwise_traffic: float
+    """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
+    launch_s: float
+    """What Python takes to launch one pass of one layer, and what it takes more if the layer is sharded."""
+    sharded_launch_s: float
+    gather_traffic: float
+    """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered weights."""
+
+
+# Fitted to the timings of `tests/measured_h200.jsonl` by `calibration`; docs/memory-model.md says how well.
+H200 = Constants(
+    product_share=0.849,
+    attention_share=0.458,
+    dequantization_share=0.306,
+    elementwise_traffic=18.0,
+    launch_s=2.71e-3,
+    sharded_launch_s=1.15e-3,
+    gather_traffic=17.6,
+)
 # Embedding rows from a mapped file: one thread copied 64 MiB in 15.5 ms (8,192 x bf16, 4,096 random rows, 2-core VM,
 # November 2026). The GPU waits for it.
 LOOKUP_BANDWIDTH = 4.3e9
+HOST_SHARE = (
+    0.8  # of a PCIe slot's data sheet that large copies from page-locked memory reach; assumed
+)
+
+DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
 CPU_FLOPS = 65e9
@@ -39,48 +64,122 @@ class Work:
     product_flops: float
     attention_flops: float
     dequantized_bytes: float
-    elementwise_bytes: float
+    kept_bytes: float
+    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with it."""
     layer_passes: int
+    forward_share: float
+    """Of all passes."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
+    stashed_bytes: int = 0
+    """Activations that go to host memory, and come back."""
+    hosted_layers: int = 0
+    """Layers whose packed weights come from host memory for forward and again for backward, and the bytes of one of them."""
+    hosted_bytes: int = 0
+    layers: int = 1
 
 
 def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
     """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the loss.
 
     A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token each);
-    an adapter's twice in backward. The down projection counts as recomputed, though where no norm follows it is not. Attention: 4 S q a token and layer in forward, half of it with flash
-    (causal), 2.5 times that in backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    an adapter's twice in backward. DoRA multiplies every weight with A once a pass. Attention: 4 S q a token and layer in forward,
+    half of it with flash (causal), 2.5 times that in backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     """
-    t = setup.tokens
-    layer_passes = 2 * shape.num_layers + setup.recomputed_layers(shape.num_layers)
-    passes = layer_passes / shape.num_layers
-    adapters = lora_parameters(shape, setup)
+    t, layers = setup.tokens, shape.num_layers
+    recomputed = setup.recomputed_layers(layers)
+    layer_passes = 2 * layers + recomputed
+    passes = layer_passes / layers
+    used = passes * shape.quantized_weights - recomputed * _not_recomputed(shape, setup)
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
+    adapters = 2 * (passes + 1) * lora_parameters(shape, setup)
+    dora = 2 * setup.rank * used if setup.dora else 0
     causal = 0.5 if setup.attention == "flash" else 1.0
-    forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * shape.num_layers
+    forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
+    kept = saved_activations(shape, setup)
     return Work(
-        product_flops=t
-        * (2 * passes * shape.quantized_weights + 2 * (passes + 1) * adapters + head),
+        product_flops=t * (2 * used + adapters + head) + dora,
         attention_flops=t * forward * (passes - 1 + 2.5),
-        dequantized_bytes=passes * shape.quantized_weights * 2.5,
-        elementwise_bytes=ELEMENTWISE_TRAFFIC
-        * passes
-        * shape.num_layers
-        * saved_activations(shape, setup),
+        dequantized_bytes=used * DEQUANTIZED_BYTES,
+        kept_bytes=layer_passes * kept,
         layer_passes=layer_passes,
+        forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
+        stashed_bytes=_stashed_bytes(shape, setup, recomputed=recomputed, kept=kept),
+        hosted_layers=setup.offload_layers,
+        hosted_bytes=hosted_slice(shape, setup),
+        layers=layers,
     )
 
 
-def gpu_seconds(work: Work, gpu: GpuModel) -> float:
+def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
+    """Weights of a layer that recomputation stops before: the last linear's, if its adapter is plain and no norm follows."""
+    if setup.dropout or setup.dora or shape.hidden_norms > 2:
+        return 0
+    return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
+
+
+def _stashed_bytes(shape: ModelShape, setup: Setup, *, recomputed: int, kept: int) -> int:
+    if not setup.offload_activations:
+        return 0
+    inputs = setup.compute_bytes * setup.tokens * shape.hidden_size
+    return recomputed * inputs + (shape.num_layers - recomputed) * kept
+
+
+Parts = dict[str, float]
+
+
+def gpu_parts(
+    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
+) -> Parts:
+    """Seconds of a micro-batch on a GPU by what it does or waits for; their sum is the time."""
+    gathered = constants.gather_traffic * traffic.gathered_bytes
+    parts = {
+        "products": work.product_flops / (gpu.flops * constants.product_share),
+        "attention": work.attention_flops / (gpu.flops * constants.attention_share),
+        "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
+        "elementwise": constants.elementwise_traffic * work.kept_bytes / gpu.bandwidth,
+        # copies to and from the host take memory bandwidth too
+        "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
+    }
+    launch_s = constants.launch_s + constants.sharded_launch_s * (traffic != NO_TRAFFIC)
+    busy_s = sum(parts.values())
+    parts["waiting_for_python"] = max(0.0, work.layer_passes * launch_s - busy_s)
+    return parts | _waiting(work, gpu, traffic, compute_s=sum(parts.values()))
+
+
+def _waiting(work: Work, gpu: GpuModel, traffic: Traffic, *, compute_s: float) -> Parts:
+    """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
+    host = gpu.host_bandwidth * HOST_SHARE
+    forward_s = work.forward_share * compute_s
+    stash_s, both_hosted_s = (
+        work.stashed_bytes / host,
+        2 * work.hosted_layers * work.hosted_bytes / host,
+    )
+    late_s = max(0.0, traffic.beside_s - compute_s)
+    if gpu.link in (PCIE_4, PCIE_5) and traffic.beside_s:  # one slot for all of it
+        late_s = max(0.0, traffic.beside_s + 2 * stash_s + both_hosted_s - compute_s)
+    alone_s = max(0.0, stash_s - forward_s) + max(0.0, stash_s - (compute_s - forward_s))
+    alone_s += _late_layers(work, traffic, copy_s=work.hosted_bytes / host, compute_s=compute_s)
+    return {
+        "waiting_for_other_gpus": max(0.0, late_s - alone_s) + traffic.exposed_s,
+        "waiting_for_the_host": alone_s + work.looked_up_bytes / LOOKUP_BANDWIDTH,
+    }
+
+
+def _late_layers(work: Work, traffic: Traffic, *, copy_s: float, compute_s: float) -> float:
+    """What layers from the host are late: each is copied and gathered while one layer before it computes."""
+    needed_s = copy_s + traffic.gather_s
+    before = (work.forward_share, 1 - work.forward_share)
+    late = (max(0.0, needed_s - share * compute_s / work.layers) for share in before)
+    return work.hosted_layers * sum(late)
+
+
+def gpu_seconds(
+    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
+) -> float:
     """Seconds of a micro-batch on a GPU."""
-    busy = work.product_flops / (gpu.flops * PRODUCT_SHARE)
-    busy += work.attention_flops / (gpu.flops * ATTENTION_SHARE)
-    busy += work.dequantized_bytes / (gpu.bandwidth * DEQUANTIZATION_SHARE)
-    busy += work.elementwise_bytes / gpu.bandwidth
-    looked_up = work.looked_up_bytes / LOOKUP_BANDWIDTH
-    return looked_up + max(busy, work.layer_passes * LAUNCH_S)
+    return sum(gpu_parts(work, gpu, constants=constants, traffic=traffic).values())
 
 
 def cpu_seconds(work: Work) -> float:
@@ -89,9 +188,10 @@ def cpu_seconds(work: Work) -> float:
 
 
 def estimate(
-    work: Work,
+    parts: Parts | None,
     *,
-    gpu_names: tuple[str, ...],
+    basis: str,
+    num_gpus: int,
     tokens: int,
     accumulation_steps: int,
     num_steps: int,
@@ -99,27 +199,21 @@ def estimate(
 ) -> dict[str, Any]:
     """Return the `time` entry of preflight.json.
 
-    gpu_names: of the GPUs used, empty on the CPU; tokens: T. The slowest GPU decides; if one is
-    unknown, the times are None and `basis` says so. `cost` is None without a price or a time.
+    parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on the CPU.
+    `cost` is None without a price or a time.
     """
-    unknown = sorted(set(gpu_names) - BY_NAME.keys())
-    if unknown:
-        basis = f"unknown: no speed is recorded for {', '.join(unknown)}"
-        times = dict.fromkeys(("step_s", "total_h", "tokens_per_s_per_process", "cost"))
-        return {**times, "basis": basis}
-    if gpu_names:
-        micro_s = max(gpu_seconds(work, BY_NAME[name]) for name in gpu_names)
-        basis = f"uncalibrated roofline for {', '.join(sorted(set(gpu_names)))}; constants measured on H200"
-    else:
-        micro_s = cpu_seconds(work)
-        basis = f"rough: {CPU_FLOPS / 1e9:.0f} GFLOP/s per CPU process, measured on one machine"
+    if parts is None:
+        times = ("step_s", "total_h", "tokens_per_s_per_process", "cost")
+        return {**dict.fromkeys(times), "parts_s": {}, "basis": basis}
+    micro_s = sum(parts.values())
     step_s = micro_s * accumulation_steps
     total_h = step_s * num_steps / 3600
-    gpu_hours = total_h * len(gpu_names)
+    gpu_hours = total_h * num_gpus
     return {
         "step_s": step_s,
         "total_h": total_h,
         "tokens_per_s_per_process": tokens / micro_s,
         "cost": gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
+        "parts_s": parts,
         "basis": basis,
     }

@@ -1,7 +1,8 @@
 """GPUs that predictions know without having one: speed by data sheet, memory as CUDA reports it.
 
 Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H100) and data sheets (A5000,
-A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures halved. Memory:
+A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures halved. Links: the same
+sheets, one direction (NVLink's figures count both); bridges that some cards can have are not counted. Memory:
 `total_memory` of CUDA, as PyTorch's out-of-memory messages show it; it is below the figure on the box, and
 error correction takes more where it is switched on.
 """
@@ -18,11 +19,30 @@ MOST_GPUS = 4096
 
 
 @dataclass(frozen=True)
+class Link:
+    """How GPUs of one machine reach each other: bytes/s of a GPU in one direction, and the share that collectives get."""
+
+    name: str
+    bandwidth: float
+    share: float
+
+
+# Shares are assumed, but for NVLink's, which our 2 x H200 bear out. PCIe: without direct access between cards, as on
+# GeForce, a collective's bytes go through host memory.
+PCIE_4, PCIE_5 = Link("PCIe 4.0", 32e9, 0.4), Link("PCIe 5.0", 64e9, 0.4)
+NVLINK_3, NVLINK_4, NVLINK_5 = (
+    Link(f"NVLink {generation}", bandwidth, 0.8)
+    for generation, bandwidth in ((3, 300e9), (4, 450e9), (5, 900e9))
+)
+INFINITY = Link("Infinity Fabric", 64e9, 0.8)  # one link between two GPUs; eight have seven each
+
+
+@dataclass(frozen=True)
 class GpuModel:
     """One kind of GPU.
 
     flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s; memory_gib: GiB that a
-    process sees; aliases: what people call it.
+    process sees; link: to its neighbours, as most machines have it; aliases: what people call it.
     """
 
     name: str
@@ -30,29 +50,40 @@ class GpuModel:
     memory_gib: float
     flops: float
     bandwidth: float
+    link: Link
+    host_bandwidth: float
+    """Bytes/s of its PCIe slot in one direction, by data sheet."""
     aliases: tuple[str, ...]
 
 
+def _model(
+    name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
+) -> GpuModel:
+    """A GPU whose slot is that of its generation: PCIe 5.0 where its own links are newer than Ampere's."""
+    host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
+    return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
+
+
 MODELS = (
-    GpuModel("NVIDIA GeForce RTX 3090", 23.69, 71e12, 936e9, ("3090", "RTX 3090")),
-    GpuModel("NVIDIA GeForce RTX 4090", 23.64, 165.2e12, 1008e9, ("4090", "RTX 4090")),
-    GpuModel("NVIDIA GeForce RTX 5090", 31.36, 209.5e12, 1792e9, ("5090", "RTX 5090")),
-    GpuModel("NVIDIA RTX A5000", 23.68, 111.1e12, 768e9, ("A5000", "RTX A5000")),
-    GpuModel("NVIDIA RTX A6000", 47.54, 154.8e12, 768e9, ("A6000", "RTX A6000")),
-    GpuModel(
-        "NVIDIA RTX 6000 Ada Generation", 47.50, 364.2e12, 960e9,
-        ("6000 Ada", "RTX 6000 Ada", "A6000 Ada", "RTX A6000 Ada"),
+    _model("NVIDIA GeForce RTX 3090", 23.69, 71, 936, PCIE_4, "3090", "RTX 3090"),
+    _model("NVIDIA GeForce RTX 4090", 23.64, 165.2, 1008, PCIE_4, "4090", "RTX 4090"),
+    _model("NVIDIA GeForce RTX 5090", 31.36, 209.5, 1792, PCIE_5, "5090", "RTX 5090"),
+    _model("NVIDIA RTX A5000", 23.68, 111.1, 768, PCIE_4, "A5000", "RTX A5000"),
+    _model("NVIDIA RTX A6000", 47.54, 154.8, 768, PCIE_4, "A6000", "RTX A6000"),
+    _model(
+        "NVIDIA RTX 6000 Ada Generation", 47.50, 364.2, 960, PCIE_4,
+        "6000 Ada", "RTX 6000 Ada", "A6000 Ada", "RTX A6000 Ada",
     ),
-    GpuModel("NVIDIA L40S", 44.40, 362e12, 864e9, ("L40S",)),
-    GpuModel("NVIDIA A100-PCIE-40GB", 39.39, 312e12, 1555e9, ("A100 PCIe 40GB",)),
-    GpuModel("NVIDIA A100-SXM4-40GB", 39.39, 312e12, 1555e9, ("A100 40GB", "A100-40")),
-    GpuModel("NVIDIA A100 80GB PCIe", 79.15, 312e12, 1935e9, ("A100 PCIe",)),
-    GpuModel("NVIDIA A100-SXM4-80GB", 79.15, 312e12, 2039e9, ("A100", "A100 80GB", "A100-80")),
-    GpuModel("NVIDIA H100 PCIe", 79.10, 756e12, 2039e9, ("H100 PCIe",)),
-    GpuModel("NVIDIA H100 80GB HBM3", 79.10, 989e12, 3352e9, ("H100", "H100 80GB", "H100 SXM")),
-    GpuModel("NVIDIA H200", 139.81, 989e12, 4800e9, ("H200",)),
-    GpuModel("NVIDIA B200", 178.35, 2250e12, 8000e9, ("B200",)),
-    GpuModel("AMD Instinct MI300X", 191.98, 1307.4e12, 5300e9, ("MI300X",)),
+    _model("NVIDIA L40S", 44.40, 362, 864, PCIE_4, "L40S"),
+    _model("NVIDIA A100-PCIE-40GB", 39.39, 312, 1555, PCIE_4, "A100 PCIe 40GB"),
+    _model("NVIDIA A100-SXM4-40GB", 39.39, 312, 1555, NVLINK_3, "A100 40GB", "A100-40"),
+    _model("NVIDIA A100 80GB PCIe", 79.15, 312, 1935, PCIE_4, "A100 PCIe"),
+    _model("NVIDIA A100-SXM4-80GB", 79.15, 312, 2039, NVLINK_3, "A100", "A100 80GB", "A100-80"),
+    _model("NVIDIA H100 PCIe", 79.10, 756, 2039, PCIE_5, "H100 PCIe"),
+    _model("NVIDIA H100 80GB HBM3", 79.10, 989, 3352, NVLINK_4, "H100", "H100 80GB", "H100 SXM"),
+    _model("NVIDIA H200", 139.81, 989, 4800, NVLINK_4, "H200"),
+    _model("NVIDIA B200", 178.35, 2250, 8000, NVLINK_5, "B200"),
+    _model("AMD Instinct MI300X", 191.98, 1307.4, 5300, INFINITY, "MI300X"),
 )  # fmt: skip
 BY_NAME = {model.name: model for model in MODELS}
 

@@ -1,7 +1,7 @@
 """Runs whose models and data lie in an object store: what their settings may name, and what travels with the sources.
 
 Where no disk is shared, Snakemake fetches the inputs of a job from the store and brings its outputs there. A path of the
-settings is then one below the store's prefix. Chat templates and task files are part of the workflow instead: Snakemake
+settings is then one below the store's prefix. Chat templates, task files and measurements are part of the workflow instead: Snakemake
 packs what Git tracks, and every job unpacks that.
 """
 
@@ -26,7 +26,9 @@ def check_stored_paths(name: str, run: RunConfig, *, sent_from_here: bool) -> No
     if run.data.source is None:
         for path in dataset_paths(run):
             _check_stored("data", path, name)
-    for key, path in _travellers(run, tasks=True):
+    measured = run.hardware.calibration
+    more = [("hardware.calibration", measured)] if measured else []
+    for key, path in [*_travellers(run, tasks=True), *more]:
         _check_traveller(key, path, name, sent_from_here=sent_from_here)
 
 

@@ -30,6 +30,7 @@ from workflow.lib.config import EvaluateConfig, ReportConfig
 from workflow.lib.figures import Figure, curve_figures, heldout_figure, memory_figure
 from workflow.lib.length_figure import length_figure
 from workflow.lib.parallel_plot import parallel_figure
+from workflow.lib.plans import choices, in_words, nearest_plans
 from workflow.lib.records import Interval, Step
 from workflow.lib.reporting import Run
 from workflow.lib.requirements import gate
@@ -158,6 +159,9 @@ def _environment() -> Environment:
         "flat": flat,
         "verdict": verdict,
         "selected_steps": selected_steps,
+        "nearest_plans": nearest_plans,
+        "plan_choices": choices,
+        "in_words": in_words,
     }
     return environment
 

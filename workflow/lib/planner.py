@@ -55,7 +55,7 @@ def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
         device="cuda",
         processes=count * nodes,
         nodes=nodes,
-        gpu_names=(gpu.name,) * count,
+        gpu_names=(gpu.name,) * count * nodes,
         gpu_bytes=int(gpu.memory_gib * GIB),
         host_bytes=None,
         flash_attention=True,
@@ -205,7 +205,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         block_size=run.quantize.block_size,
         double_quant=run.quantize.double_quant,
         activation_checkpointing=True,
-        reshard_after_forward=run.hardware.reshard_after_forward,
+        reshard_after_forward=run.hardware.reshard_after_forward is not False,
         fused_layers=run.train.fused_layers,
         offload_activations=_offloads(run.hardware, machine),
         accumulates=True,
@@ -222,14 +222,15 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
 
 def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
     """Whether activations wait in host memory; raises `UserError` if that is asked for where there is no other memory."""
-    if hardware.offload_activations and machine.device == "cpu":
+    wanted = hardware.offload_activations is True
+    if wanted and machine.device == "cpu":
         raise setting_error(
             "hardware.offload_activations",
             True,
             "this run is on CPUs, whose activations are in host memory anyway",
-            "Set it to false, or use GPUs (hardware.gpus)",
+            "Set it to auto or false, or use GPUs (hardware.gpus)",
         )
-    return hardware.offload_activations
+    return wanted
 
 
 def _optimizer(name: str, machine: Machine) -> str:
@@ -244,23 +245,28 @@ def _optimizer(name: str, machine: Machine) -> str:
     return name
 
 
-def _offloaded_layers(wanted: int, shape: ModelShape, machine: Machine) -> int:
-    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are not so many, or no GPU."""
+def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) -> int:
+    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are not so many, or no GPU.
+
+    `auto`: none, unless the search finds that some are needed.
+    """
+    if wanted == "auto":
+        return 0
     if wanted and machine.device == "cpu":
         raise setting_error(
             "hardware.offload_layers",
             wanted,
             "this run is on CPUs, whose weights are in host memory anyway",
-            "Set it to 0, or use GPUs (hardware.gpus)",
+            "Set it to auto or 0, or use GPUs (hardware.gpus)",
         )
-    if wanted > shape.num_layers:
+    if int(wanted) > shape.num_layers:
         raise setting_error(
             "hardware.offload_layers",
             wanted,
             f"the model has {shape.num_layers} decoder layers",
-            "Set it to that number or below",
+            "Set it to that number or below, or to auto",
         )
-    return wanted
+    return int(wanted)
 
 
 def offloads_embedding(wanted: bool | str, shape: ModelShape, machine: Machine) -> bool:

@@ -11,13 +11,12 @@ from workflow.lib.artifacts import read_json
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.memory import EXPLANATIONS, GIB
-from workflow.lib.memory_terms import lora_parameters, offload_window
+from workflow.lib.memory_terms import Setup, lora_parameters, offload_window
 from workflow.lib.planner import (
     Budget,
     Machine,
     budget,
     compute_dtype,
-    host_bytes,
     imagined_machine,
     make_setup,
     micro_batch_sizes,
@@ -25,10 +24,13 @@ from workflow.lib.planner import (
 )
 from workflow.lib.remedies import remedies
 from workflow.lib.schedule import total_steps
-from workflow.lib.search import Candidate, candidates, checkpointing_levels, explain
+from workflow.lib.search import Candidate, Question, candidates, explain, open_choices
 from workflow.lib.shapes import ModelShape
+from workflow.lib.speeds import Speed, speed_of
 from workflow.lib.storage import disk_bytes
 from workflow.lib.verdict import confirmed
+
+MOST_REMEDIES = 3  # named to who has a run that does not fit
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Decision:
     chosen: Candidate
     found: list[Candidate]
     rows: int
+    speed: Speed
     limits: Budget
     host_bytes: int
     disk_bytes: dict[str, int]
@@ -123,7 +126,7 @@ def decide(
     *,
     disk_free_bytes: int | None,
 ) -> Decision:
-    """Choose micro-batch size and recomputation and say whether the run fits GPU (or host) memory and disk.
+    """Choose the plan and say whether the run fits GPU (or host) memory and disk.
 
     `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot work with this
     model or machine, whatever its memory.
@@ -132,24 +135,16 @@ def decide(
     rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
     sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
     setup = make_setup(run, shape, machine)
-    found = candidates(
-        shape,
-        setup,
-        machine,
-        sizes=sizes,
-        levels=checkpointing_levels(run.train.activation_checkpointing),
-        rows=rows,
-        trained_share=trained_share(manifest),
-        limits=limits,
-    )
+    speed = speed_of(machine, calibration=run.hardware.calibration)
+    question = Question(shape, machine, speed, limits, rows, trained_share(manifest))
+    found = candidates(question, setup, open_choices(run, machine, sizes=sizes))
     chosen, found = confirmed(found, shape, device=machine.device, limits=limits)
-    host = host_bytes(shape, chosen.setup, machine, peak_bytes=chosen.prediction.peak_bytes)
     disk = disk_bytes(
         shape, chosen.setup, manifest,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
     )  # fmt: skip
     lack = _memory_lack(run, shape, machine, chosen, limits)
-    lack = lack or _host_lack(host, limits, machine)
+    lack = lack or _host_lack(chosen, limits, machine)
     lack = lack or _disk_lack(disk["checkpoints"] + disk["adapter"], disk_free_bytes)
     return Decision(
         fits=lack is None,
@@ -157,8 +152,9 @@ def decide(
         chosen=chosen,
         found=found,
         rows=rows,
+        speed=speed,
         limits=limits,
-        host_bytes=host,
+        host_bytes=chosen.host_bytes,
         disk_bytes=disk,
         disk_free_bytes=disk_free_bytes,
     )
@@ -183,7 +179,7 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
 def _memory_lack(
     run: RunConfig, shape: ModelShape, machine: Machine, chosen: Candidate, limits: Budget
 ) -> str | None:
-    if chosen.fits:
+    if chosen.lacking_bytes <= 0:
         return None
     options = remedies(
         shape,
@@ -193,18 +189,18 @@ def _memory_lack(
         global_batch_size=run.train.global_batch_size,
     )
     enough = [str(remedy) for remedy in options if remedy.fits]
-    advice = f"Any one of these would fit: {'; '.join(enough)}"
+    advice = f"Any one of these would fit: {'; '.join(enough[:MOST_REMEDIES])}"
     if not enough:
-        most = "; ".join(str(remedy) for remedy in options[:4]) or "there is none"
+        most = "; ".join(map(str, options[:MOST_REMEDIES])) or "there is none"
         advice = f"No single change is enough; the largest savings are: {most}"
     return f"{_reason(chosen, limits, machine)}. {advice}"
 
 
-def _host_lack(host: int, limits: Budget, machine: Machine) -> str | None:
-    if limits.host_capacity_bytes is None or host <= limits.host_capacity_bytes:
+def _host_lack(chosen: Candidate, limits: Budget, machine: Machine) -> str | None:
+    if limits.host_capacity_bytes is None or chosen.lacking_host_bytes <= 0:
         return None
     return (
-        f"the {machine.processes} processes need {host / GIB:.2f} GiB of host memory together, "
+        f"the {machine.processes} processes need {chosen.host_bytes / GIB:.2f} GiB of host memory together, "
         f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used (hardware.host_memory_gib, or what is free). "
         "Free host memory, or use fewer processes"
     )
@@ -244,8 +240,9 @@ def document(
         "disk_bytes": decision.disk_bytes,
         "disk_free_bytes": decision.disk_free_bytes,
         "time": duration.estimate(
-            duration.micro_batch_work(shape, setup, trained_share=trained_share(manifest)),
-            gpu_names=machine.gpu_names,
+            _parts(decision, shape, setup, manifest),
+            basis=decision.speed.basis,
+            num_gpus=len(machine.gpu_names),
             tokens=setup.tokens,
             accumulation_steps=plan["accumulation_steps"],
             num_steps=plan["num_steps"],
@@ -282,6 +279,15 @@ def _peaks(chosen: Candidate, limits: Budget) -> dict[str, Any]:
     }
 
 
+def _parts(
+    decision: Decision, shape: ModelShape, setup: Setup, manifest: Mapping[str, Any]
+) -> duration.Parts | None:
+    """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
+    if not decision.speed.known:
+        return None
+    return decision.speed.parts(shape, setup, trained_share=trained_share(manifest))
+
+
 def _plan(
     decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
 ) -> dict[str, Any]:
@@ -312,6 +318,10 @@ def _candidate(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "micro_batch_size": candidate.micro_batch_size,
         "activation_checkpointing": candidate.setup.activation_checkpointing,
         "recomputation": candidate.recomputation,
+        "offload_activations": candidate.setup.offload_activations,
+        "offload_layers": candidate.setup.offload_layers,
+        "reshard_after_forward": candidate.setup.reshard_after_forward,
+        "host_bytes": candidate.host_bytes,
         "peak_bytes": candidate.prediction.peak_bytes,
         "relative_time": candidate.step_s / chosen.step_s,
         "fits": candidate.fits,

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from workflow.lib.memory import GIB, MIB
-from workflow.lib.search import VERDICTS_OF_CHOSEN
+from workflow.lib.plans import choices, chosen_plan, in_words, nearest_plans
+from workflow.lib.records import Candidate
 
 METHODS = {
     "replay": "reserved beyond what is allocated, by a replay of the steps",
     "closed_form": "reserved beyond what is allocated",
 }
 WIDTH = 100  # columns
-FASTER_PLANS, SLOWER_PLANS = 6, 3  # lines of the table of plans on either side of the chosen one
 
 
 def render(document: dict[str, Any], *, run: str) -> str:
@@ -51,20 +51,19 @@ def _terms(document: dict[str, Any], *, run: str) -> Table:
 
 
 def _plans(document: dict[str, Any]) -> Table:
-    """The chosen plan between the nearest that would be faster and the next that are slower."""
-    ordered = sorted(document["candidates"], key=lambda c: (c["relative_time"], c["peak_bytes"]))
-    place = next(i for i, c in enumerate(ordered) if c["why"] in VERDICTS_OF_CHOSEN)
-    shown = ordered[max(0, place - FASTER_PLANS) : place + 1 + SLOWER_PLANS]
-    table = Table(title=f"plans: {len(shown)} of {len(ordered)}", title_justify="left")
-    table.add_column("micro-batch", justify="right")
-    table.add_column("recomputation")
-    table.add_column("peak", justify="right")
-    table.add_column("time of a step", justify="right")
+    """The chosen plan among its neighbours, a line each."""
+    plans = [Candidate.model_validate(plan) for plan in document["candidates"]]
+    shown, columns = nearest_plans(plans), choices(plans)
+    table = Table(title=f"plans: {len(shown)} of {len(plans)}", title_justify="left")
+    for title in ("micro-batch", *columns, "peak", "step"):
+        table.add_column(title, justify="left" if title in columns else "right")
     table.add_column("")
     for plan in shown:
-        relative = f"{100 * plan['relative_time']:.1f}%"
-        size, peak = str(plan["micro_batch_size"]), _size(plan["peak_bytes"])
-        table.add_row(size, plan["recomputation"], peak, relative, plan["why"])
+        chosen = (in_words(plan)[title] for title in columns)
+        relative = f"{100 * plan.relative_time:.1f}%"
+        table.add_row(
+            str(plan.micro_batch_size), *chosen, _size(plan.peak_bytes), relative, plan.why
+        )
     return table
 
 
@@ -73,10 +72,17 @@ def _facts(document: dict[str, Any]) -> Table:
     plan, time = document["plan"], document["time"]
     table = Table(show_header=False)
     table.add_row("verdict", document["verdict"])
+    chosen = chosen_plan([Candidate.model_validate(found) for found in document["candidates"]])
+    words = in_words(chosen)
+    parts = [
+        f"recomputation: {words['recomputation']}",
+        f"on the host: {words['on the host']}",
+        f"gathered weights: {words['gathered']}",
+    ]
     table.add_row(
         "plan",
         f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x accumulation "
-        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}",
+        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}; {'; '.join(parts)}",
     )
     phases = document["phases"].items()
     table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
@@ -89,17 +95,28 @@ def _facts(document: dict[str, Any]) -> Table:
         disk += f"; free {_size(document['disk_free_bytes'])}"
     table.add_row("disk", disk)
     table.add_row("time", _time(time))
+    if time.get("parts_s"):
+        table.add_row("spent on", _shares(time["parts_s"]))
+    table.add_row("predicted from", str(time["basis"]))
     return table
 
 
 def _time(time: dict[str, Any]) -> str:
     if time["step_s"] is None:
-        return str(time["basis"])
+        return "not known"
     cost = "" if time["cost"] is None else f"cost {time['cost']:,.2f}, "
     return (
         f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, {cost}"
-        f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process ({time['basis']})"
+        f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process"
     )
+
+
+def _shares(parts: dict[str, float]) -> str:
+    """Of the time of a micro-batch, in percent, the largest first; below half a percent left out."""
+    whole = sum(parts.values())
+    shares = sorted(((seconds / whole, name) for name, seconds in parts.items()), reverse=True)
+    words = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= 0.005)
+    return ", ".join(words)
 
 
 def _size(num_bytes: int) -> str:

@@ -156,6 +156,9 @@ class Candidate(Record):
     why: str
     peak_bytes: int
     fits: bool
+    offload_activations: bool = False
+    offload_layers: int = 0
+    reshard_after_forward: bool = True
 
 
 class Preflight(Record):

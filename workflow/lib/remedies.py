@@ -12,6 +12,24 @@ from workflow.lib.shapes import ModelShape
 MOST_GPUS = 64
 SHORTEST_ROW = 128  # tokens; shorter rows are no remedy worth naming
 SMALLEST_RANK = 4
+# From the nearest to the farthest: first what leaves the result of training as it is, then what only rounds otherwise.
+NEAREST = (
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "hardware.reshard_after_forward",
+    "hardware.offload_embedding",
+    "hardware.offload_activations",
+    "hardware.offload_layers",
+    "hardware.shard_size",
+    "hardware.gpus",
+    "hardware.cpu_processes",
+    "train.fused_layers",
+    "quantize.double_quant",
+    "lora.dropout",
+    "lora.r",
+    "data.seq_len",
+    "lora.use_dora",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,9 @@ def remedies(
     *,
     global_batch_size: int,
 ) -> list[Remedy]:
-    """Return the single changes that help, those that fit first; of each kind the smallest that fits, else the largest.
+    """Return the single changes that help; of each kind the smallest that fits, else the largest.
+
+    First come those that fit, the nearest (`NEAREST`) before others; then those that do not, the largest saving first.
 
     Micro-batches other than the given one are predicted with one row.
     """
@@ -45,7 +65,12 @@ def remedies(
             found.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
     before = predict(shape, setup).peak_bytes
     helpful = [remedy for remedy in found if remedy.fits or remedy.peak_bytes < before]
-    return sorted(helpful, key=lambda remedy: (not remedy.fits, remedy.peak_bytes))
+    return sorted(helpful, key=_order)
+
+
+def _order(remedy: Remedy) -> tuple[bool, int]:
+    near = NEAREST.index(remedy.change.split(" = ")[0])
+    return not remedy.fits, near if remedy.fits else remedy.peak_bytes
 
 
 def _try(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflow.lib.artifacts import canonical_json, short_hash
+from workflow.lib.artifacts import canonical_json, file_sha256, short_hash
 from workflow.lib.config import ReportConfig, RunConfig, is_hub_id
 from workflow.lib.sources import resolve_splits
 from workflow.lib.tokens import ARRAYS
@@ -154,6 +154,15 @@ def token_arrays(run: RunConfig) -> list[str]:
 def base_dir(run: RunConfig) -> str:
     """Folder of the NF4 base checkpoint."""
     return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
+
+
+def calibration_hash(run: RunConfig) -> str | None:
+    """Return the SHA-256 of the measurements that predicted times are fitted to; None without any.
+
+    They are no input of a rule: they may be the benchmark's output, which would then be made again for a prediction.
+    """
+    path = run.hardware.calibration
+    return None if path is None else file_sha256(Path(path))
 
 
 def stage_dir(name: str, stage: str) -> str:

@@ -1,16 +1,11 @@
 """Seconds of a step on many GPUs: `duration`'s compute, and what must travel between GPUs meanwhile.
 
-A micro-batch gathers every decoder layer for forward and, if it was freed, again for backward, sends the hidden states
-to the slices of the head and their gradients back, and reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too. Traffic
-runs beside compute (FSDP2 prefetches the next layer), so the longer of the two decides; only the first
-gathers have nothing to hide behind. Collectives are counted as rings: a GPU receives all but its own
-part, a node all but its own nodes' part through its network. Compute and 2 GPUs over NVLink are held against
-measurements (tests/test_scaling.py); the fabrics beyond are data sheets and assumptions, and are called so.
+Compute and 2 GPUs over NVLink are held against measurements (tests/test_calibration.py); the fabrics beyond are data
+sheets and assumptions, and are called so. What travels, `communication` says.
 
     python -m workflow.lib.scaling        writes workflow/docs/scaling.md
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,26 +13,13 @@ from pathlib import Path
 from workflow.lib import memory
 from workflow.lib.artifacts import write_text
 from workflow.lib.catalog import known_config
-from workflow.lib.duration import gpu_seconds, micro_batch_work
+from workflow.lib.communication import Fabric, micro_batch_traffic
+from workflow.lib.duration import gpu_parts, micro_batch_work
 from workflow.lib.gpus import BY_NAME, GIB, GpuModel
-from workflow.lib.memory_terms import Setup, gathered_bytes, layer_tensors
+from workflow.lib.memory_terms import Setup
 from workflow.lib.shapes import ModelShape, shape_of_config
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
-ATTAINED_SHARE = 0.8  # of a link's data sheet that a large collective reaches; assumed
-LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
-REMOTE_HOP_S = 10e-6
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node to the others."""
-
-    name: str
-    gpus_per_node: int
-    local: float
-    network: float
-
 
 # NVLink 4 of HGX H100: 900 GB/s in both directions together (NVIDIA H100 data sheet); one 400 Gb/s InfiniBand
 # port for each GPU; or one Ethernet port for the node.
@@ -45,14 +27,6 @@ INFINIBAND = Fabric("NVLink + InfiniBand, 8 x 400 Gb/s a node", 8, 450e9, 400e9)
 ETHERNET_400 = Fabric("NVLink + Ethernet, 400 Gb/s a node", 8, 450e9, 50e9)
 ETHERNET_100 = Fabric("NVLink + Ethernet, 100 Gb/s a node", 8, 450e9, 12.5e9)
 FABRICS = (INFINIBAND, ETHERNET_400, ETHERNET_100)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Seconds of a micro-batch's collectives: those that run beside compute, and those with nothing to hide behind."""
-
-    beside_s: float
-    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -74,59 +48,15 @@ class Step:
         return self.tokens / self.step_s
 
 
-def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
-    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride` GPUs from the next.
-
-    stride: 1 = neighbours, which fill node after node; the size of a group = one GPU of each group.
-    """
-    if processes == 1:
-        return 0.0
-    local = max(1, min(processes, fabric.gpus_per_node // stride))
-    nodes = math.ceil(processes / local)
-    sharing = (
-        fabric.gpus_per_node // local if nodes > 1 else 1
-    )  # rings at once through a node's network
-    inside = num_bytes * (processes - 1) / processes / fabric.local if local > 1 else 0.0
-    between = num_bytes * sharing * (nodes - 1) / nodes / fabric.network
-    hops = (processes - nodes) * LOCAL_HOP_S + (nodes if nodes > 1 else 0) * REMOTE_HOP_S
-    return max(inside, between) / ATTAINED_SHARE + hops
-
-
-def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traffic:
-    """Return the seconds of a micro-batch's collectives; none for one process."""
-    shards, layers = setup.shards, shape.num_layers
-    unit = sum(
-        gathered_bytes(tensors, processes=shards)
-        for tensors in layer_tensors(shape, setup).values()
-    )
-    adapters = sum(rows * width for rows, width in layer_tensors(shape, setup)["lora_weights"])
-    gather = ring_seconds(unit, fabric, processes=shards)
-    reduce = ring_seconds(adapters, fabric, processes=shards)
-    # a sum over replicas is a reduction and a gathering of each GPU's shard
-    across = 2 * ring_seconds(
-        adapters / shards,
-        fabric,
-        processes=setup.replicas,
-        stride=min(shards, fabric.gpus_per_node),
-    )
-    rows = setup.slices * setup.tokens * shape.hidden_size
-    # to the slices of the head, and back as gradients in fp32; rows of a sliced embedding come back too
-    travels = [setup.compute_bytes, 4] + ([] if setup.offload_embedding else [setup.compute_bytes])
-    vocabulary = sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)
-    passes = 2 if setup.reshard_after_forward else 1
-    return Traffic(
-        beside_s=layers * (passes * gather + reduce + across) + vocabulary,
-        exposed_s=vocabulary + gather,
-    )
-
-
 def predict_step(shape: ModelShape, setup: Setup, gpu: GpuModel, fabric: Fabric) -> Step:
     """Predict a step of one micro-batch whose every token is trained."""
-    compute = gpu_seconds(micro_batch_work(shape, setup, trained_share=1.0), gpu)
+    work = micro_batch_work(shape, setup, trained_share=1.0)
     traffic = micro_batch_traffic(shape, setup, fabric)
+    parts = gpu_parts(work, gpu, traffic=traffic)
+    step_s = sum(parts.values())
     return Step(
-        compute_s=compute,
-        step_s=max(compute, traffic.beside_s) + traffic.exposed_s,
+        compute_s=step_s - parts["waiting_for_other_gpus"],
+        step_s=step_s,
         tokens=setup.tokens * setup.processes,
     )
 
@@ -168,8 +98,8 @@ HEAD = """# Scaling: what many GPUs would bring
 Written by `python -m workflow.lib.scaling`; a test fails when it is out of date.
 
 **Predicted, not run.** The compute is the time model of `preflight` (constants measured on H200). The traffic model agrees
-within 25% with every timing that there is of more than one GPU: 2 x H200 over NVLink (`tests/measured_h200.jsonl`,
-held against it by `tests/test_scaling.py`). More than 2 GPUs, InfiniBand and Ethernet were never measured:
+within 10% with every timing that there is of more than one GPU: 2 x H200 over NVLink (`tests/measured_h200.jsonl`,
+held against it by `tests/test_calibration.py`). More than 2 GPUs, InfiniBand and Ethernet were never measured:
 links at 80% of their data sheets, a ring's step 2 us inside a node and 10 us between nodes, both assumed.
 
 Llama 3.1 405B in NF4, LoRA r = 16 on all seven linears, H100 80 GB in nodes of 8, 2 rows of 2,048 tokens per GPU and step,

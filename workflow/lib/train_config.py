@@ -200,14 +200,16 @@ class HardwareConfig(Section):
     """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
-    offload_activations: bool = False
-    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers. Not yet measured on GPUs."""
+    offload_activations: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or faster. Does not change the result."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
-    offload_layers: int = Field(0, ge=0, le=10_000)
-    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each process's share of them; they are copied to the GPU while the layer before computes. At most the model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. Not yet measured on GPUs."""
-    reshard_after_forward: bool = True
-    """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP)."""
+    offload_layers: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each process's share of them; they are copied to the GPU while the layer before computes. At most the model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. `auto` = as many as preflight predicts that a run needs to fit, or to be faster."""
+    reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
+    """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP), which takes more memory and half the traffic; `auto` = what preflight predicts to be fastest of all that fits. Does not change the result."""
+    calibration: str | None = Field(None, min_length=1, max_length=4096)
+    """measurements.jsonl of the benchmark (`results/benchmark/.../page/`), made on GPUs of this run's kind: the predicted times are fitted to it; null = constants measured on H200, scaled by data sheets."""
 
     @model_validator(mode="after")
     def _positive(self) -> "HardwareConfig":

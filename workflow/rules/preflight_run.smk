@@ -18,6 +18,7 @@ rule preflight_run:
     params:
         config=lambda w: layout.stage_json("preflight_run", RUNS[w.run]),
         model=lambda w, input: model_folder(RUNS[w.run], input.model),
+        calibration=lambda w: layout.calibration_hash(RUNS[w.run]),
     shell:
         "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
         " --model {params.model:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"

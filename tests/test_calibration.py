@@ -1,0 +1,219 @@
+"""The time model against every timing that there is, and constants fitted to a machine's own measurements."""
+
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.preflight_examples import llama_70b, machine, setup
+from tests.test_memory import measured_case
+from workflow.lib.calibration import Timing, fit, read_timings
+from workflow.lib.communication import fabric_of, micro_batch_traffic
+from workflow.lib.duration import H200, Constants, gpu_seconds, micro_batch_work
+from workflow.lib.errors import UserError
+from workflow.lib.gpus import BY_NAME
+from workflow.lib.memory_terms import Setup
+from workflow.lib.shapes import ModelShape
+from workflow.lib.speeds import speed_of
+
+GPU = BY_NAME["NVIDIA H200"]
+EARLY = Path(__file__).parent / "measured_h200.jsonl"
+WORST, MEDIAN = 0.10, 0.03
+
+
+def timing(
+    label: str, shape: ModelShape, chosen: Setup, *, step_s: float, micro_batches: int = 1
+) -> Timing:
+    fabric = fabric_of(GPU, gpus_per_node=chosen.processes)
+    return Timing(
+        label=label,
+        work=micro_batch_work(shape, chosen, trained_share=1.0),
+        traffic=micro_batch_traffic(shape, chosen, fabric),
+        micro_batches=micro_batches,
+        step_s=step_s,
+    )
+
+
+def early_timings() -> list[Timing]:
+    """Those of `measured_h200.jsonl`, without eager attention, for which nobody waits."""
+    rows = [json.loads(line) for line in EARLY.read_text().splitlines()]
+    return [
+        timing("-".join(str(v) for v in row.values()), *measured_case(row), step_s=row["step_s"], micro_batches=row["accum"])
+        for row in rows
+        if row["attn"] != "eager"
+    ]  # fmt: skip
+
+
+TIMINGS = early_timings()
+
+
+def errors(timings: list[Timing], constants: Constants) -> list[float]:
+    return [abs(found.error(GPU, constants)) for found in timings]
+
+
+@pytest.mark.parametrize("measured", TIMINGS, ids=lambda found: found.label)
+def test_step_takes_what_it_took_on_h200(measured: Timing) -> None:
+    assert measured.error(GPU, H200) == pytest.approx(0, abs=WORST)
+
+
+def test_median_error_is_small() -> None:
+    assert len(TIMINGS) >= 29
+    assert statistics.median(errors(TIMINGS, H200)) <= MEDIAN
+
+
+def test_shipped_constants_are_those_of_the_fit() -> None:
+    fitted = asdict(fit(TIMINGS, GPU, start=H200))
+    assert fitted == pytest.approx(asdict(H200), rel=0.03)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_constants_of_one_half_predict_the_other(half: int) -> None:
+    start = replace(H200, product_share=0.7, elementwise_traffic=15.0, launch_s=3e-3, gather_traffic=10.0)  # fmt: skip
+    constants = fit(TIMINGS[half::2], GPU, start=start)
+    unseen = errors(TIMINGS[1 - half :: 2], constants)
+    assert statistics.median(unseen) <= MEDIAN
+    assert max(unseen) <= 0.12
+
+
+def made_up(constants: Constants, *, seconds: float = 0.0) -> list[Timing]:
+    """Steps of many kinds that take exactly what the constants say, the last one longer by `seconds`."""
+    found = [
+        timing(f"{chosen}", shape, chosen, step_s=1.0)
+        for shape in (llama_70b(layers=8), llama_70b(layers=3, vocab=128256))
+        for chosen in (
+            setup(processes=1), setup(processes=1, seq_len=128), setup(seq_len=128), setup(seq_len=8192),
+            setup(micro_batch_size=8), setup(activation_checkpointing=False), setup(processes=1, dropout=True),
+        )
+    ]  # fmt: skip
+    exact = [
+        replace(each, step_s=gpu_seconds(each.work, GPU, constants=constants, traffic=each.traffic))
+        for each in found
+    ]
+    return [*exact[:-1], replace(exact[-1], step_s=exact[-1].step_s + seconds)]
+
+
+SLOWER = replace(H200, product_share=0.6, elementwise_traffic=25.0, launch_s=4e-3)
+
+
+def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from() -> None:
+    timings = made_up(SLOWER)
+    assert max(errors(timings, H200)) > 0.2
+    assert max(errors(timings, fit(timings, GPU, start=H200))) < 0.03
+
+
+def test_one_disturbed_measurement_hardly_moves_the_fit() -> None:
+    constants = fit(made_up(SLOWER, seconds=10.0), GPU, start=H200)
+    assert max(errors(made_up(SLOWER), constants)) < 0.06
+
+
+def test_what_no_measurement_tells_stays_as_it_was() -> None:
+    alone = [each for each in made_up(SLOWER) if each.traffic.gathered_bytes == 0]
+    fitted = fit(alone, GPU, start=H200)
+    assert fitted.gather_traffic == H200.gather_traffic
+    assert fitted.sharded_launch_s == H200.sharded_launch_s
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    """A line of measurements.jsonl: as much of it as is read."""
+    shape, chosen = llama_70b(layers=8), setup()
+    return {
+        "case": "flash", "status": "measured", "peer": None, "gpu_names": [GPU.name] * 2,
+        "shape": asdict(shape), "setup": asdict(chosen), "plan": {"nodes": 1},
+        "sizes": {"documents": 1, "accumulation": 2, "seq_len": 2048},
+        "measured": {"tokens_per_s_per_process": 8192.0},
+    } | changes  # fmt: skip
+
+
+def written(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return path
+
+
+def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path: Path) -> None:
+    (found,) = read_timings(written(tmp_path / "m.jsonl", line()), GPU, name=GPU.name)
+    assert found.step_s == 0.5  # two micro-batches of 2,048 tokens
+    assert found.micro_batches == 2
+    assert found.work == micro_batch_work(llama_70b(layers=8), setup(), trained_share=2047 / 2048)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"status": "out_of_memory"},
+        {"peer": {"strategy": "ddp"}},
+        {"gpu_names": ["NVIDIA A40"] * 2},
+        {"setup": asdict(setup(attention="eager"))},
+        {"sizes": {"documents": 8, "accumulation": 1, "seq_len": 2048}},
+    ],
+    ids=["failed", "peer", "another GPU", "eager", "packed"],
+)
+def test_what_the_roofline_does_not_know_is_not_fitted_to(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    path = written(tmp_path / "m.jsonl", line(**other), line())
+    assert len(read_timings(path, GPU, name=GPU.name)) == 1
+
+
+def test_basis_says_what_was_fitted_to_and_how_well(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", line(), line())
+    speed = speed_of(machine(gpu_names=(GPU.name,) * 2), calibration=str(path))
+    assert speed.basis.startswith("roofline fitted to 2 measurements on NVIDIA H200 (median ")
+
+
+def test_gpu_that_no_table_knows_gets_times_from_its_own_measurements(tmp_path: Path) -> None:
+    name = "NVIDIA Future 9000"
+    path = written(tmp_path / "m.jsonl", *[line(gpu_names=[name])] * 3)
+    speed = speed_of(machine(gpu_names=(name,) * 2), calibration=str(path))
+    seconds = sum(speed.parts(llama_70b(layers=8), setup(), trained_share=2047 / 2048).values())
+    assert speed.known
+    assert seconds == pytest.approx(0.25, rel=0.1)
+
+
+def test_unknown_gpu_is_only_ranked_and_is_named() -> None:
+    speed = speed_of(machine(gpu_names=("NVIDIA Future 9000",)), calibration=None)
+    assert not speed.known
+    assert "no speed is recorded for NVIDIA Future 9000" in speed.basis
+
+
+def test_other_gpu_is_said_to_be_scaled_and_not_measured() -> None:
+    basis = speed_of(machine(), calibration=None).basis
+    assert "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there" in basis
+
+
+def test_slowest_kind_of_gpu_decides() -> None:
+    kinds = (GPU.name, "NVIDIA GeForce RTX 3090")
+    both, slow = (
+        speed_of(machine(gpu_names=names), calibration=None).parts(
+            llama_70b(), setup(), trained_share=1.0
+        )
+        for names in (kinds, kinds[1:])
+    )
+    assert both == slow
+
+
+def test_cpu_time_is_called_rough() -> None:
+    assert speed_of(machine(gpu_names=()), calibration=None).basis.startswith("rough: 65 GFLOP/s")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (None, "it cannot be read"),
+        ("{", "it is no measurements.jsonl"),
+        ('{"status": "measured"}\n', "it is no measurements.jsonl"),
+        ("[]\n", "it is no measurements.jsonl"),
+        ("", "no measured step of our engine on NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_calibration_that_cannot_serve_is_one_message(
+    tmp_path: Path, content: str | None, part: str
+) -> None:
+    path = tmp_path / "m.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"hardware\.calibration = .*") as caught:
+        speed_of(machine(), calibration=str(path))
+    assert part in str(caught.value)
