@@ -12,6 +12,7 @@ from workflow.lib.runs import (
     UNRECORDED_SECTIONS,
     base_dir,
     base_key,
+    calibration_hash,
     checkpoint_dir,
     data_files,
     dataset_dir,
