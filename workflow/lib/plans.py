@@ -10,7 +10,7 @@ FASTER, SLOWER = 6, 3  # plans shown on either side of the chosen one
 
 def chosen_plan(plans: Sequence[Candidate]) -> Candidate:
     """Return the chosen plan; of a run that does not fit, the one that needs least."""
-    return next(plan for plan in plans if plan.why in VERDICTS_OF_CHOSEN)
+    return min(plans, key=lambda p: (p.why not in VERDICTS_OF_CHOSEN, abs(p.relative_time - 1)))
 
 
 def nearest_plans(plans: Sequence[Candidate]) -> list[Candidate]:
