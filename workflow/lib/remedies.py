@@ -24,6 +24,7 @@ NEAREST = (
     "hardware.gpus",
     "hardware.cpu_processes",
     "train.fused_layers",
+    "train.optimizer",
     "quantize.double_quant",
     "lora.dropout",
     "lora.r",
@@ -69,8 +70,9 @@ def remedies(
 
 
 def _order(remedy: Remedy) -> tuple[bool, int]:
-    near = NEAREST.index(remedy.change.split(" = ")[0])
-    return not remedy.fits, near if remedy.fits else remedy.peak_bytes
+    setting = remedy.change.split(" = ")[0]
+    assert setting in NEAREST, f"{setting} has no place among the remedies"
+    return not remedy.fits, NEAREST.index(setting) if remedy.fits else remedy.peak_bytes
 
 
 def _try(
