@@ -19,6 +19,7 @@ from tests.preflight_examples import (
     manifest,
     setup,
 )
+from workflow.lib import memory
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.gpus import BY_NAME
@@ -206,9 +207,8 @@ def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
     found = decided(llama_70b(), hardware=AS_IT_WAS | {"offload_layers": "auto"})
     count = found.chosen.setup.offload_layers
     assert 0 < count < 80
-    fewer = AS_IT_WAS | {"offload_layers": count - 1}
-    size = {"train": {"micro_batch_size": found.chosen.micro_batch_size}}
-    assert not decided(llama_70b(), hardware=fewer, **size).fits
+    fewer = replace(found.chosen.setup, offload_layers=count - 1)
+    assert not found.limits.holds(memory.predict(llama_70b(), fewer).peak_bytes)
 
 
 def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None:
