@@ -30,6 +30,7 @@ from workflow.lib.planner import (
     Machine,
     attention_kind,
     budget,
+    compute_dtype,
     divisors,
     host_bytes,
     imagined_machine,
@@ -340,6 +341,30 @@ def test_more_layers_on_the_host_than_there_are_is_refused() -> None:
 def test_layers_from_host_memory_to_host_memory_are_refused() -> None:
     with pytest.raises(UserError, match=r"hardware\.offload_layers = 1: this run is on CPUs"):
         decided(on=cpu_machine(processes=2), hardware={"offload_layers": 1})
+
+
+OLD = {"bfloat16": False, "gpu_names": ("Tesla V100-SXM2-32GB",) * 2, "gpu_bytes": 32 * GIB}
+
+
+def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention() -> None:
+    run = run_config()
+    assert compute_dtype("auto", machine(**OLD)) == "float16"
+    found = make_setup(run, llama_8b, machine(**OLD))
+    assert (found.compute_bytes, found.attention) == (2, "sdpa")
+
+
+def test_bfloat16_on_gpus_without_it_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"model\.compute_dtype = 'bfloat16': this GPU .* has no bfloat16"
+    ):
+        decided(on=machine(**OLD), model={"compute_dtype": "bfloat16"})
+
+
+def test_float16_on_cpus_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"model\.compute_dtype = 'float16': it is for GPUs.* Set it to auto"
+    ):
+        decided(on=cpu_machine(processes=2), model={"compute_dtype": "float16"})
 
 
 def test_paged_moments_without_a_gpu_are_refused() -> None:

@@ -43,6 +43,10 @@ def nvmlDeviceGetMemoryInfo(handle: int, version: int) -> SimpleNamespace:  # no
     return SimpleNamespace(total=40 * 2**30, reserved=0, used=0)
 
 
+def nvmlDeviceGetCudaComputeCapability(handle: int) -> tuple[int, int]:  # noqa: N802
+    return 9, 0
+
+
 def nvmlDeviceGetMaxMigDeviceCount(handle: int) -> int:  # noqa: N802
     """Return 0: no card is split."""
     return 0

@@ -46,6 +46,22 @@ def test_training_equals_a_stock_single_gpu_loop(
         )
 
 
+@pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
+def test_float16_with_a_scaled_loss_trains_like_float32(
+    base: Path, two_gpus: int, processes: int
+) -> None:
+    """11 bits of mantissa where bfloat16 has 8; gradients arrive unscaled."""
+    half, exact = (
+        run_distributed(
+            ours, base, settings(), plan(processes=processes, micro_batch_size=2, device="cuda"), dtype,
+            world_size=processes,
+        )[0]
+        for dtype in (torch.float16, torch.float32)
+    )  # fmt: skip
+    torch.testing.assert_close(half["losses"], exact["losses"], rtol=5e-3, atol=0.0)
+    torch.testing.assert_close(half["gradients"][0], exact["gradients"][0], rtol=2e-2, atol=1e-2)
+
+
 def test_varlen_attention_equals_eager_on_packed_rows(base: Path, two_gpus: int) -> None:
     """Losses and gradients over two GPUs, two rows a micro-batch, one to four documents a row."""
     planned = plan(processes=2, micro_batch_size=2, device="cuda")

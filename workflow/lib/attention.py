@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from workflow.lib.errors import setting_error
-from workflow.lib.inference import resolve_attention
+from workflow.lib.inference import has_bfloat16, resolve_attention
 
 VARLEN = "varlen"
 FLATTENED = frozenset({VARLEN, "flash_attention_2", "flash_attention_3"})
@@ -56,6 +56,8 @@ def _varlen_lack(
         return f"it needs a GPU, and this runs on {device.type}"
     if compute_dtype == torch.float32:
         return "it computes in 16 bits, and compute_dtype is float32"
+    if not has_bfloat16(device):
+        return "it needs a GPU of compute capability 8.0 or more"
     if dropout > 0:
         return (
             f"it cannot drop attention weights, and this model's attention_dropout is {dropout:g}"

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from workflow.lib.artifacts import sync, write_jsonl
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
+from workflow.lib.loss_scale import loss_scale_of
 from workflow.lib.optimizers import ShardwiseAdam
 from workflow.lib.parallel import World
 from workflow.lib.shards import (
@@ -186,6 +187,8 @@ def _pieces(training: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     named: dict[str, torch.Tensor] = {
         f"adapter/{n}": param.detach() for n, param in weights.items()
     }
+    if (scale := loss_scale_of(training)) is not None:
+        named["loss_scale"] = scale.values
     if isinstance(optimizer, ShardwiseAdam):
         named["optimizer/step"] = optimizer.count
         return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {

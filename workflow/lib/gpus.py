@@ -88,6 +88,22 @@ MODELS = (
 BY_NAME = {model.name: model for model in MODELS}
 
 
+def automatic_dtype(*, cuda: bool, bfloat16: bool) -> str:
+    """Return the type that `model.compute_dtype: auto` means; bfloat16: whether the GPUs have it (compute capability 8.0 and more)."""
+    if not cuda:
+        return "float32"
+    return "bfloat16" if bfloat16 else "float16"
+
+
+def dtype_lack(name: str, *, cuda: bool, bfloat16: bool) -> str | None:
+    """Return why a type cannot be computed in here; None if it can."""
+    if name == "float16" and not cuda:
+        return "it is for GPUs, and this runs on CPUs, which compute it more slowly than float32"
+    if name == "bfloat16" and cuda and not bfloat16:
+        return "this GPU (compute capability below 8.0) has no bfloat16"
+    return None
+
+
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return how many GPUs of which kind `2x4090`, `8 x H100` or `A100` mean.
 

@@ -24,6 +24,8 @@ class Gpu:
     used_bytes: int
     """Memory that programs hold on it now, whoever started them."""
     uuid: str
+    bfloat16: bool = True
+    """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that too."""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -85,7 +87,18 @@ def _describe(handle: object) -> Gpu:
         total_bytes=int(info.total - info.reserved),  # as CUDA reports it
         used_bytes=int(info.used),
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+        bfloat16=_has_bfloat16(handle),
     )
+
+
+def _has_bfloat16(handle: object) -> bool:
+    try:
+        major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except (
+        pynvml.NVMLError
+    ):  # an instance of a GPU that is split by MIG, which only newer ones can be
+        return True
+    return int(major) >= 8
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:

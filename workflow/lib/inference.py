@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from workflow.lib.artifacts import read_json
 from workflow.lib.errors import UserError, setting_error
+from workflow.lib.gpus import automatic_dtype, dtype_lack
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FLASH_AVAILABLE = {
@@ -40,10 +41,23 @@ def choose_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs and float32 on CPUs."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it, else float16, and float32 on CPUs.
+
+    Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU without it.
+    """
+    cuda = device.type == "cuda"
+    wanted = automatic_dtype(cuda=cuda, bfloat16=has_bfloat16(device)) if name == "auto" else name
+    if lack := dtype_lack(wanted, cuda=cuda, bfloat16=has_bfloat16(device)):
+        raise setting_error("model.compute_dtype", wanted, lack, "Set it to auto")
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a GPU multiplies bfloat16 itself: compute capability 8.0 (PyTorch emulates it on older ones). Assumed of one that is not there."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_attention(
@@ -79,6 +93,8 @@ def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> 
         return f"it needs a GPU, and this runs on {device.type}"
     if compute_dtype == torch.float32:
         return "it computes in 16 bits, and compute_dtype is float32"
+    if not has_bfloat16(device):
+        return "it needs a GPU of compute capability 8.0 or more"
     return None if FLASH_AVAILABLE[name]() else "its package is not installed"
 
 

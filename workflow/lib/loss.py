@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.embedding import embed_rows
+from workflow.lib.loss_scale import LossScale
 from workflow.lib.slices import CHUNK_ROWS
 from workflow.lib.stash import Stash
 
@@ -133,6 +134,8 @@ class CausalLMForTraining(nn.Module):
         self.head_loss = LinearCrossEntropy(head)
         self.stash: Stash | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
+        self.loss_scale: LossScale | None = None
+        """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Embedding rows (n, hidden) of ids (n,), where the embedding has no table of its own."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from workflow.lib import memory
 from workflow.lib.config import HardwareConfig, ModelConfig, RunConfig
 from workflow.lib.errors import setting_error
-from workflow.lib.gpus import GpuModel
+from workflow.lib.gpus import GpuModel, automatic_dtype, dtype_lack
 from workflow.lib.memory import GIB
 from workflow.lib.memory_terms import (
     Attention,
@@ -40,6 +40,8 @@ class Machine:
     """None if it is not known: a GPU machine that is only imagined."""
     flash_attention: bool
     """Whether the flash-attn package is installed."""
+    bfloat16: bool = True
+    """Whether its GPUs multiply bfloat16; flash attention needs the same (compute capability 8.0)."""
     nodes: int = 1
     """Machines like this one, which share the processes equally."""
 
@@ -164,11 +166,13 @@ def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[i
     return [int(wanted)]
 
 
-def compute_dtype(name: str, *, device: str) -> str:
-    """Return the type of activations: what is set, or bfloat16 on GPUs and float32 on CPUs."""
-    if name == "auto":
-        return "bfloat16" if device == "cuda" else "float32"
-    return name
+def compute_dtype(name: str, machine: Machine) -> str:
+    """Return the type of activations, as `inference.resolve_dtype` will; raises `UserError` for one that the machine has not."""
+    cuda = machine.device == "cuda"
+    wanted = automatic_dtype(cuda=cuda, bfloat16=machine.bfloat16) if name == "auto" else name
+    if lack := dtype_lack(wanted, cuda=cuda, bfloat16=machine.bfloat16):
+        raise setting_error("model.compute_dtype", wanted, lack, "Set it to auto")
+    return wanted
 
 
 def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) -> Attention:
@@ -179,7 +183,7 @@ def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) ->
     if model.attention != "auto":
         flash = model.attention == "varlen" or model.attention.startswith("flash")
         return "flash" if flash else "eager" if model.attention == "eager" else "sdpa"
-    half = compute_dtype(model.compute_dtype, device=machine.device) == "bfloat16"
+    half = compute_dtype(model.compute_dtype, machine) != "float32" and machine.bfloat16
     if machine.device == "cuda" and half and (machine.flash_attention or not softcapped):
         return "flash"
     return "eager" if softcapped else "sdpa"
@@ -192,7 +196,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
     """
     ranks = _largest_ranks(adapter_ranks(run.lora, linears=shape.linear_paths()))
     cuda = machine.device == "cuda"
-    dtype = compute_dtype(run.model.compute_dtype, device=machine.device)
+    dtype = compute_dtype(run.model.compute_dtype, machine)
     return Setup(
         processes=machine.processes,
         micro_batch_size=1,
@@ -209,7 +213,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         fused_layers=run.train.fused_layers,
         offload_activations=_offloads(run.hardware, machine),
         accumulates=True,
-        compute_bytes=2 if dtype == "bfloat16" else 4,
+        compute_bytes=4 if dtype == "float32" else 2,
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),

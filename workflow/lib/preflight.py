@@ -68,6 +68,7 @@ def read_machine(settings: HardwareConfig) -> Machine:
         gpu_names=tuple(gpu.name for gpu in gpus[:processes]) * settings.nodes,
         gpu_bytes=min((gpu.total_bytes for gpu in gpus), default=None),
         host_bytes=hardware.available_host_bytes(),
+        bfloat16=all(gpu.bfloat16 for gpu in gpus),
         flash_attention=importlib.util.find_spec("flash_attn") is not None,
     )
 
@@ -308,7 +309,7 @@ def _plan(
         "offload_embedding": chosen.setup.offload_embedding,
         "offload_layers": chosen.setup.offload_layers,
         "gpu_memory_bytes": allowed if enforced else None,
-        "compute_dtype": compute_dtype(run.model.compute_dtype, device=machine.device),
+        "compute_dtype": compute_dtype(run.model.compute_dtype, machine),
         "num_steps": total_steps(run.train, num_rows=num_rows),
     }
 

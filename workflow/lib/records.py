@@ -110,6 +110,7 @@ class Step(Record):
     tokens_per_s: float
     peak_bytes: int
     elapsed_s: float
+    repeats: int | None = None
     heldout_loss: float | None = None
 
 

@@ -20,6 +20,7 @@ from workflow.lib.fused import fuse_layers_
 from workflow.lib.hosted import HostedLayers, host_layers
 from workflow.lib.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.loss import CausalLMForTraining
+from workflow.lib.loss_scale import LossScale
 from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.nf4 import nf4_linears
 from workflow.lib.parallel import (
@@ -117,6 +118,8 @@ def build_training_model(
     if plan["offload_embedding"]:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
+    if compute_dtype == torch.float16:
+        training.loss_scale = LossScale()
     if plan["offload_window_bytes"] is not None:
         training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
     return TrainingModel(training, units, bytes_read, hosted)

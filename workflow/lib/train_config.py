@@ -25,8 +25,8 @@ class ModelConfig(Section):
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"
     ] = "auto"
     """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed, else varlen (FlashAttention as built into torch; evaluation takes sdpa for it); on a CPU sdpa."""
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of activations and matrix products; `auto` = bfloat16 on GPUs, float32 on CPUs."""
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of activations and matrix products; `auto` = bfloat16 on GPUs that have it (compute capability 8.0 and more), float16 with a scaled loss on older ones, float32 on CPUs. float16 is not yet measured on GPUs."""
 
 
 class QuantizeConfig(Section):

@@ -29,6 +29,7 @@ from workflow.lib.config import TrainConfig
 from workflow.lib.embedding import StoredRows
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
+from workflow.lib.loss_scale import loss_scale_of
 from workflow.lib.nonfinite import find_origin
 from workflow.lib.optimizers import ShardwiseAdam
 from workflow.lib.parallel import World
@@ -51,6 +52,8 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     elapsed_s: float
+    repeats: int | None = None
+    """In float16: steps so far that were made once more with a smaller loss scale; None in other types."""
     heldout_loss: float | None = None
     """Measured after the step; None where it was not, and then not in the line."""
 
@@ -114,13 +117,13 @@ def steps(
         rate = learning_rate(train, step=step, num_steps=num_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        seed_dropout(train.seed, step=step, rank=world.rank)
         trained = int(store.trained_tokens_per_row[rows].sum())
         loss, norm = optimizer_step(
             training, optimizer, islice(batches, len(groups)),
-            trained_tokens=trained, max_norm=train.max_grad_norm, step=step, world=world,
+            trained_tokens=trained, max_norm=train.max_grad_norm, seed=train.seed, step=step, world=world,
             again=functools.partial(_again, store, groups, world),
         )  # fmt: skip
+        scale = loss_scale_of(training)
         seconds = time.monotonic() - began
         elapsed_s += seconds
         yield StepMetrics(
@@ -133,6 +136,7 @@ def steps(
             tokens_per_s=len(rows) * store.seq_len / seconds,
             peak_bytes=peak_bytes(world.device),
             elapsed_s=elapsed_s,
+            repeats=None if scale is None else scale.repeats,
         )
 
 
@@ -182,26 +186,30 @@ def optimizer_step(
     *,
     trained_tokens: int,
     max_norm: float | None,
+    seed: int,
     step: int,
     world: World,
     again: Callable[[], Iterable[tuple[list[int], MicroBatch]]],
 ) -> tuple[float, float]:
     """Forward, backward, clip, update over one global batch; return its loss and its gradient norm before clipping.
 
-    batches: this process's part of it. again: the same with their row numbers, for a message that says what went wrong.
-    Nothing is updated if `check_step` raises. Collective.
+    batches: this process's part of it. again: the same with their row numbers, for a message that says what went wrong, and
+    for a step in float16 whose gradients overflow, which is made once more with a smaller loss scale. Nothing is updated if `check_step` raises. Collective.
     """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for batch in batches:
-        summed = training(
-            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
-        )  # fmt: skip
-        part = summed / trained_tokens
-        part.backward()
-        total += part.detach()
-    total_norm = clip_gradients(training, max_norm=max_norm)
-    dist.all_reduce(total)
-    loss, norm = float(total), float(total_norm)
+    scale, pending = loss_scale_of(training), batches
+    while True:
+        seed_dropout(seed, step=step, rank=world.rank)
+        factor = 1.0 if scale is None else scale.factor
+        total = _backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
+        if scale is not None:
+            scale.unscale_(training)
+        total_norm = clip_gradients(training, max_norm=max_norm)
+        dist.all_reduce(total)
+        loss, norm = float(total), float(total_norm)
+        if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
+            break
+        optimizer.zero_grad(set_to_none=True)
+        pending = (batch for _, batch in again())
     origin = None
     if not (math.isfinite(loss) and math.isfinite(norm)):
         origin = find_origin(training, again(), world=world)
@@ -209,6 +217,26 @@ def optimizer_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss, norm
+
+
+def _backward(
+    training: nn.Module,
+    batches: Iterable[MicroBatch],
+    *,
+    trained_tokens: int,
+    factor: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Accumulate gradients times `factor` over this process's micro-batches; return its part of the loss () float64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in batches:
+        summed = training(
+            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
+        )  # fmt: skip
+        part = summed / trained_tokens
+        (part if factor == 1.0 else part * factor).backward()
+        total += part.detach()
+    return total
 
 
 def clip_gradients(training: nn.Module, *, max_norm: float | None) -> torch.Tensor:
