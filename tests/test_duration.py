@@ -9,8 +9,6 @@ from tests.preflight_examples import llama_70b, setup
 from workflow.lib.communication import Traffic
 from workflow.lib.duration import H200 as H200_CONSTANTS
 from workflow.lib.duration import (
-    HOST_SHARE,
-    LOOKUP_BANDWIDTH,
     Work,
     estimate,
     gpu_parts,
@@ -115,7 +113,7 @@ def test_traffic_between_gpus_hides_behind_compute() -> None:
 def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allows() -> None:
     gpu = BY_NAME[H200]
     compute_s = gpu_seconds(WORK, gpu)
-    a_third = int(compute_s / 3 * gpu.host_bandwidth * HOST_SHARE)
+    a_third = int(compute_s / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
     hidden, late = (
         gpu_parts(replace(WORK, stashed_bytes=size), gpu) for size in (a_third, 2 * a_third)
     )
@@ -126,7 +124,7 @@ def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allow
 
 def test_on_pcie_activations_and_weights_share_the_slot() -> None:
     gpu = BY_NAME["NVIDIA GeForce RTX 4090"]
-    third = int(gpu_seconds(WORK, gpu) / 3 * gpu.host_bandwidth * HOST_SHARE)
+    third = int(gpu_seconds(WORK, gpu) / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
     stashed = replace(WORK, stashed_bytes=third)
     alone = gpu_parts(stashed, gpu)
     compute_s = sum(alone.values()) - alone["waiting_for_the_host"]
@@ -141,14 +139,14 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
     gpu = BY_NAME[H200]
     hosting = replace(WORK, layers=3, hosted_layers=2)
     forward_s = gpu_seconds(WORK, gpu) * WORK.forward_share / 3  # of one layer
-    covered = int(0.9 * forward_s * gpu.host_bandwidth * HOST_SHARE)
+    covered = int(0.9 * forward_s * gpu.host_bandwidth * H200_CONSTANTS.host_share)
     assert gpu_seconds(replace(hosting, hosted_bytes=covered), gpu) == gpu_seconds(WORK, gpu)
     late = gpu_parts(replace(hosting, hosted_bytes=2 * covered), gpu)["waiting_for_the_host"]
     assert late == pytest.approx(2 * 0.8 * forward_s)  # backward takes twice as long: covered
 
 
 def test_gpu_waits_for_embedding_rows_from_the_host() -> None:
-    rows = replace(WORK, looked_up_bytes=int(LOOKUP_BANDWIDTH / 100))
+    rows = replace(WORK, looked_up_bytes=int(H200_CONSTANTS.lookup_bandwidth / 100))
     seconds = gpu_seconds(rows, BY_NAME[H200]) - gpu_seconds(WORK, BY_NAME[H200])
     assert seconds == pytest.approx(0.01)
 

@@ -1,6 +1,6 @@
 """The time model's constants fitted to measurements of the benchmark (`measurements.jsonl`, docs/design.md).
 
-Each measured step is one equation for seven constants, which no single step tells apart. So the fit starts from known
+Each measured step is one equation for nine constants, which no single step tells apart. So the fit starts from known
 constants and leaves them only as far as the measurements ask for: it minimizes the mean
 pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a small pull to the start. Constants
 are searched by their logarithms, one after the other, with a step that halves (pattern search, Hooke and Jeeves 1961).
@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.communication import Traffic, fabric_of, micro_batch_traffic
-from workflow.lib.duration import Constants, Work, gpu_seconds, micro_batch_work
+from workflow.lib.duration import (
+    Constants,
+    Work,
+    gpu_parts,
+    gpu_seconds,
+    launch_seconds,
+    micro_batch_work,
+)
 from workflow.lib.errors import UserError
 from workflow.lib.gpus import GpuModel
 from workflow.lib.memory_terms import Setup
@@ -36,6 +43,12 @@ class Timing:
     micro_batches: int
     step_s: float
 
+    def gpu_bound(self, gpu: GpuModel, constants: Constants) -> float:
+        """How many times as long as Python launches the GPU computes."""
+        parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
+        computing_s = sum(s for name, s in parts.items() if not name.startswith("waiting"))
+        return computing_s / launch_seconds(self.work, constants, self.traffic)
+
     def error(self, gpu: GpuModel, constants: Constants) -> float:
         """Relative error of the predicted step; positive if it is too long."""
         micro_s = gpu_seconds(self.work, gpu, constants=constants, traffic=self.traffic)
@@ -50,14 +63,15 @@ def read_timings(path: Path, gpu: GpuModel, *, name: str) -> list[Timing]:
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-        return [_timing(line, gpu) for line in lines if _serves(line, name)]
+        return [timing_of(line, gpu) for line in lines if serves(line, name)]
     except OSError as error:
         raise UserError(f"hardware.calibration = {str(path)!r}: it cannot be read ({error.strerror}). Name a measurements.jsonl of the benchmark, or set it to null.") from None  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"hardware.calibration = {str(path)!r}: it is no measurements.jsonl of the benchmark ({error!r}). Measure again with the target benchmark, or set it to null.") from None  # fmt: skip
 
 
-def _serves(line: dict[str, Any], name: str) -> bool:
+def serves(line: dict[str, Any], name: str) -> bool:
+    """Whether a line is a timing of our engine on such GPUs that the roofline knows."""
     return (
         line["status"] == "measured"
         and line["peer"] is None
@@ -67,7 +81,8 @@ def _serves(line: dict[str, Any], name: str) -> bool:
     )
 
 
-def _timing(line: dict[str, Any], gpu: GpuModel) -> Timing:
+def timing_of(line: dict[str, Any], gpu: GpuModel) -> Timing:
+    """Return what a line of measurements.jsonl records."""
     shape, setup = recorded_case(line)
     sizes = line["sizes"]
     tokens = setup.tokens * sizes["accumulation"]

@@ -7,7 +7,7 @@ last two share the slot. Constants come from measurements (`calibration`); which
 Units: FLOP, bytes, seconds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workflow.lib.communication import NO_TRAFFIC, Traffic
@@ -32,25 +32,27 @@ class Constants:
     sharded_launch_s: float
     gather_traffic: float
     """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered weights."""
+    host_share: float
+    """Of the data sheet of its PCIe slot that a GPU gets in large copies from and to page-locked memory."""
+    lookup_bandwidth: float
+    """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
 
 
-# Fitted to the timings of `tests/measured_h200.jsonl` by `calibration`; docs/memory-model.md says how well.
+# Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how well.
 H200 = Constants(
-    product_share=0.849,
-    attention_share=0.458,
-    dequantization_share=0.306,
+    product_share=0.881,
+    attention_share=0.438,
+    dequantization_share=0.292,
     elementwise_traffic=18.0,
     launch_s=2.71e-3,
-    sharded_launch_s=1.15e-3,
-    gather_traffic=17.6,
+    sharded_launch_s=1.16e-3,
+    gather_traffic=17.0,
+    host_share=0.705,
+    lookup_bandwidth=12.6e9,
 )
-# Embedding rows from a mapped file: one thread copied 64 MiB in 15.5 ms (8,192 x bf16, 4,096 random rows, 2-core VM,
-# November 2026). The GPU waits for it.
-LOOKUP_BANDWIDTH = 4.3e9
-HOST_SHARE = (
-    0.8  # of a PCIe slot's data sheet that large copies from page-locked memory reach; assumed
-)
-
+# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved. 8 layers of 70B width on
+# 2 x H200: 22 and 11 ms with and without recomputation, where all of it would be 55 and 37.
+FUSED_SHARE = 0.35
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
@@ -97,11 +99,12 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     causal = 0.5 if setup.attention == "flash" else 1.0
     forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
     kept = saved_activations(shape, setup)
+    plain = saved_activations(shape, replace(setup, fused_layers=False))
     return Work(
         product_flops=t * (2 * used + adapters + head) + dora,
         attention_flops=t * forward * (passes - 1 + 2.5),
         dequantized_bytes=used * DEQUANTIZED_BYTES,
-        kept_bytes=layer_passes * kept,
+        kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - kept)),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
@@ -142,15 +145,22 @@ def gpu_parts(
         # copies to and from the host take memory bandwidth too
         "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
     }
-    launch_s = constants.launch_s + constants.sharded_launch_s * (traffic != NO_TRAFFIC)
-    busy_s = sum(parts.values())
-    parts["waiting_for_python"] = max(0.0, work.layer_passes * launch_s - busy_s)
-    return parts | _waiting(work, gpu, traffic, compute_s=sum(parts.values()))
+    late_s = launch_seconds(work, constants, traffic) - sum(parts.values())
+    parts["waiting_for_python"] = max(0.0, late_s)
+    return parts | _waiting(work, gpu, constants, traffic, compute_s=sum(parts.values()))
 
 
-def _waiting(work: Work, gpu: GpuModel, traffic: Traffic, *, compute_s: float) -> Parts:
+def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
+    """What Python takes to launch the kernels of a micro-batch."""
+    sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
+    return work.layer_passes * (constants.launch_s + sharded_s)
+
+
+def _waiting(
+    work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
+) -> Parts:
     """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
-    host = gpu.host_bandwidth * HOST_SHARE
+    host = gpu.host_bandwidth * constants.host_share
     forward_s = work.forward_share * compute_s
     stash_s, both_hosted_s = (
         work.stashed_bytes / host,
@@ -163,7 +173,7 @@ def _waiting(work: Work, gpu: GpuModel, traffic: Traffic, *, compute_s: float) -
     alone_s += _late_layers(work, traffic, copy_s=work.hosted_bytes / host, compute_s=compute_s)
     return {
         "waiting_for_other_gpus": max(0.0, late_s - alone_s) + traffic.exposed_s,
-        "waiting_for_the_host": alone_s + work.looked_up_bytes / LOOKUP_BANDWIDTH,
+        "waiting_for_the_host": alone_s + work.looked_up_bytes / constants.lookup_bandwidth,
     }
 
 
