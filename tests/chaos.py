@@ -2,10 +2,11 @@
 
 python -m tests.chaos --faults 50 --seed 1
 
-Every round begins with a fresh small project (two processes on the CPU) and ends when the command has succeeded. Its
-artifacts must then equal those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the
-evaluation, every line of the metrics. Between two commands nothing is done but what the message asked for: to free
-the disk, or to delete a folder that it names as damaged. Prints every fault as it happens, and at the end a table of
+Every round begins with a fresh small project (two processes on the CPU) and ends when the command has succeeded. A fault hits
+a command in progress; where that was training, another one damages what it has left on the disk, before the command is repeated. The
+artifacts at the end must then equal those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the
+evaluation, every line of the metrics. Nothing is mended between two commands but what the message asked for: the disk is
+freed, or a folder deleted that it names as damaged. Prints every fault as it happens, and at the end a table of
 what was done, what was said, and what was trained again. As root the results lie on a small tmpfs, which can be full
 or read-only.
 """
@@ -28,6 +29,7 @@ from typing import Any
 
 from tests.chaos_faults import (
     BALLAST,
+    BETWEEN_COMMANDS,
     FAULTS,
     IN_TRAINING,
     ON_A_SMALL_DISK,
@@ -50,6 +52,7 @@ RESULTS_MB = 64
 MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
 READ_ONLY = "folder read-only at the start"
+LEAVES_ORPHANS = {"SIGKILL of Snakemake"}  # which go on writing: nobody harms their files meanwhile
 DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the folder")
 
 
@@ -64,7 +67,7 @@ class Row:
     repeated_steps: int
 
 
-def strike(project: Project, target: str, name: str, chance: random.Random) -> Row | None:
+def strike(project: Project, *, target: str, name: str, chance: random.Random) -> Row | None:
     """Start the command, let one fault happen, wait for the end. None: the command was faster than the fault."""
     if name == READ_ONLY:
         with read_only(project):
@@ -85,6 +88,17 @@ def strike(project: Project, target: str, name: str, chance: random.Random) -> R
     folder = checkpoint_folder(project)
     newest = max(saved_steps(folder), default=0) if folder else 0
     return Row(name, victim.where, status, last_words(output), max(0, reached - newest))
+
+
+def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
+    """Damage what an interrupted training has left. None: it has left no checkpoint."""
+    folder = checkpoint_folder(project)
+    saved = saved_steps(folder) if folder else []
+    if folder is None or not saved:
+        return None
+    BETWEEN_COMMANDS[name](folder, chance)
+    lost = saved[-1] - (saved[-2] if len(saved) > 1 else 0) if "checkpoint" in name else 0
+    return Row(name, "between two commands", 0, "", lost)
 
 
 def last_words(output: str) -> str:
@@ -173,17 +187,29 @@ def storm(
 
     tried: how often each kind has happened so far; the rarest come first.
     """
-    for _ in range(most):
-        coming = still_to_come(project)
-        possible = [n for n in names if n not in IN_TRAINING or "finetune" in coming]
-        if not coming:
-            return
-        least = min(tried[name] for name in possible)
-        name = chance.choice([name for name in possible if tried[name] == least])
-        row = strike(project, target, name, chance)
+    left = most
+    while left > 0 and (coming := still_to_come(project)):
+        training = "finetune" in coming
+        live = [n for n in names if n in FAULTS or n == READ_ONLY]
+        possible = [n for n in live if n not in IN_TRAINING or training]
+        row = strike(project, target=target, name=rarest(possible, tried, chance), chance=chance)
+        left -= 1
         if row is not None:
-            tried[name] += 1
+            tried[row.fault] += 1
             yield row
+        harms = [n for n in names if n in BETWEEN_COMMANDS]
+        if row is None or row.fault in LEAVES_ORPHANS or not (harms and training and left):
+            continue
+        row = harm(project, name=rarest(harms, tried, chance), chance=chance)
+        if row is not None:
+            left -= 1
+            tried[row.fault] += 1
+            yield row
+
+
+def rarest(names: Sequence[str], tried: Counter[str], chance: random.Random) -> str:
+    least = min(tried[name] for name in names)
+    return chance.choice([name for name in names if tried[name] == least])
 
 
 def round_of(
@@ -198,7 +224,8 @@ def round_of(
     """Run one round on a fresh project; raises `AssertionError` if anything differs at its end."""
     project = make_project(root / f"round-{number}", train=undisturbed.settings["train"])
     with small_disk(project.root / "results") as mounted:
-        names = [*FAULTS, READ_ONLY] if mounted else sorted(FAULTS.keys() - ON_A_SMALL_DISK.keys())
+        live = [*FAULTS, READ_ONLY] if mounted else sorted(FAULTS.keys() - ON_A_SMALL_DISK.keys())
+        names = [*live, *BETWEEN_COMMANDS]
         rows = []
         for row in storm(project, "all", names=names, most=most, chance=chance, tried=tried):
             rows.append(row)
@@ -241,8 +268,6 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
     parser.add_argument("--undisturbed", type=Path, help="folder for the undisturbed run; if it is finished there, it is not run again")  # fmt: skip
     args = parser.parse_args()
-    # A shell that starts this in the background has it ignored, also by all that is started here.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A shell that starts this in the background has it ignored, also by all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     chance, tried = random.Random(args.seed), Counter[str]()

@@ -1,4 +1,4 @@
-"""The faults of `tests.chaos`: each waits for a random moment of a command in progress, and then does its harm."""
+"""The faults of `tests.chaos`: each waits for a random moment of a command in progress, or harms what lies on the disk between two commands."""
 
 import os
 import random
@@ -114,7 +114,7 @@ def kill_tree(victim: Victim) -> None:
 def wait_for_steps(victim: Victim, chance: random.Random) -> bool:
     """Wait until some more steps are trained."""
     victim.where = "finetune"
-    goal = min(trained_steps(victim.project) + chance.randint(1, 12), STEPS - 1)
+    goal = min(trained_steps(victim.project) + chance.randint(1, 6), STEPS - 1)
     while victim.running():
         if trained_steps(victim.project) >= goal:
             return bool(victim.stage("finetune"))
@@ -254,19 +254,8 @@ def full_disk(victim: Victim, chance: random.Random) -> bool:
     return True
 
 
-def damage(action: Callable[[Path, random.Random], None]) -> Fault:
-    """Kill everything while it trains, then damage what is on the disk; action: gets the folder of checkpoints."""
-
-    def fault(victim: Victim, chance: random.Random) -> bool:
-        if not wait_for_training(victim, chance):
-            return False
-        kill_tree(victim)
-        folder = checkpoint_folder(victim.project)
-        if folder is not None:
-            action(folder, chance)
-        return True
-
-    return fault
+# Does harm to what an interrupted training has left; gets its folder of checkpoints.
+Damage = Callable[[Path, random.Random], None]
 
 
 def truncate_checkpoint(folder: Path, chance: random.Random) -> None:
@@ -318,11 +307,13 @@ IN_TRAINING: dict[str, Fault] = {
     "no more memory for a rank": starve_rank,
     "tokens truncated while they are read": cut_tokens,
     "power cut while a checkpoint is written": kill_in_write,
-    "newest checkpoint truncated": damage(truncate_checkpoint),
-    "newest checkpoint, one bit flipped": damage(flip_bit),
-    "metrics and history cut": damage(cut_records),
-    "base truncated": damage(truncate_base),
-    "clock jumped": damage(jump_clock),
+}
+BETWEEN_COMMANDS: dict[str, Damage] = {
+    "newest checkpoint truncated": truncate_checkpoint,
+    "newest checkpoint, one bit flipped": flip_bit,
+    "metrics and history cut": cut_records,
+    "base truncated": truncate_base,
+    "clock jumped": jump_clock,
 }
 IN_ANY_STAGE: dict[str, Fault] = {
     "SIGKILL of a stage or its shell": kill_job,
