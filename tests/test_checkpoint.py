@@ -235,7 +235,16 @@ def cut_index(checkpoint: Path) -> None:
     (checkpoint / INDEX).write_text((checkpoint / INDEX).read_text()[:200])
 
 
+def lead_out(step: Path) -> None:
+    """A piece that is said to lie in a file of another folder, which no checksum covers."""
+    index = read_index(step)
+    entry = next(iter(index["tensors"].values()))
+    entry["pieces"][0]["file"] = "../step-00000005/shard-00000-of-00002.safetensors"
+    (step / INDEX).write_text(json.dumps(index))
+
+
 DAMAGES = {
+    lead_out: "names a file that is not of this folder",
     truncate: "bytes instead of",
     flip_one_bit: "does not have its SHA-256",
     remove_shard: "shard-00000-of-00002.safetensors cannot be read",

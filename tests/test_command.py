@@ -106,6 +106,17 @@ def test_mistake_is_one_message_without_traceback(
     )
 
 
+def test_quoted_name_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def quote(args: argparse.Namespace) -> None:
+        raise UserError("no such file: a\x1b]0;title\x07\x9b2Jb\r")
+
+    outcome(quote, monkeypatch, "--log", str(tmp_path / "log"))
+    for text in (capsys.readouterr().err, (tmp_path / "log").read_text()):
+        assert r"no such file: a\x1b]0;title\x07\x9b2Jb\x0d" in text
+
+
 def test_defect_has_its_traceback_on_terminal_and_in_the_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,14 @@ TOKEN = "hf_" + "abcdefgh" * 4
     [
         ("GET https://user:pass@hub.example/a?b=c", "GET https://***@hub.example/a?b=c"),
         ("https://token@hub.example", "https://***@hub.example"),
-        (f"Bearer {TOKEN}.", "Bearer ***."),
+        (f"given {TOKEN}.", "given ***."),
+        ("Authorization: Bearer abc.def-012", "Authorization: Bearer ***"),
+        (
+            "https://s3.example/k?a=1&X-Amz-Signature=0f9&b=2",
+            "https://s3.example/k?a=1&X-Amz-Signature=***&b=2",
+        ),
+        ("https://cdn.example/k?Signature=0f~9_ now", "https://cdn.example/k?Signature=*** now"),
+        ("the bearer of news; tokens?token", "the bearer of news; tokens?token"),
         ("https://hub.example/owner@v2", "https://hub.example/owner@v2"),
         ("mail a@b.example, see http://x.example", "mail a@b.example, see http://x.example"),
         ("hf_transfer", "hf_transfer"),
@@ -28,6 +35,7 @@ def test_logins_of_urls_and_hub_tokens_are_masked_and_nothing_else(text: str, sh
 def test_values_of_variables_named_like_secrets_are_secrets() -> None:
     environment = {
         "HF_TOKEN": "a-long-value",
+        "SOME_APIKEY": "fourth-long-value!!!!",
         "WANDB_API_KEY": "another-long-value",
         "AWS_SECRET_ACCESS_KEY": "third-long-value!!!",
         "MY_PASSWORD": "short",
@@ -35,7 +43,12 @@ def test_values_of_variables_named_like_secrets_are_secrets() -> None:
         "PATH": "/usr/bin:/bin",
     }
     found = secret_values(environment)
-    assert found == ["third-long-value!!!", "another-long-value", "a-long-value"]
+    assert found == [
+        "fourth-long-value!!!!",
+        "third-long-value!!!",
+        "another-long-value",
+        "a-long-value",
+    ]
     assert redacted("x another-long-value y", secrets=found) == "x *** y"
 
 

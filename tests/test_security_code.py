@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,19 @@ def test_arrays_are_loaded_without_pickle(path: Path) -> None:
 def test_models_and_tokenizers_are_built_without_code_from_their_folder(path: Path) -> None:
     built = [call for call in calls(path) if re.match(r"Auto\w+\.from_", ast.unparse(call.func))]
     assert all(keywords(call).get("trust_remote_code") == "False" for call in built)
+
+
+def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path: Path) -> None:
+    """The package by which they do so, `kernels`, is not there for them even if it is installed."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("raise SystemExit('kernels was imported')")
+    look = "import workflow.scripts, importlib.util as u; print(u.find_spec('kernels')); import kernels"
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.stdout == "None\n"
+    assert "ModuleNotFoundError" in done.stderr
 
 
 class Bomb:

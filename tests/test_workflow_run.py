@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.chaos import complete, differences, storm
 from tests.hub_server import HubRepo, start_hub
 from tests.workflow_project import (
+    TIMEOUT_S,
     Finished,
     Project,
     executed,
@@ -252,10 +253,10 @@ def saved_steps(project: Project) -> list[int]:
 def start_and_wait_for_checkpoint(project: Project, *, after: int) -> subprocess.Popen[str]:
     """Start training; return when a checkpoint of a later step than `after` is there."""
     process = project.start("train")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + TIMEOUT_S
     while max(saved_steps(project), default=0) <= after:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no checkpoint in 120 s"
+        assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.02)
     return process
 
@@ -264,7 +265,7 @@ def press_ctrl_c(project: Project) -> Stopped:
     process = start_and_wait_for_checkpoint(project, after=0)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to the whole group
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     seconds = time.monotonic() - began
     return Stopped(seconds, Finished(process.returncode, output), saved_steps(project))
 

@@ -7,10 +7,18 @@ import re
 from collections.abc import Iterable, Mapping
 
 MASK = "***"
-# The login in a URL, and the hub's access tokens (https://huggingface.co/docs/hub/security-tokens).
-SECRET_TEXT = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)|\bhf_[A-Za-z0-9]{20,}")
+# The login in a URL, the hub's access tokens (https://huggingface.co/docs/hub/security-tokens), what signs a URL of object
+# storage for a while, and what a request is authorized by.
+SECRET_TEXT = re.compile(
+    r"(?<=://)[^/\s@'\"]+(?=@)|\bhf_[A-Za-z0-9]{20,}"
+    r"|(?<=[?&]sig=)[^&\s'\"]+|(?<=[?&]token=)[^&\s'\"]+|(?<=[?&]Signature=)[^&\s'\"]+"
+    r"|(?<=[?&]X-Amz-Signature=)[^&\s'\"]+|(?<=[?&]X-Amz-Security-Token=)[^&\s'\"]+"
+    r"|(?<=[Bb]earer )[\w.~+/=-]{8,}"
+)
 # Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
-SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|(API)?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS)$", re.IGNORECASE
+)
 SHORTEST = 8  # characters; a shorter value is a word that occurs by itself
 
 

@@ -143,7 +143,20 @@ def read_index(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise DamagedError(f"{INDEX} has format_version {version!r} instead of {FORMAT_VERSION}")
     assert isinstance(index, dict)
+    _check_names(index)
     return index
+
+
+def _check_names(index: dict[str, Any]) -> None:
+    """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one that has a checksum."""
+    try:
+        files = set(index["files"])
+        used = {piece["file"] for entry in index["tensors"].values() for piece in entry["pieces"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{INDEX} cannot be read ({type(error).__name__}: {error})") from None
+    strange = {name for name in files if Path(name).name != name} | (used - files)
+    if strange:
+        raise DamagedError(f"{INDEX} names a file that is not of this folder: {min(strange)!r}")
 
 
 def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(None)) -> None:

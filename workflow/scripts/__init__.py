@@ -1,8 +1,8 @@
 """The stages as command-line programs: in what order. `python -m workflow.scripts.<stage> --help` explains each.
 
 What is set here holds before any stage imports a package: progress bars, the packages' own ones included,
-are for terminals only; two packages' advice to programmers stays out of the user's sight; and Ctrl-C during
-the imports, which take seconds, ends the stage without a traceback.
+are for terminals only; two packages' advice to programmers stays out of the user's sight; no package fetches
+compiled code from a hub; and Ctrl-C during the imports, which take seconds, ends the stage without a traceback.
 """
 
 import logging
@@ -19,6 +19,10 @@ def leave(signum: int, frame: FrameType | None) -> None:
 
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
+# Where the package `kernels` is installed, Transformers and bitsandbytes have it download compiled code and run that.
+# None is Python's word for "there is no such module".
+sys.modules["kernels"] = None  # type: ignore[assignment]
+os.environ["USE_HUB_KERNELS"] = "NO"  # read by Transformers
 logging.getLogger("bitsandbytes").setLevel(
     logging.ERROR
 )  # install a package that downloads kernels

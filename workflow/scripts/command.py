@@ -112,12 +112,19 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
+# What a terminal would obey (C0 and C1), spelled instead: a message may quote a name from a hub or a data file.
+CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
 class RedactingFormatter(logging.Formatter):
-    """Formats records, tracebacks included, without the secrets of the environment and of URLs."""
+    """Formats records, tracebacks included, without the secrets of the environment and of URLs, and without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text with every secret masked."""
-        return redacted(super().format(record), secrets=secret_values(os.environ))
+        """Return the record's text with every secret masked and every control character spelled."""
+        text = redacted(super().format(record), secrets=secret_values(os.environ))
+        return text.translate(CONTROLS)
 
 
 def keep_to_file() -> None:
