@@ -160,14 +160,14 @@ class LayerTrace(LinearTrace):
 
         def backward(grad: int) -> int:
             taken = [keep.take(k) for k in kept]
-            product = tape.new(wide, WORK)
+            product = self.input_gradient(
+                down
+            )  # its gradient; a kernel makes it the product, gate and up theirs
             low = self.low(down)
-            grad_product = self.lora_gradients(down)
+            self.lora_gradients(down, wants_x=False)
             tape.free(low, product)
-            parts = [tape.new(wide, WORK), tape.new(wide, WORK)]
-            tape.free(grad_product)
             grads = [self.lora_gradients(linear) for linear in into]
-            tape.free(grads[1], *taken, *parts, grad)
+            tape.free(grads[1], *taken, grad)
             return grads[0]
 
         return y, backward

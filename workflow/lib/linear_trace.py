@@ -5,7 +5,6 @@ bitsandbytes that they call; compared with a record of all tensors that they mad
 makes its value; with the value it returns its backward, which takes a gradient over and makes that of the input.
 """
 
-import math
 from collections.abc import Callable
 
 from workflow.lib.memory_terms import Setup, fuses_norms
@@ -84,15 +83,8 @@ class LinearTrace:
         return grad_x
 
     def dequantized(self, linear: Linear) -> int:
-        """A weight in the compute type; its absmax in fp32 is there while it is made."""
-        tape, absmax = self._tape, None
-        if self._setup.double_quant:
-            blocks = math.ceil(linear.num_weights / self._setup.block_size)
-            absmax = tape.new(4 * blocks, WEIGHT)
-        weight = tape.new(self._c * linear.num_weights, WEIGHT)
-        if absmax is not None:
-            tape.free(absmax)
-        return weight
+        """A weight in the compute type, decoded by one kernel (`kernels`)."""
+        return self._tape.new(self._c * linear.num_weights, WEIGHT)
 
     def _product(self, linear: Linear) -> int:
         """W x."""
@@ -167,14 +159,10 @@ class LinearTrace:
 
     def lora_gradients(self, linear: Linear, *, wants_x: bool = True) -> int:
         """`nf4.lora_gradients`: the gradient of x, -1 unless wanted; those of A and B are added to the list."""
-        tape, c, t = self._tape, self._c, self._tokens
+        tape, c = self._tape, self._c
         rank = self._setup.rank_of(linear.name)
         into, out = c * rank * linear.in_features, c * rank * linear.out_features
-        cast = tape.new(out, WORK)
-        unscaled = tape.new(c * t * rank, WORK)
-        tape.free(cast)
-        grad_low = tape.new(c * t * rank, WORK)
-        tape.free(unscaled)
+        grad_low = self._grad_low(linear)
         product = tape.new(out, WORK)
         grad_b = tape.new(out, WORK)
         tape.free(product)
@@ -187,6 +175,25 @@ class LinearTrace:
         self._gradient(linear.out_features * rank)
         tape.free(grad_low, grad_b, grad_a)
         return grad_x
+
+    def input_gradient(self, linear: Linear) -> int:
+        """`nf4.lora_input_gradient`."""
+        grad_low = self._grad_low(linear)
+        grad_x = self._product_backward(linear)
+        rank = self._setup.rank_of(linear.name)
+        self._tape.moment(self._c * rank * linear.in_features, WORK)
+        self._tape.free(grad_low)
+        return grad_x
+
+    def _grad_low(self, linear: Linear) -> int:
+        """The gradient of A x, (T, r)."""
+        tape, rank = self._tape, self._setup.rank_of(linear.name)
+        cast = tape.new(self._c * rank * linear.out_features, WORK)
+        unscaled = tape.new(self._c * self._tokens * rank, WORK)
+        tape.free(cast)
+        grad_low = tape.new(self._c * self._tokens * rank, WORK)
+        tape.free(unscaled)
+        return grad_low
 
     def _gradient(self, elements: int) -> None:
         self.gradients.append(self._tape.new(4 * elements, "gathered_gradients"))

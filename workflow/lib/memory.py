@@ -232,10 +232,17 @@ def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
 
 
 def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
-    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction."""
+    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction.
+
+    A fused feed-forward makes all but the gradient of the product in place.
+    """
     adapters = layer_tensors(shape, setup)["lora_weights"]
-    wide = 3 if fuses_feed_forward(shape, setup) else 2  # gradients of the product, of gate and up
-    return layer_workspace(shape, setup, wide=wide, hidden_bytes=setup.compute_bytes) | {
+    hidden = setup.compute_bytes
+    work = layer_workspace(shape, setup, wide=2, hidden_bytes=hidden)
+    if fuses_feed_forward(shape, setup) and "dequantized_weight" not in work:
+        work = layer_workspace(shape, setup, wide=1, hidden_bytes=hidden)
+        work |= {"dequantized_weight": dequantized_weight(shape, setup)}
+    return work | {
         "attention_mask": mask_bytes(setup),
         "hidden_states": _hidden(shape, setup),
         "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.shards),

@@ -134,6 +134,8 @@ class _Run:
                     self._tape.new(num_bytes, "adam_moments")
             self._moments = True
         self._layers.drop_gradients()
+        self._tape.free(*self._inputs)
+        self._inputs = []
 
     def _keeper(self) -> Keeper:
         window = offload_window(self._shape, self._setup)
@@ -148,7 +150,9 @@ class _Run:
             self._workspaces += 1
 
     def _make_inputs(self) -> list[int]:
-        return [self._tape.new(8 * self._setup.tokens, "inputs") for _ in range(4)]
+        """Ids, positions, row indices, targets, and embedding rows from host memory."""
+        sizes = [8 * self._setup.tokens] * 4 + [self._hidden] * self._setup.offload_embedding
+        return [self._tape.new(size, "inputs") for size in sizes]
 
     def _rotary_tables(self) -> list[int]:
         """Cosine and sine, and for the plain `sdpa` and `eager` the mask of packed rows."""
@@ -166,16 +170,18 @@ class _Run:
         return tables
 
     def _embedded(self) -> int:
-        """Rows of the embedding: from host memory, exchanged, or looked up at once; the family's own embedding runs on them."""
+        """Rows of the embedding: of the batch, exchanged, or looked up at once; the family's own embedding runs on them."""
         tape, setup = self._tape, self._setup
         if setup.shards == 1 and not setup.offload_embedding:
             return tape.new(self._hidden, "hidden_states")
-        rows = self._exchanged_rows() if not setup.offload_embedding else []
-        whole = tape.new(self._hidden, "hidden_states")
-        tape.free(*rows)
+        whole = []
+        if not setup.offload_embedding:
+            rows = self._exchanged_rows()
+            whole = [tape.new(self._hidden, "hidden_states")]
+            tape.free(*rows)
         places = tape.new(8 * setup.tokens, WORK)
         embedded = tape.new(self._hidden, "hidden_states")
-        tape.free(places, whole)
+        tape.free(places, *whole)
         self._looked_up = [tape.hold(embedded)]  # an argument of the decoder, held by its caller
         return embedded
 
