@@ -72,6 +72,7 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
         (("--model", "Qwen3-8B", "--gpus", "4090", "--rows", "0"), "--rows = 0"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--seq-len", "99999"), "max_position_embeddings is 40960"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r"), "--set = 'lora.r'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), "offload_layers = -1: must be 0 to 10000"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
@@ -100,3 +101,21 @@ def test_config_of_an_unsupported_family_is_refused(tmp_path: Path) -> None:
 def test_rows_of_a_step_suit_any_number_of_gpus() -> None:
     settings = settings_of([], seq_len=64, rank=4, processes=3, batch=None)
     assert settings.train.global_batch_size == 18
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"batch": 0}, "train.global_batch_size = 0: must be at least 1"),
+        ({"seq_len": 0}, "data.seq_len = 0: must be at least 8"),
+        ({"rank": 0}, "lora.r = 0: must be at least 1"),
+        ({"rank": 100_000}, "lora.r = 100000: must be at most 1024"),
+    ],
+)
+def test_absurd_size_is_named_without_a_file_that_is_not_there(
+    sizes: dict[str, int], part: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_of([], **({"seq_len": 64, "rank": 4, "processes": 3, "batch": None} | sizes))
+    assert str(caught.value).startswith(part)
+    assert "config.yaml" not in str(caught.value)

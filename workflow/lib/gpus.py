@@ -123,7 +123,7 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     names = list(dict.fromkeys(known[key].aliases[0] for key in near))
     names = names or [model.aliases[0] for model in MODELS]
     bound = f"no GPU of the name {kind!r} is known"
-    raise setting_error(setting, text, bound, f"Did you mean {', '.join(names)}?".rstrip("."))
+    raise setting_error(setting, text, bound, f"Did you mean {', '.join(names)}")
 
 
 def _plain(name: str) -> str:

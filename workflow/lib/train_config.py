@@ -222,6 +222,10 @@ class HardwareConfig(Section):
                 f"shard_size = {self.shard_size}: a model is sharded over at least 2 processes. "
                 "Set auto to shard over all"
             )
+        if self.offload_layers != "auto" and not 0 <= self.offload_layers <= 10_000:
+            raise ValueError(
+                f"offload_layers = {self.offload_layers}: must be 0 to 10000. Set auto to take as many as a run needs"
+            )
         for key in ("gpu_memory_gib", "host_memory_gib"):
             value = getattr(self, key)
             if value != "auto" and value <= 0:

@@ -20,6 +20,7 @@ from workflow.lib.hub_errors import explained_errors
 from workflow.lib.shapes import ModelShape, read_config, read_shape, shape_of_config
 
 NAME = "what-if"
+MOST_ROWS = 10**12
 
 
 def find_shape(model: str, *, revision: str | None) -> ModelShape:
@@ -70,7 +71,7 @@ def settings_of(
     Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises `UserError` as
     `load_config` does.
     """
-    rows = batch or math.ceil(16 / processes) * processes
+    rows = math.ceil(16 / processes) * processes if batch is None else batch
     document: dict[str, Any] = {
         "data": {"seq_len": seq_len},
         "lora": {"r": rank},
@@ -86,13 +87,18 @@ def settings_of(
             document.setdefault(section, {})[name] = yaml.safe_load(value)
         except (yaml.YAMLError, TypeError) as error:
             raise setting_error("--set", change, f"it cannot be read ({error})", "Correct it") from None  # fmt: skip
-    return load_config(document)[1][NAME]
+    try:
+        return load_config(document)[1][NAME]
+    except UserError as error:  # there is no file that could be changed
+        reason = str(error).removeprefix("config.yaml is not valid:").strip()
+        raise UserError(reason.replace(" Change it in config.yaml.", "")) from None
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> Mapping[str, Any]:
     """Return the manifest of `rows` full rows, all of whose tokens are trained; raises `UserError` if there are none."""
-    if rows < 1:
-        raise setting_error("--rows", rows, "it must be at least 1", "Give the rows of the training data")  # fmt: skip
+    if not 1 <= rows <= MOST_ROWS:
+        bound = f"it must be 1 to {MOST_ROWS:,}"
+        raise setting_error("--rows", rows, bound, "Give the rows of the training data")
     tokens = rows * seq_len
     train = {"packed_rows": rows, "tokens": tokens, "trained_tokens": tokens}
     return {
