@@ -52,3 +52,19 @@ def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[t
         expected.detach(),
         *(x.grad for x in leaves if x.grad is not None),
     ]
+
+
+def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return queries turned forth by the kernel and by its definition, and turned forth and back."""
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for rows in (1, 2):  # of angles; a second row of tokens takes the first one's
+        x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
+        turn = torch.randn(rows, 7, 12, generator=draw).to(device)
+        cos, sin = (torch.cat((f(turn), f(turn)), dim=-1).to(dtype) for f in (torch.cos, torch.sin))
+        first, second = x.float().chunk(2, dim=-1)
+        around = torch.cat((-second, first), dim=-1)
+        expected = x.float() * cos[:, :, None].float() + around * sin[:, :, None].float()
+        found = kernels.rotate(x, cos, sin)
+        results += [found, expected, kernels.rotate(found, cos, sin, back=True), x.float()]
+    return results

@@ -31,10 +31,20 @@ for activation in ACTIVATIONS:
 """
 
 
+ROTATED = """
+import torch
+from tests.kernel_cases import rotations
+found = rotations(dtype=torch.float32, device="cpu")
+torch.testing.assert_close(found[::2], found[1::2], rtol=1e-5, atol=1e-5)
+"""
+
+
 @pytest.mark.skipif(
     not kernels.INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none"
 )
-@pytest.mark.parametrize("claims", [DECODED, GATED], ids=["decoding", "gated feed-forward"])
+@pytest.mark.parametrize(
+    "claims", [DECODED, GATED, ROTATED], ids=["decoding", "gated feed-forward", "rotation"]
+)
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", claims], env=environment, capture_output=True, text=True, check=False)  # fmt: skip

@@ -1,5 +1,6 @@
 """Embedding and head in slices: the loss, its gradient, logits and rows are those of the whole tables, and no table is gathered."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from workflow.lib.loss import OutputHead
 from workflow.lib.model import local, local_range
 from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model, startup_checks
-from workflow.lib.slices import CHUNK_ROWS, chunk_rows, vocabulary_slices
+from workflow.lib.slices import FEWEST_ROWS, chunk_rows, vocabulary_slices
 from workflow.lib.vocabulary import ExchangedRows, SlicedCrossEntropy, SlicedHead
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
@@ -171,7 +172,7 @@ def test_each_process_has_loss_and_gradient_of_its_own_rows(
 ) -> None:
     """Against one process with the whole head, in fp64. One process has no row, one has one more than a chunk."""
     head = whole_head(case)
-    assert max(COUNTS) > chunk_rows(PROCESSES)
+    assert max(COUNTS) > chunk_rows(PROCESSES, vocab_size=len(head.module.weight))
     for rank, report in enumerate(found):
         result = report["heads"][case]
         hidden, targets = (x.clone() for x in rows_of(rank, len(head.module.weight)))
@@ -279,4 +280,15 @@ def test_more_than_8_processes_share_the_vocabulary_in_groups(shards: int, slice
 
 @pytest.mark.parametrize("slices", [1, 2, 3, 8, 13])
 def test_chunk_of_all_processes_has_about_as_many_rows_as_that_of_one(slices: int) -> None:
-    assert CHUNK_ROWS - slices < slices * chunk_rows(slices) < 2 * CHUNK_ROWS
+    for vocab_size in (32_000, 300_000):
+        alone = chunk_rows(1, vocab_size=math.ceil(vocab_size / slices))
+        together = slices * chunk_rows(slices, vocab_size=vocab_size)
+        assert alone - slices < together < max(alone, slices * FEWEST_ROWS) + 1
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"),
+    [(1000, 1024), (65_536, 1024), (128_256, 512), (262_144, 256), (2**24, 128)],
+)
+def test_logits_of_a_chunk_are_bounded_whatever_the_vocabulary(vocab_size: int, rows: int) -> None:
+    assert chunk_rows(1, vocab_size=vocab_size) == rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results
+from tests.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results, rotations
 from workflow.lib import kernels
 
 pytestmark = pytest.mark.gpu
@@ -35,3 +35,8 @@ def test_gated_feed_forward_equals_autograd(activation: str) -> None:
     found = [x.float() for x in (product, of_gate, of_up)]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(product, again)
+
+
+def test_rotation_equals_its_definition_and_turns_back() -> None:
+    found = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
+    torch.testing.assert_close(found[::2], found[1::2], rtol=2e-2, atol=2e-2)

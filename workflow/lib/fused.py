@@ -1,6 +1,6 @@
 """Parts of a decoder layer that are replaced by fused operations, found by what they compute, not by the family's name.
 
-A norm or feed-forward is replaced only if its class, tried on small random values, gives what the fused one
+A norm, attention or feed-forward is replaced only if its class, tried on small random values, gives what the fused one
 gives. Fused ones keep less for backward: an RMS norm its input in the compute type (not an fp32 copy), a gated
 feed-forward two wide tensors less. The parameters keep their names. Only rounding differs.
 """
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.gated import ACTIVATIONS, LINEARS, GatedFeedForward
 from workflow.lib.parallel import decoder_layers
+from workflow.lib.rotated import as_rotated
 
 WIDTH = 8  # of the values that a class is tried on
 
@@ -30,7 +31,7 @@ class RmsNorm(nn.Module):
 
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
-    """Replace what can be fused in every decoder layer; return how many modules of each kind (`norms`, `feed_forwards`)."""
+    """Replace what can be fused in every decoder layer; return how many modules of each kind (`norms`, `attentions`, `feed_forwards`)."""
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
         for path, module in list(layer.named_modules()):
@@ -39,6 +40,9 @@ def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
                 norm = RmsNorm(module.get_parameter("weight"), eps=eps)
                 setattr(layer.get_submodule(parent), name, norm)
                 replaced["norms"] += 1
+            elif (attention := as_rotated(module)) is not None:
+                setattr(layer.get_submodule(parent), name, attention)
+                replaced["attentions"] += 1
             elif (activation := _gating(module)) is not None:
                 gated = GatedFeedForward(module, activation=activation)
                 setattr(layer.get_submodule(parent), name, gated)

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.embedding import embed_rows
 from workflow.lib.loss_scale import LossScale
-from workflow.lib.slices import CHUNK_ROWS
+from workflow.lib.slices import chunk_rows
 from workflow.lib.stash import Stash
 
 
@@ -28,6 +28,13 @@ class OutputHead:
     module: nn.Module
     scale: float
     softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.shape[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits (rows, vocab) of hidden states (rows, hidden_size)."""
@@ -87,10 +94,10 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_grad = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(
-            0, max(1, hidden.shape[0]), CHUNK_ROWS
-        ):  # the head runs even for no rows: FSDP counts on it
-            rows = slice(start, start + CHUNK_ROWS)
+        size = chunk_rows(1, vocab_size=head.vocab_size)
+        # The head runs even for no rows: FSDP counts on it.
+        for start in range(0, max(1, hidden.shape[0]), size):
+            rows = slice(start, start + size)
             loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
             total += loss
             if grad is not None:

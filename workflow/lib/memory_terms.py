@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workflow.lib.shapes import Linear, ModelShape
-from workflow.lib.slices import CHUNK_ROWS, chunk_rows, vocabulary_slices
+from workflow.lib.slices import chunk_rows, vocabulary_slices
 
 ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
@@ -354,7 +354,8 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     if setup.slices > 1:
         return hidden | _sliced_loss_terms(shape, setup)
     width = 16 if shape.logit_softcap else 12
-    return hidden | {"logits": width * min(t, CHUNK_ROWS) * shape.vocab_size}
+    rows = min(t, chunk_rows(1, vocab_size=shape.vocab_size))
+    return hidden | {"logits": width * rows * shape.vocab_size}
 
 
 def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
@@ -362,7 +363,7 @@ def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
 
     Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with soft-capping what its backward makes.
     """
-    rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices))
+    rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices, vocab_size=shape.vocab_size))
     c = setup.compute_bytes
     states = 2 * c + (0 if c == 4 else 4)
     width = 16 if shape.logit_softcap else 8

@@ -1,6 +1,9 @@
 """How processes divide the vocabulary and the rows of its loss: plain arithmetic, for the engine and for its predictions."""
 
-CHUNK_ROWS = 1024  # rows whose logits exist at a time: of a 128k vocabulary in fp32 0.5 GiB
+import math
+
+CHUNK_ROWS = 1024  # rows that travel, and whose logits exist, at a time
+CHUNK_LOGITS = 2**26  # at most: 256 MiB in fp32, of which there are two or three copies
 FEWEST_ROWS = 128  # of one process in a chunk: with fewer the network's latency would count
 # What travels grows with the number of slices, what is stored shrinks with it. A head in 8 slices is small already.
 ENOUGH_SLICES = 8
@@ -20,6 +23,12 @@ def spread(count: int, total: int) -> list[int]:
     return [(2 * place + 1) * total // (2 * count) for place in range(count)]
 
 
-def chunk_rows(slices: int) -> int:
+def chunk_rows(slices: int, *, vocab_size: int) -> int:
     """Return how many rows each of the processes with a slice contributes to a chunk of the loss."""
-    return CHUNK_ROWS if slices == 1 else max(CHUNK_ROWS // slices, FEWEST_ROWS)
+    fitting = CHUNK_LOGITS // math.ceil(vocab_size / slices) // FEWEST_ROWS * FEWEST_ROWS
+    return max(min(CHUNK_ROWS, fitting) // slices, FEWEST_ROWS)
+
+
+def exchanged_rows(slices: int) -> int:
+    """Return how many embedding rows each of the processes with a slice asks for at a time."""
+    return max(CHUNK_ROWS // slices, FEWEST_ROWS)

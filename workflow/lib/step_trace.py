@@ -19,7 +19,7 @@ from workflow.lib.memory_terms import (
 )
 from workflow.lib.shapes import ModelShape
 from workflow.lib.sharding_trace import PACKED, FetchedLayers, ShardedLayers
-from workflow.lib.slices import chunk_rows, spread
+from workflow.lib.slices import chunk_rows, exchanged_rows, spread
 from workflow.lib.tape import Dropped, Keeper, Kept, Stashed, Tape
 
 STEPS = 2
@@ -188,7 +188,7 @@ class _Run:
     def _exchanged_rows(self) -> list[int]:
         tape, row = self._tape, self._setup.compute_bytes * self._shape.hidden_size
         rows = []
-        for count in _chunks(self._setup.tokens, chunk_rows(self._setup.slices)):
+        for count in _chunks(self._setup.tokens, exchanged_rows(self._setup.slices)):
             everyone = tape.new(self._setup.slices * count * row, "gathered_rows")
             rows.append(tape.new(count * row, "hidden_states"))
             tape.free(everyone)
@@ -233,7 +233,8 @@ class _Run:
         grad_chosen = tape.new(self._hidden, "hidden_states")
         chunk = self._sliced_chunk if self._setup.slices > 1 else self._chunk
         grads: list[int] = []  # of the chunk before, which is held until the next one's is there
-        for rows in _chunks(self._setup.tokens, chunk_rows(self._setup.slices)):
+        size = chunk_rows(self._setup.slices, vocab_size=self._shape.vocab_size)
+        for rows in _chunks(self._setup.tokens, size):
             grads.append(chunk(rows))
             tape.free(*grads[:-1])
             del grads[:-1]

@@ -65,3 +65,26 @@ def gated_backward(grad, gate, up, count, kind: tl.constexpr, size: tl.constexpr
     tl.store(grad + places, (value * upper).to(kept), mask=inside)
     tl.store(gate + places, (slope * upper * derivative).to(kept), mask=inside)
     tl.store(up + places, (slope * value).to(kept), mask=inside)
+
+
+@triton.jit
+def rotate(
+    out, x, cos, sin, angles, num_heads,
+    back: tl.constexpr, half: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Turn all heads of one token; `angles` tokens have a cosine and sine of their own, then they come again."""
+    token = tl.program_id(0).to(tl.int64)
+    head, place = tl.arange(0, heads), tl.arange(0, width)
+    turn = (token % angles) * 2 * half + place
+    inside = place < half
+    cosine = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if back:
+        sine = -sine
+    places = (token * num_heads + head[:, None]) * 2 * half + place[None, :]
+    inside = (head[:, None] < num_heads) & inside[None, :]
+    first = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + places + half, mask=inside, other=0.0).to(tl.float32)
+    kept = out.dtype.element_ty
+    tl.store(out + places, (first * cosine - second * sine).to(kept), mask=inside)
+    tl.store(out + places + half, (second * cosine + first * sine).to(kept), mask=inside)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from workflow.lib.loss import CausalLMForTraining, LinearCrossEntropy, OutputHead
 from workflow.lib.model import local, local_range
-from workflow.lib.slices import chunk_rows, vocabulary_slices
+from workflow.lib.slices import chunk_rows, exchanged_rows, vocabulary_slices
 
 # Named anew in torch 2.13; the old names warn there.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,8 +135,9 @@ class _SlicedLoss(torch.autograd.Function):
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         most = agreed_most(len(targets))
-        for start in range(0, most, chunk_rows(group.size())):
-            rows = slice(start, min(start + chunk_rows(group.size()), most))
+        size = chunk_rows(group.size(), vocab_size=head.vocab_size)
+        for start in range(0, most, size):
+            rows = slice(start, min(start + size, most))
             count = rows.stop - start
             given = _padded(hidden[rows], count, fill=0), _padded(targets[rows], count, fill=NOBODY)
             loss, chunk_grad = _chunk(*given, head, group, wants_grad=wants_grad)
@@ -222,7 +223,7 @@ class ExchangedRows:
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective."""
-        chunks = torch.split(ids, chunk_rows(self._group.size()))
+        chunks = torch.split(ids, exchanged_rows(self._group.size()))
         return torch.cat([self._looked_up(chunk) for chunk in chunks])
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
