@@ -53,10 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one linear.
-PLAIN = {"norms": 6, "feed_forwards": 3}
+PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
 FUSED = {
-    "llama": PLAIN, "mistral": PLAIN, "qwen2": PLAIN, "qwen3": {"norms": 12, "feed_forwards": 3},
-    "gemma2": {"feed_forwards": 3}, "gemma3_text": {"feed_forwards": 3}, "phi3": {"norms": 6},
+    "llama": PLAIN, "mistral": PLAIN, "qwen2": PLAIN, "qwen3": PLAIN | {"norms": 12},
+    "gemma2": {"attentions": 3, "feed_forwards": 3}, "gemma3_text": {"attentions": 3, "feed_forwards": 3}, "phi3": {"norms": 6},
     "olmo2": {"norms": 12, "feed_forwards": 3},
 }  # fmt: skip
 

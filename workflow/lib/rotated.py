@@ -26,16 +26,14 @@ TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
 class RotatedAttention(nn.Module):
     """The projections and norms keep their names; `passed` is what the attention function is told besides."""
 
-    def __init__(
-        self, original: nn.Module, *, passed: dict[str, Any], eager: Callable[..., Any]
-    ) -> None:
+    def __init__(self, original: Any, *, passed: dict[str, Any], eager: Callable[..., Any]) -> None:
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         for name, child in original.named_children():
             self.add_module(name, child)
-        self.head_dim: int = original.head_dim  # type: ignore[assignment]
+        self.head_dim: int = original.head_dim
         self._passed, self._eager = passed, eager
 
     def forward(
@@ -116,11 +114,11 @@ def as_rotated(module: nn.Module) -> RotatedAttention | None:
 
 
 @torch.no_grad()
-def _agreed(module: nn.Module) -> dict[str, Any] | None:
+def _agreed(module: Any) -> dict[str, Any] | None:
     """Return what the module's class tells the attention function, if it and ours do the same; None otherwise."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
-    half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)  # type: ignore[operator]
+    half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
     tried = _stand_in(module, draw)
     calls: list[tuple[Any, ...]] = []
@@ -130,7 +128,7 @@ def _agreed(module: nn.Module) -> dict[str, Any] | None:
     passed: dict[str, Any] = calls[0][-1]
     if any(isinstance(value, torch.Tensor) for value in passed.values()):
         return None
-    ours = RotatedAttention(tried, passed=passed, eager=_recorder)
+    ours: Any = RotatedAttention(tried, passed=passed, eager=_recorder)
     calls.append(_recorded(RotatedAttention, ours, x, (cos, sin)))
     *tensors, told = calls[0]
     for *others, other in calls[1:]:
@@ -143,16 +141,17 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, atol=1e-5, rtol=1e-5)
 
 
-def _stand_in(module: nn.Module, draw: torch.Generator) -> nn.Module:
+def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
     """Return a module with the attributes of `module`, and small random projections."""
     tried = nn.Module()
     for name, value in vars(module).items():
         if not name.startswith("_") and name != "training":
             setattr(tried, name, value)
-    tried.config = copy.copy(module.config)
-    tried.config._attn_implementation = RECORDER  # type: ignore[union-attr]
-    inner = module.head_dim * TRIED["heads"]  # type: ignore[operator]
-    outer = module.head_dim * TRIED["key_heads"]  # type: ignore[operator]
+    config = copy.copy(module.config)
+    config._attn_implementation = RECORDER
+    tried.config = config
+    inner = module.head_dim * TRIED["heads"]
+    outer = module.head_dim * TRIED["key_heads"]
     sizes = [(TRIED["width"], inner), (TRIED["width"], outer), (TRIED["width"], outer), (inner, TRIED["width"])]  # fmt: skip
     for name, (into, out) in zip(PROJECTIONS, sizes, strict=True):
         linear = nn.Linear(into, out, bias=False)
@@ -160,8 +159,8 @@ def _stand_in(module: nn.Module, draw: torch.Generator) -> nn.Module:
         setattr(tried, name, linear)
     for name in NORMS:
         if hasattr(module, name):
-            norm = nn.RMSNorm(module.head_dim)  # type: ignore[arg-type]
-            norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)  # type: ignore[arg-type]
+            norm = nn.RMSNorm(module.head_dim)
+            norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)
             setattr(tried, name, norm)
     return tried
 
@@ -181,11 +180,10 @@ def _recorded(
 
 
 def _recorder(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **told: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **told: Any
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """An attention function that writes down how it is called; its value depends on all that it is given."""
-    recorded: Any = module.recorded
-    recorded.append((query, key, value, told))
+    module.recorded.append((query, key, value, told))
     groups = query.shape[1] // key.shape[1]
     mixed = query + (key * value).repeat_interleave(groups, dim=1)
     return mixed.transpose(1, 2), None
