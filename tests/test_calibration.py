@@ -52,7 +52,7 @@ def early_timings() -> list[Timing]:
 
 
 def recent_timings() -> list[Timing]:
-    """Those of `tests/gpu/measurements` in which the GPU surely decided: elsewhere the same code took up to four times as long."""
+    """Those of `tests/gpu/measurements` in which the GPU surely decided: elsewhere Python decided, unevenly."""
     rows = [json.loads(row) for path in sorted(RECENT) for row in path.read_text().splitlines()]
     whole = [row | {"status": "measured", "shape": asdict(shape_of(row))} for row in rows]
     found = [timing_of(row, GPU) for row in whole if serves(row, GPU.name)]
