@@ -1,5 +1,7 @@
 """The causes that are repeated when a workflow stops."""
 
+import os
+import time
 from pathlib import Path
 
 from workflow.lib.failures import BEGUN, ENDED, failure_causes
@@ -32,6 +34,8 @@ def test_a_traceback_is_shortened_to_its_ends(tmp_path: Path) -> None:
 def test_logs_of_earlier_invocations_are_left_out(tmp_path: Path) -> None:
     path = log(tmp_path, f"{STAMP} ERROR old")
     assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []
+    os.utime(path, (0, time.time() + 3600))  # the clock was put back since
+    assert failure_causes(tmp_path, since=time.time() - 1) == []
 
 
 def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -266,6 +266,20 @@ def test_stage_on_a_gpu_tolerates_the_taint_of_gpu_nodes_and_mounts_the_claim(gp
     ]
 
 
+def test_run_on_several_nodes_is_refused_before_any_pod(store: Store, tmp_path: Path) -> None:
+    for path in (make_project(tmp_path / "made").root / "model").iterdir():
+        store.put(f"model/{path.name}", path.read_bytes())
+    project = make_clone(tmp_path, store, "http://127.0.0.1:9")
+    project.edit({"model": {"source": "./model"}, "hardware": {"gpus": 2, "nodes": 2}})
+    target = base_dir(load_config(project.settings)[1]["demo"])
+    with running_cluster(tmp_path / "cluster", runs_pods=False) as cluster:
+        process = start(project, cluster, "--", target)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert not cluster.pods
+    assert process.returncode == 1
+    assert "hardware.nodes = 2 (run demo): a job on Kubernetes is one pod" in output
+
+
 def test_validation_refuses_what_kubernetes_refuses(gpu_pod: Pod) -> None:
     """Guards the tests above: the schema is not one that takes everything."""
     unknown, unlimited = (json.loads(json.dumps(gpu_pod.job)) for _ in range(2))

@@ -5,20 +5,24 @@ was killed.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<text>.*)$")
 TROUBLE = frozenset({"WARNING", "ERROR", "CRITICAL"})
+CLOCKS_DIFFER_S = 300.0  # of this machine and that of a shared disk
 BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
     """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends in trouble, or in the middle.
 
-    Of a message of several lines (a table, a traceback) the first and the last are kept.
+    Of a message of several lines (a table, a traceback) the first and the last are kept. A log that is from the future is not of this
+    invocation: the clock has jumped.
     """
-    logs = sorted(path for path in folder.rglob("*.log") if path.stat().st_mtime >= since)
+    until = time.time() + CLOCKS_DIFFER_S
+    logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     found = ((path, _cause(list(_records(path)))) for path in logs)
     return [f"{path}: {cause}" for path, cause in found if cause is not None]
 
