@@ -106,7 +106,10 @@ def last_words(output: str) -> str:
     ours = [line for line in output.splitlines() if line.startswith("logs/")]
     if "Traceback" in output:
         ours.append("TRACEBACK")
-    lines = ours or [line for line in output.splitlines() if line.strip()]
+    frame = ("  File", "    ", "Complete log")  # Snakemake's
+    lines = ours or [
+        line for line in output.splitlines() if line.strip() and not line.startswith(frame)
+    ]
     return lines[-1][:200].replace("|", "/") if lines else ""
 
 
@@ -212,18 +215,31 @@ def rarest(names: Sequence[str], tried: Counter[str], chance: random.Random) -> 
     return chance.choice([name for name in names if tried[name] == least])
 
 
+def before_training(undisturbed: Project, root: Path) -> Project:
+    """Return a copy of a finished project of which tokens, base and preflight are left."""
+    project = undisturbed.copy(root)
+    for folder in ("checkpoints", "evaluations", "report", "tensorboard", *(f"runs/demo/{s}" for s in ("finetune", "consolidate", "evaluate_run"))):  # fmt: skip
+        shutil.rmtree(project.root / "results" / folder)
+    return project
+
+
 def round_of(
     number: int,
     *,
     root: Path,
+    training: bool,
     undisturbed: Project,
     chance: random.Random,
     most: int,
     tried: Counter[str],
 ) -> list[Row]:
-    """Run one round on a fresh project; raises `AssertionError` if anything differs at its end."""
-    project = make_project(root / f"round-{number}", train=undisturbed.settings["train"])
-    with small_disk(project.root / "results") as mounted:
+    """Run one round on a fresh project, or from the training on; raises `AssertionError` if anything differs at its end."""
+    folder = root / f"round-{number}"
+    with small_disk(folder / "results") as mounted:
+        if training:
+            project = before_training(undisturbed, folder)
+        else:
+            project = make_project(folder, train=undisturbed.settings["train"])
         live = [*FAULTS, READ_ONLY] if mounted else sorted(FAULTS.keys() - ON_A_SMALL_DISK.keys())
         names = [*live, *BETWEEN_COMMANDS]
         rows = []
@@ -266,6 +282,11 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=50, help="how many faults at least")
     parser.add_argument("--seed", type=int, default=0, help="of faults and moments")
     parser.add_argument("--round", type=int, default=10, help="faults of a round at most")
+    parser.add_argument(
+        "--training",
+        action="store_true",
+        help="rounds begin with the tokens and the base of the undisturbed run",
+    )
     parser.add_argument("--undisturbed", type=Path, help="folder for the undisturbed run; if it is finished there, it is not run again")  # fmt: skip
     args = parser.parse_args()
     # A shell that starts this in the background has it ignored, also by all that is started here.
@@ -280,7 +301,7 @@ def main() -> None:
         while len(rows) < args.faults:
             number += 1
             rows += round_of(
-                number, root=root, undisturbed=undisturbed, chance=chance, most=args.round, tried=tried
+                number, root=root, training=args.training, undisturbed=undisturbed, chance=chance, most=args.round, tried=tried
             )  # fmt: skip
     print(f"\n{summary(rows)}\n\n{len(rows)} faults in {number} rounds: every artifact equals the undisturbed one")  # fmt: skip
 
