@@ -377,6 +377,28 @@ def test_merged_model_is_beside_the_adapter_where_one_is_exported(tmp_path: Path
     assert "Merged model" not in rendered(tmp_path, "demo")
 
 
+@pytest.mark.parametrize(
+    ("ends", "upwards", "words"),
+    [
+        ([0.01, 0.2], True, "1 better, 1 not judged"),
+        ([0.01, 0.2], False, "1 worse, 1 not judged"),
+        ([-0.2, 0.1], True, "1 without a clear change, 1 not judged"),
+    ],
+)
+def test_verdict_says_what_became_of_the_tasks(
+    tmp_path: Path, ends: list[float], upwards: bool, words: str
+) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+
+    def change(document: Any) -> None:
+        document["comparison"]["tasks"]["pydocs_mc"]["acc"]["difference_ci95"] = ends
+        document["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = upwards
+
+    edit(folder / "evaluate_run" / "tuned.json", change)
+    text = " ".join("".join(Page(rendered(tmp_path, "demo")).text).split())
+    assert f"2 scores: {words}, by the 95% interval" in text
+
+
 def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
     """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss, with this gate."""
     write_run(root, "demo", num_steps=3)

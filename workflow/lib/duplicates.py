@@ -34,7 +34,7 @@ SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread: so many,
 SAMPLED_TOKENS = 2**20  # or as many as hold so many tokens, but no fewer than
 LEAST_SAMPLED = 32
 TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 80 bytes for each of them
-KEYS_AT_ONCE = 2**22  # keys that are sorted in memory
+KEYS_AT_ONCE = 2**20  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
 OPEN_KEYS = 1024  # shards whose keys stay mapped from band to band; a process may have 65,530 maps

@@ -53,6 +53,18 @@ class TaskScore:
     tuned: Metric
     difference: MetricDifference
 
+    @property
+    def change(self) -> str:
+        """What the paired interval says of tuned against base: `better`, `worse` or `without a clear change`.
+
+        `not judged` where there is no interval, or the task does not say whether more is better.
+        """
+        ends, upwards = self.difference.difference_ci95, self.tuned.higher_is_better
+        if ends is None or upwards is None:
+            return "not judged"
+        low, high = ends if upwards else (-ends[1], -ends[0])
+        return "better" if low > 0 else "worse" if high < 0 else "without a clear change"
+
 
 @dataclass(frozen=True)
 class Run:
