@@ -47,6 +47,8 @@ class ShardwiseAdam(torch.optim.Optimizer):
         (group,) = self._inner.param_groups
         for place, shard in enumerate(group["params"]):
             self._inner.init_state(group, shard, 0, place)
+        if paged and torch.cuda.is_available():
+            torch.cuda.synchronize()  # filled with zeros by then: before a checkpoint is read into it
         self._scales = {id(param): self._padded_scales(param) for param in params}
 
     def _padded_scales(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
