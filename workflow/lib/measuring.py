@@ -122,15 +122,18 @@ def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
         process_group(plan["device"], timeout_s=timeout_s, shard_size=plan["shard_size"]) as world,
     ):
+        rates: dict[str, float] = {}  # of products that several jobs have in common
         for job in jobs:
             pulse.phase("loading")
-            yield _measure(job, world, pulse)
+            yield _measure(job, world, pulse, rates)
 
 
-def _measure(job: Job, world: World, pulse: Pulse) -> dict[str, Any] | None:
+def _measure(
+    job: Job, world: World, pulse: Pulse, rates: dict[str, float]
+) -> dict[str, Any] | None:
     config, seen = RunConfig.model_validate(job.run), Observed()
     try:
-        _train(job, config, world, seen, pulse)
+        _train(job, config, world, seen, pulse, rates)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{OUT_OF_MEMORY}: {error}") from None
     everyone: list[Observed] = [seen] * world.size
@@ -144,11 +147,21 @@ def _measure(job: Job, world: World, pulse: Pulse) -> dict[str, Any] | None:
     return together(everyone, tokens_per_step=tokens)
 
 
-def _train(job: Job, config: RunConfig, world: World, seen: Observed, pulse: Pulse) -> None:
+def _train(
+    job: Job,
+    config: RunConfig,
+    world: World,
+    seen: Observed,
+    pulse: Pulse,
+    rates: dict[str, float],
+) -> None:
     base, plan, settings = Path(job.base), job.plan, config.train
     dtype = resolve_dtype(config.model.compute_dtype, world.device)
     rows = plan["micro_batch_size"] * config.data.seq_len
-    seen.gemm_flops_per_s = gemm_rate(job.products, rows=rows, dtype=dtype, device=world.device)
+    key = f"{job.products} {rows} {dtype}"
+    if key not in rates:
+        rates[key] = gemm_rate(job.products, rows=rows, dtype=dtype, device=world.device)
+    seen.gemm_flops_per_s = rates[key]
     seen.attention = resolve_training_attention(
         config.model.attention, world.device, compute_dtype=dtype,
         softcapped=softcaps_attention(base), dropout=attention_dropout(base),

@@ -203,7 +203,7 @@ def optimizer_step(
         total = _backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
         if scale is not None:
             scale.unscale_(training)
-        total_norm = clip_gradients(training, max_norm=max_norm)
+        total_norm = clip_gradients(optimizer, max_norm=max_norm)
         dist.all_reduce(total)
         loss, norm = float(total), float(total_norm)
         if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
@@ -239,9 +239,9 @@ def _backward(
     return total
 
 
-def clip_gradients(training: nn.Module, *, max_norm: float | None) -> torch.Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
     """Scale the gradients so that their global norm is at most `max_norm` (None: leave them); return the norm before. Collective."""
-    params = list(trainable_parameters(training).values())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     norm = get_total_norm([p.grad for p in params if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
