@@ -67,7 +67,11 @@ def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
     return RunConfig(
         lora=LoraSettings(r=4, alpha=8, dropout=dropout),
         train=TrainConfig(
-            **({"max_grad_norm": None, "learning_rate": LEARNING_RATE} | fixed | train)
+            **(
+                {"max_grad_norm": None, "learning_rate": LEARNING_RATE, "fused_layers": False}
+                | fixed
+                | train
+            )
         ),
     )
 
