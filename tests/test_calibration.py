@@ -23,7 +23,9 @@ from workflow.lib.speeds import speed_of
 
 GPU = BY_NAME["NVIDIA H200"]
 EARLY = Path(__file__).parent / "measured_h200.jsonl"
-RECENT = list((Path(__file__).parent / "gpu" / "measurements").glob("*_2026-11-21.jsonl"))
+# What the shipped constants are fitted to; timings of a later engine need another fit, so they are named here with it.
+FITTED = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
+RECENT = [Path(__file__).parent / "gpu" / "measurements" / name for name in FITTED]
 WORST, MEDIAN = 0.10, 0.03
 SURELY = 2.2
 
@@ -53,7 +55,7 @@ def early_timings() -> list[Timing]:
 
 def recent_timings() -> list[Timing]:
     """Those of `tests/gpu/measurements` in which the GPU surely decided: elsewhere Python decided, unevenly."""
-    rows = [json.loads(row) for path in sorted(RECENT) for row in path.read_text().splitlines()]
+    rows = [json.loads(row) for path in RECENT for row in path.read_text().splitlines()]
     whole = [row | {"status": "measured", "shape": asdict(shape_of(row))} for row in rows]
     found = [timing_of(row, GPU) for row in whole if serves(row, GPU.name)]
     return [each for each in found if each.gpu_bound(GPU, H200) >= SURELY]
