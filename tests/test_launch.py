@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.models import quantized, tiny_llama
+from workflow.lib.environment import LAUNCHER_VARIABLE
 from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.launch import launch_workers
 
@@ -145,6 +146,14 @@ def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
+    """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock of the run."""
+    script = "from workflow.lib.parallel import die_with_parent; die_with_parent(); print('lives')"
+    for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
+        environment = os.environ | {LAUNCHER_VARIABLE: str(launcher)}
+        assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == status
 
 
 def wait_for(path: Path) -> str:

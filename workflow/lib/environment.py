@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worker
+
 
 def use_this_interpreter(root: Path) -> None:
     """Let `python -m workflow.scripts.<stage>` mean this interpreter and the workflow in `root`, from any folder.

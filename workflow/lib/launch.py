@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from workflow.lib.diagnosis import first_cause, killed, memory_kills
+from workflow.lib.environment import LAUNCHER_VARIABLE
 from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, Watch
 from workflow.lib.nodes import ALONE, Place
@@ -87,6 +88,7 @@ def launch_workers(
 
 def set_environment(*, processes: int, grace_s: float, deterministic: bool) -> None:
     """Set what the workers of this machine inherit; processes: how many they are."""
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     cores = len(os.sched_getaffinity(0))  # of a shared machine, what the job may use
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.

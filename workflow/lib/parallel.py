@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from workflow.lib.environment import LAUNCHER_VARIABLE
 from workflow.lib.errors import UserError
 from workflow.lib.loss import CausalLMForTraining
 from workflow.lib.model import (
@@ -102,8 +103,13 @@ def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own."""
+    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own.
+
+    If the launcher has died before, while this process was importing, nobody is left to die: then it ends here.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
