@@ -87,14 +87,15 @@ def measured_case(row: dict[str, Any]) -> tuple[ModelShape, Setup]:
 def peak_with_gathered_tables(shape: ModelShape, chosen: Setup) -> int:
     """The peak of the engine that was measured, which gathered embedding and head whole (E bytes each) on several GPUs.
 
-    Untied, E lay there in the loss and once more as its buffer; tied, once from forward to backward.
+    Its chunks of the loss had 1,024 rows, whatever the vocabulary. Untied, E lay there in the loss and once more as its buffer; tied, once from forward to backward.
     """
     phases = predict(shape, chosen).phases
-    if chosen.processes == 1:
-        return predict(shape, chosen).peak_bytes
-    table = 2 * shape.vocab_size * shape.hidden_size
     totals = {name: sum(terms.values()) for name, terms in phases.items()}
     logits = 12 * min(chosen.tokens, 1024) * shape.vocab_size
+    if chosen.processes == 1:
+        totals["loss"] += logits - phases["loss"]["logits"]
+        return max(totals.values())
+    table = 2 * shape.vocab_size * shape.hidden_size
     totals["loss"] += logits - phases["loss"]["logits"] - phases["loss"]["gathered_rows"]
     if shape.tied_embeddings:
         del totals["optimizer_step"]

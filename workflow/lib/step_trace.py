@@ -118,6 +118,8 @@ class _Run:
             self._layers.before_backward(number)
             grad = backwards[number](grad)
             self._layers.after_backward(number, self._taken_gradients())
+        if isinstance(keep, Stashed):
+            keep.end()
         self._layers.end_backward()
         tape.free(*tables)
         if grad >= 0:
