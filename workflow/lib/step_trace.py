@@ -118,9 +118,9 @@ class _Run:
             self._layers.before_backward(number)
             grad = backwards[number](grad)
             self._layers.after_backward(number, self._taken_gradients())
+        self._layers.end_backward()
         if isinstance(keep, Stashed):
             keep.end()
-        self._layers.end_backward()
         tape.free(*tables)
         if grad >= 0:
             tape.free(grad)
