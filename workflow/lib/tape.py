@@ -91,10 +91,7 @@ class Dropped:
 
 
 class Stashed:
-    """As `stash.Stash` does it: what is not small leaves for host memory, a window of it is on the device at a time.
-
-    What was taken last is held until the next is taken: so three measurements of GPUs say, to 0.1 MiB.
-    """
+    """As `stash.Stash` does it: what is not small leaves for host memory, a window of it is on the device at a time."""
 
     def __init__(self, tape: Tape, *, window_bytes: int, smallest_share: int = 128) -> None:
         self._tape, self._window = tape, window_bytes
@@ -107,7 +104,6 @@ class Stashed:
         self._leaving: list[int] = []
         self._next = -2
         self._present = 0
-        self._last: int | None = None
 
     def keep(self, tensor: int, term: str = "saved_activations") -> int:
         """Send the tensor away if it is not small; return its place, or a number below 0 if it stays."""
@@ -147,9 +143,6 @@ class Stashed:
         tensor = self._tensors[kept]
         assert tensor is not None
         self._tape.hold(tensor)
-        if self._last is not None:
-            self._tape.free(self._last)
-        self._last = self._tape.hold(tensor)
         self._uses[kept] -= 1
         if self._uses[kept] == 0:
             self._let_go(kept)
@@ -157,12 +150,6 @@ class Stashed:
         self._next = min(self._next, kept - 1)
         self._fetch_ahead()
         return tensor
-
-    def end(self) -> None:
-        """Let go of what was taken last."""
-        if self._last is not None:
-            self._tape.free(self._last)
-            self._last = None
 
     def _fetch_ahead(self) -> None:
         while self._next >= 0:
