@@ -6,6 +6,7 @@ take back. `python -m tests.measure_memory --megabytes 64 128 256 [--row-words 3
 """
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -21,14 +22,14 @@ import psutil
 from workflow.lib.config import DataConfig
 
 BASE = Path("workflow/resources/base")
-WORDS = Path("workflow/resources/pydocs/train.jsonl")
+WORDS = Path("workflow/resources/pydocs/train.jsonl.gz")
 SEQ_LEN = 1024
 PAUSE_SECONDS = 0.3
 
 
 def write_messages(path: Path, *, size: int, row_words: int) -> int:
     """Write at least `size` bytes of conversations of about `row_words` words; return how many."""
-    words = sorted(set(WORDS.read_text(encoding="utf-8").replace('"', " ").split()))
+    words = sorted(set(gzip.decompress(WORDS.read_bytes()).decode().replace('"', " ").split()))
     draw, rows, written = random.Random(0), 0, 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:

@@ -10,6 +10,7 @@ environments of their own: `python -m tests.measure_tokenization --trl PYTHON --
 
 import argparse
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -27,7 +28,9 @@ SEQ_LEN = 1024
 
 def write_messages(source: Path, target: Path, *, copies: int) -> int:
     """Write the pairs of `source` as conversations, `copies` times with their words in new orders; return the count."""
-    pairs = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    pairs = [
+        json.loads(line) for line in gzip.decompress(source.read_bytes()).decode().splitlines()
+    ]
     draw = random.Random(0)
 
     def shuffled(text: str) -> str:
@@ -197,7 +200,9 @@ def measure(name: str, python: str, data: Path, processes: int) -> tuple[float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("workflow/resources/pydocs/train.jsonl"))
+    parser.add_argument(
+        "--data", type=Path, default=Path("workflow/resources/pydocs/train.jsonl.gz")
+    )
     parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))

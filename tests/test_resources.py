@@ -24,7 +24,7 @@ needs_base = pytest.mark.skipif(not BASE.exists(), reason="pretrain_base.py has 
 
 
 def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in build_pydocs.content_of(path).decode().splitlines()]
 
 
 def run_script(*args, **environment):
@@ -38,7 +38,7 @@ def run_script(*args, **environment):
 
 @pytest.fixture(scope="module")
 def train():
-    return read_jsonl(RESOURCES / "pydocs" / "train.jsonl")
+    return read_jsonl(RESOURCES / "pydocs" / "train.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_rebuilding_on_the_same_python_gives_the_committed_files(rebuilt, manife
     if here != there:
         pytest.skip(f"the files come from {there}, this is {here}")
     for name in [*manifest["sha256"], "pydocs/manifest.json"]:
-        assert (rebuilt / name).read_bytes() == (RESOURCES / name).read_bytes()
+        assert build_pydocs.content_of(rebuilt / name) == build_pydocs.content_of(RESOURCES / name)
 
 
 def test_rebuilding_does_not_depend_on_the_hash_seed(rebuilt, tmp_path):

@@ -88,7 +88,7 @@ class DataConfig(Section):
     """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local files."""
     revision: str | None = Field(None, min_length=1, max_length=256)
     """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and recorded."""
-    train: DataSources = "workflow/resources/pydocs/train.jsonl"
+    train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
     """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`, `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
     heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl"
     """Held-out data, named like the training data; null = split `heldout_share` off those."""

@@ -7,6 +7,7 @@ gives the same bytes; the raw corpus is written only when asked for.
 """
 
 import argparse
+import gzip
 import hashlib
 import json
 import platform
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     items = choices.build_items(objects, split.heldout_sources)
 
     files = {
-        "pydocs/train.jsonl": [pair.as_row() for pair in split.train],
+        "pydocs/train.jsonl.gz": [pair.as_row() for pair in split.train],
         "pydocs/heldout.jsonl": [pair.as_row() for pair in split.heldout],
         "tasks/pydocs_mc.jsonl": [item.as_row() for item in items],
     }
@@ -91,16 +92,23 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text with LF line ends under a temporary name, then rename."""
+    """Write UTF-8 text with LF line ends under a temporary name, then rename; compressed if the name ends with `.gz`."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode()
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
+    temporary.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     temporary.replace(path)
 
 
+def content_of(path: Path) -> bytes:
+    """Return what a file holds, unpacked: builds of zlib compress differently."""
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """Return the SHA-256 of what a file holds in hexadecimal."""
+    return hashlib.sha256(content_of(path)).hexdigest()
 
 
 if __name__ == "__main__":

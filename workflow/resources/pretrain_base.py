@@ -12,6 +12,7 @@ It needs torch, transformers and tokenizers, and no network.
 
 import argparse
 import contextlib
+import gzip
 import hashlib
 import json
 import math
@@ -74,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--train-prompts",
         type=Path,
-        default=RESOURCES / "pydocs" / "train.jsonl",
+        default=RESOURCES / "pydocs" / "train.jsonl.gz",
         help="JSONL whose `prompt` column the tokenizer (not the model) learns from too",
     )
     parser.add_argument("--steps", type=positive_int, default=1200, help="optimizer steps")
@@ -126,8 +127,9 @@ def main() -> None:
 
 
 def read_column(path: Path, column: str) -> list[str]:
-    """Return one column of a JSONL file."""
-    with path.open(encoding="utf-8") as file:
+    """Return one column of a JSONL file, compressed or not."""
+    unpacked = gzip.open if path.suffix == ".gz" else open
+    with unpacked(path, "rt", encoding="utf-8") as file:
         return [json.loads(line)[column] for line in file]
 
 
