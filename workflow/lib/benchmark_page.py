@@ -133,19 +133,25 @@ def _gemm(rows: Sequence[Row]) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> str:
-    """Speed and memory of every case over those of every peer of as many processes."""
-    lines = []
-    for row in rows:
-        for peer in rows:
-            if row["peer"] or not peer["peer"] or row["processes"] != peer["processes"]:
-                continue
-            mine, theirs = row["measured"], peer["measured"]
-            speed = mine["tokens_per_s_per_process"] / theirs["tokens_per_s_per_process"]
-            used = theirs["allocated_bytes"] or theirs["host_bytes"]
-            memory = (mine["allocated_bytes"] or mine["host_bytes"]) / used
-            lines.append(f"| `{row['case']}` | `{peer['case']}` | {row['processes']} | {speed:.2f} | {memory:.2f} |")  # fmt: skip
-    head = "| case | peer | processes | speed, times the peer's | peak memory, times the peer's |\n|---|---|---|---|---|\n"
-    return head + "\n".join(lines) + "\n" if lines else ""
+    """Every case over every peer of as many processes: speed, and memory allocated and reserved at the peak."""
+    peers = [row for row in rows if row["peer"]]
+    ours = [row for row in rows if not row["peer"]]
+    if not peers or not ours:
+        return ""
+    head = "| times the peer's: speed, peak allocated, peak reserved | " + " | ".join(f"`{_label(peer)}`" for peer in peers) + " |"  # fmt: skip
+    lines = [head, "|---" * (len(peers) + 1) + "|"]
+    lines += [f"| `{_label(row)}` | " + " | ".join(_over(row, peer) for peer in peers) + " |" for row in ours]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _over(row: Row, peer: Row) -> str:
+    """Return the ratios of a case to a peer, or a dash if they had different numbers of processes."""
+    if row["processes"] != peer["processes"]:
+        return "-"
+    mine, theirs = row["measured"], peer["measured"]
+    kinds = ("allocated_bytes", "reserved_bytes") if theirs["allocated_bytes"] else ("host_bytes",)
+    compared = [mine[key] / theirs[key] for key in ("tokens_per_s_per_process", *kinds)]
+    return ", ".join(f"{ratio:.2f}" for ratio in compared)
 
 
 def _scaling(rows: Sequence[Row]) -> str:
