@@ -12,6 +12,7 @@ from tests.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError
 from workflow.lib.harness import load_tasks, run_tasks, task_facts
+from workflow.lib.local_tasks import SINGLE_PROCESS
 from workflow.lib.task_scores import TaskScores
 
 WORDS = ["fox", "dog", "lazy", "brown", "question", "answer", "prompt", "rows", "train", "forty"]
@@ -80,6 +81,13 @@ def no_network(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "create_connection", refuse)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """As in the stage: the harness' pool of forked processes can hang, here because they inherit handlers of signals."""
+    for name, value in SINGLE_PROCESS.items():
+        monkeypatch.setenv(name, value)
 
 
 def task_file(

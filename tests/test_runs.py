@@ -117,7 +117,7 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "adam_eps": {"adam_eps": 1e-7},
     "max_grad_norm": {"max_grad_norm": None},
     "activation_checkpointing": {"activation_checkpointing": False},
-    "fused_layers": {"fused_layers": True},
+    "fused_layers": {"fused_layers": False},
     "evaluate_every_steps": {"evaluate_every_steps": 3},
     "evaluate_documents": {"evaluate_documents": 3},
     "select": {"evaluate_every_steps": 3, "select": "best"},
