@@ -93,6 +93,17 @@ def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) 
     return trained(training, store)
 
 
+def test_attention_that_turns_a_part_of_each_head_is_left_alone() -> None:
+    """Tried with whole heads, its class computes what ours does."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    for parameters, count in ((rope | {"partial_rotary_factor": 1.0}, 1), (rope, 0)):
+        config = AutoConfig.for_model(
+            "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=VOCAB,
+            num_attention_heads=4, rope_parameters=parameters,
+        )  # fmt: skip
+        assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
+
+
 def trained(training: Any, store: TokenStore) -> dict[str, Any]:
     """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is sharded."""
     params = trainable_parameters(training)

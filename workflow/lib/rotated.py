@@ -67,6 +67,7 @@ def rotated(
 
     cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
     """
+    assert cos.shape[-1] == query.shape[-1], "a part of each head: the kernel would read past cos"
     turned: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
     return turned
 
@@ -101,7 +102,7 @@ def _turned(
 def as_rotated(module: nn.Module) -> RotatedAttention | None:
     """Return an attention that does what this module does, None for a module of any other kind."""
     children = {name for name, _ in module.named_children()}
-    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS}:
+    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS} or _turns_a_part(module):
         return None
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     try:
@@ -111,6 +112,14 @@ def as_rotated(module: nn.Module) -> RotatedAttention | None:
     if passed is None or eager is None:
         return None
     return RotatedAttention(module, passed=passed, eager=eager)
+
+
+def _turns_a_part(module: Any) -> bool:
+    """Whether the model rotates a part of each head alone: its class, tried with whole ones, would not show that."""
+    config = module.config
+    shares = [getattr(config, "partial_rotary_factor", None)]
+    shares += [(getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")]
+    return any(share not in (None, 1.0) for share in shares)
 
 
 @torch.no_grad()
