@@ -1,7 +1,7 @@
 """GPU kernels of the engine, in Triton: what PyTorch and bitsandbytes do in several passes over memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache. `usable` tries it once. Where it
-cannot be used, and on the CPU, the callers (`nf4`, `gated`) take the operations of bitsandbytes and PyTorch.
+cannot be used, and on the CPU, the callers (`nf4`, `gated`, `rotated`) take the operations of bitsandbytes and PyTorch.
 Values are computed in fp32 and rounded once.
 """
 
@@ -34,9 +34,7 @@ def usable(device: torch.device) -> bool:
 def _tried(device: torch.device) -> bool:
     """Whether decoding gives bit by bit what bitsandbytes gives; whatever fails is what a user's machine lacks."""
     if not INSTALLED:
-        logger.warning(
-            "Triton is not installed: steps take about a tenth longer without its kernels."
-        )
+        logger.warning("Triton is not installed: steps take longer without its kernels.")
         return False
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(TRIED_WEIGHTS, generator=draw).to(device, torch.bfloat16)
@@ -48,7 +46,7 @@ def _tried(device: torch.device) -> bool:
         )  # fmt: skip
     except Exception as error:  # no compiler, no folder for the cache, an unknown GPU: all of them are Triton's own
         reason = str(error).strip().partition("\n")[0]
-        logger.warning("Triton cannot build kernels here (%s): steps take about a tenth longer without.", reason)  # fmt: skip
+        logger.warning("Triton cannot build kernels here (%s): steps take longer without.", reason)  # fmt: skip
         return False
     if torch.equal(found, dequantize_4bit(packed, state)):
         return True
