@@ -223,6 +223,28 @@ def test_finished_case_is_kept_and_only_the_rest_is_tried(tmp_path: Path) -> Non
     assert [row["status"] for row in read_jsonl(output)] == ["measured", "not_run"]
 
 
+def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
+    found = wanted(
+        cases=["flash", "sdpa", "hsdp", "batch_1", "trl_ddp", "trl_fsdp2"], processes=[2]
+    )
+    names = {str(number): request for number, request in enumerate(found)}
+    assert list(benchmark_run.starts(names, together=2)) == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
+    assert len(list(benchmark_run.starts(names, together=1))) == 6
+
+
+def test_case_after_one_that_fails_is_measured_in_another_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers that stop in the second of three cases have measured the first; the third gets a start of its own."""
+    starts = iter([([{"speed": 1}], UserError("out of GPU memory: x")), ([{"speed": 3}], None)])
+    monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: next(starts))
+    found = wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")
+    asked = {request.name: request for request in found}
+    rows = dict(benchmark_run.several(None, asked, num_gpus=0, enough_time=True))  # type: ignore[arg-type]
+    assert [rows[name]["status"] for name in asked] == ["measured", "out_of_memory", "measured"]
+    assert (rows["flash"]["measured"], rows["batch_1"]["measured"]) == ({"speed": 1}, {"speed": 3})
+
+
 def test_rate_of_products_is_found_for_every_size() -> None:
     products = [[7, 5, 2], [5, 7, 1]]
     rate = gemm_rate(products, rows=3, dtype=torch.float32, device=torch.device("cpu"))

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import run_distributed
-from tests.models import quantized, random_store, tiny_llama
+from tests.models import PLAN, quantized, random_store, tiny_llama
 from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.schedule import learning_rate, step_rows
 
@@ -37,21 +37,19 @@ def settings(**lora: Any) -> RunConfig:
 
 
 def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "processes": processes,
-        "nodes": 1,
-        "shard_size": processes,
-        "micro_batch_size": micro_batch_size,
-        "accumulation_steps": BATCH // processes // micro_batch_size,
-        "activation_checkpointing": True,
-        "reshard_after_forward": True,
-        "offload_window_bytes": None,
-        "offload_embedding": False,
-        "offload_layers": 0,
-        "gpu_memory_bytes": None,
-        "num_steps": STEPS,
-    } | changes
+    return (
+        {
+            "device": "cpu",
+            "processes": processes,
+            "nodes": 1,
+            "shard_size": processes,
+            "micro_batch_size": micro_batch_size,
+            "accumulation_steps": BATCH // processes // micro_batch_size,
+            "num_steps": STEPS,
+        }
+        | PLAN
+        | changes
+    )
 
 
 def ours(

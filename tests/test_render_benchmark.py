@@ -100,3 +100,12 @@ def test_command_publishes_page_and_figure(tmp_path: Path) -> None:
     name = page_name(ROWS)
     assert {path.name for path in (tmp_path / "docs").iterdir()} == {f"{name}.md", f"{name}.png"}
     assert (tmp_path / "docs" / f"{name}.png").stat().st_size < 300_000
+
+
+def test_profile_says_where_the_time_of_a_step_goes() -> None:
+    slow = row("slow", speed=1.0)
+    slow["measured"]["profile"] = {"step_s": 0.25, "idle_s": 0.01, "kinds": {"products": 0.2, "attention": 0.0405}}  # fmt: skip
+    lines = render_page([OURS, slow], figure="x").splitlines()
+    assert "| one profiled step, ms | all | products | attention | GPU idle |" in lines
+    assert "| `slow x2` | 250.0 | 200.0 | 40.5 | 10.0 |" in lines
+    assert not any(line.startswith("| `flash x2` | ") and line.count("|") == 6 for line in lines)
