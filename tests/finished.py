@@ -27,7 +27,7 @@ CONFIG = RunConfig(
 )
 PLAN = {
     "device": "cpu", "processes": 2, "nodes": 1, "shard_size": 2, "micro_batch_size": 1, "accumulation_steps": 2, "activation_checkpointing": True,
-    "reshard_after_forward": True, "offload_window_bytes": None, "offload_embedding": False, "offload_layers": 0, "gpu_memory_bytes": None, "compute_dtype": "float32", "num_steps": STEPS,
+    "reshard_after_forward": True, "offload_activations": False, "offload_window_bytes": None, "offload_embedding": False, "offload_layers": 0, "gpu_memory_bytes": None, "compute_dtype": "float32", "num_steps": STEPS,
 }  # fmt: skip
 PREDICTED_BYTES = 12345
 

@@ -31,6 +31,7 @@ VOCAB = 211
 PLAN: dict[str, Any] = {
     "activation_checkpointing": True,
     "reshard_after_forward": True,
+    "offload_activations": False,
     "offload_window_bytes": None,
     "offload_embedding": False,
     "offload_layers": 0,

@@ -110,6 +110,7 @@ def preflight() -> dict[str, Any]:
             "accumulation_steps": 5,
             "activation_checkpointing": True,
             "reshard_after_forward": True,
+            "offload_activations": False,
             "offload_window_bytes": None,
             "offload_embedding": False,
             "offload_layers": 0,

@@ -138,7 +138,7 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
         for number, (case, base) in enumerate(bases.items()):
             plan = {
                 "activation_checkpointing": 2, "reshard_after_forward": True, "gpu_memory_bytes": None,
-                "offload_embedding": number % 2 == 0, "offload_window_bytes": (None, 4096)[number % 2], "offload_layers": number % 3,
+                "offload_embedding": number % 2 == 0, "offload_activations": number % 2 == 1, "offload_window_bytes": (None, 4096)[number % 2], "offload_layers": number % 3,
             }  # fmt: skip
             config = RunConfig(lora=LoraSettings(r=4, alpha=8))
             model = build_training_model(

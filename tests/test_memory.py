@@ -60,7 +60,7 @@ setups = st.builds(
     activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]), reshard_after_forward=st.booleans(),
     accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
     attention=st.sampled_from(["flash", "sdpa", "eager"]),
-    fused_layers=st.booleans(), offload_activations=st.booleans(),
+    fused_layers=st.booleans(), offload_activations=st.sampled_from([False, 1, 2, True]),
 )  # fmt: skip
 
 

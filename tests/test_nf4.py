@@ -113,6 +113,9 @@ class Layer:
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.weights
 
+    def fused_scale(self) -> float:
+        return SCALE
+
 
 @pytest.fixture(params=[None, random(7, seed=5)], ids=["no bias", "bias"])
 def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
@@ -123,7 +126,7 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
 
 
 def fused(x: torch.Tensor, layer: Layer) -> torch.Tensor:
-    return nf4_lora_matmul(x, layer, SCALE)
+    return nf4_lora_matmul(x, layer)
 
 
 def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:

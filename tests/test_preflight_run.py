@@ -80,6 +80,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
         "accumulation_steps": 1,
         "activation_checkpointing": False,
         "reshard_after_forward": True,
+        "offload_activations": False,
         "offload_window_bytes": None,
         "offload_embedding": False,
         "offload_layers": 0,

@@ -127,7 +127,8 @@ def promised(name: str) -> str:
     limits = decision(name).limits
     needed = limits.capacity_bytes + chosen.lacking_bytes
     setup = chosen.setup
-    away = ["activations"] * setup.offload_activations
+    some = "" if setup.offload_activations is True else f" of {setup.offload_activations} layers"
+    away = [f"activations{some}"] * bool(setup.offload_activations)
     away += [f"{setup.offload_layers} layers"] if setup.offload_layers else []
     offloaded = f"{' and '.join(away)} on the host, " if away else ""
     return (

@@ -26,6 +26,7 @@ from workflow.lib.training import StepMetrics, check_step, make_optimizer, steps
 STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
 CLIP = 0.05
 SMALLEST = PLAN | {"micro_batch_size": 1}
+STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
 SINGLE: dict[str, dict[str, Any]] = {
     "6 rows at once": {"micro_batch_size": 6},
@@ -39,12 +40,17 @@ SINGLE: dict[str, dict[str, Any]] = {
     "fused": {"fused_layers": True},
     "fused, activations offloaded": {
         "fused_layers": True,
-        "offload_window_bytes": 4096,
+        **STASHED,
         "activation_checkpointing": False,
     },
     "fused, dropout": {"fused_layers": True, "dropout": 0.3},
-    "inputs offloaded": {"offload_window_bytes": 4096},
-    "activations offloaded": {"offload_window_bytes": 4096, "activation_checkpointing": False},
+    "inputs offloaded": STASHED,
+    "activations offloaded": {**STASHED, "activation_checkpointing": False},
+    "one layer's activations offloaded": {
+        **STASHED,
+        "offload_activations": 1,
+        "activation_checkpointing": False,
+    },
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "1 row at a time": {},
@@ -52,7 +58,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "weights kept after forward": {"reshard_after_forward": False},
     "clipped": {"max_grad_norm": CLIP},
     "fused, every second layer's activations offloaded": {
-        "fused_layers": True, "offload_window_bytes": 4096, "activation_checkpointing": 2,
+        "fused_layers": True, **STASHED, "offload_activations": 1, "activation_checkpointing": 2,
     },
 }  # fmt: skip
 # fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW divides gradients by

@@ -48,7 +48,7 @@ def scaled(layer: Any, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
     base: NF4Linear = layer.get_base_layer()
     scale, magnitude = layer.fused_scale(), layer.fused_magnitude()
     factor = magnitude / direction_norms(layer, scale, dtype=x.dtype)
-    direction = without_bias(nf4_lora_matmul(x, layer, scale), base)
+    direction = without_bias(nf4_lora_matmul(x, layer), base)
     y: torch.Tensor = direction * factor.to(x.dtype)
     return y + base.bias if bias and base.bias is not None else y
 

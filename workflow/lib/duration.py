@@ -12,7 +12,13 @@ from typing import Any
 
 from workflow.lib.communication import NO_TRAFFIC, Traffic
 from workflow.lib.gpus import PCIE_4, PCIE_5, GpuModel
-from workflow.lib.memory_terms import Setup, hosted_slice, lora_parameters, saved_activations
+from workflow.lib.memory_terms import (
+    Setup,
+    hosted_slice,
+    lora_parameters,
+    saved_activations,
+    stashed_counts,
+)
 from workflow.lib.shapes import ModelShape
 
 
@@ -111,7 +117,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        stashed_bytes=_stashed_bytes(shape, setup, recomputed=recomputed, kept=kept),
+        stashed_bytes=_stashed_bytes(shape, setup, kept=kept),
         hosted_layers=setup.offload_layers,
         hosted_bytes=hosted_slice(shape, setup),
         layers=layers,
@@ -125,11 +131,9 @@ def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
     return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup, *, recomputed: int, kept: int) -> int:
-    if not setup.offload_activations:
-        return 0
-    inputs = setup.compute_bytes * setup.tokens * shape.hidden_size
-    return recomputed * inputs + (shape.num_layers - recomputed) * kept
+def _stashed_bytes(shape: ModelShape, setup: Setup, *, kept: int) -> int:
+    inputs, whole = stashed_counts(shape, setup)
+    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * kept
 
 
 Parts = dict[str, float]

@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from workflow.lib import kernels
+from workflow.lib.adapter_products import (
+    adapted,
+    adapter_gradients,
+    input_gradient,
+    low_gradient,
+    low_rank,
+    value,
+    values,
+)
 from workflow.lib.lora import FusedLoraLinear
-from workflow.lib.nf4 import lora_gradients, lora_input_gradient, lora_value
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -54,13 +62,11 @@ class _Gated(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, layers: Any, activation: str, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
-        lows = [_low(layer, rows) for layer in layers[:2]]
-        gate, up = (
-            lora_value(layer, rows, low, scale=layer.fused_scale())
-            for layer, low in zip(layers, lows, strict=False)
-        )
+        into = adapted(layers[:2])
+        low = low_rank(into, rows)
+        gate, up = values(into, rows, low)
         ctx.layers, ctx.activation = layers, activation
-        ctx.save_for_backward(rows, gate, up, *lows)
+        ctx.save_for_backward(rows, gate, up, low)
         ctx.mark_non_differentiable(gate, up)
         ctx.set_materialize_grads(False)  # else backward gets zeros (T, f) for gate and up each
         out_features = layers[2].get_base_layer().out_features
@@ -68,20 +74,23 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, gate, up, *lows = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
-        down = ctx.layers[2]
+        rows, gate, up, low = ctx.saved_tensors
+        linears = adapted(ctx.layers)
+        into, down = linears[:2], linears[2:]
+        grad = [grads[0].reshape(-1, grads[0].shape[-1])]
         # The gradient of the product first, so that one kernel can make the product and both gradients from it.
+        of_low = low_gradient(down, grad)
         parts, product = _through_activation(
-            lora_input_gradient(down, grad, scale=down.fused_scale()), gate, up, ctx.activation
+            input_gradient(down, grad, of_low), gate, up, ctx.activation
         )
-        low = _low(down, product)
-        of_down = lora_gradients(down, grad, product, low, scale=down.fused_scale(), wants_x=False)[1:]  # fmt: skip
+        of_down = adapter_gradients(down, grad, product, low_rank(down, product), of_low)
         del product
-        grad_x, of_linears = _of_input(ctx, parts, rows, lows)
-        if grad_x is not None:
-            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        return grad_x, None, None, *of_linears, *of_down
+        of_low = low_gradient(into, parts)
+        of_into = adapter_gradients(into, parts, rows, low, of_low)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = input_gradient(into, parts, of_low).view(*grads[0].shape[:-1], -1)
+        return grad_x, None, None, *of_into, *of_down
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -103,27 +112,6 @@ def _through_activation(
     return gradients(grad, gate, up), product
 
 
-def _of_input(
-    ctx: Any, parts: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, lows: list[torch.Tensor]
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Return the gradient of x (T, in), None unless wanted, and those of the adapters of gate and up."""
-    total, adapters = None, []
-    for layer, part, low in zip(ctx.layers, parts, lows, strict=False):
-        grad_x, *of_adapter = lora_gradients(
-            layer, part, rows, low, scale=layer.fused_scale(), wants_x=ctx.needs_input_grad[0]
-        )
-        total = grad_x if total is None or grad_x is None else total.add_(grad_x)
-        adapters += of_adapter
-    return total, adapters
-
-
-def _low(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return A x (T, r)."""
-    a_weight, _ = layer.fused_weights()
-    low: torch.Tensor = rows @ a_weight.to(rows.dtype).t()
-    return low
-
-
 class _GatedValue(torch.autograd.Function):
     """The value of the feed-forward. Hands its gradient to the placeholder, so to `_Gated`; saves nothing."""
 
@@ -136,10 +124,8 @@ class _GatedValue(torch.autograd.Function):
         layers: Any,
         activation: str,
     ) -> torch.Tensor:
-        down = layers[2]
-        product = _product(gate, up, activation)
-        y = lora_value(down, product, _low(down, product), scale=down.fused_scale())
-        return y.view(placeholder.shape)
+        product, down = _product(gate, up, activation), adapted(layers[2:])
+        return value(down[0], product, low_rank(down, product)).view(placeholder.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

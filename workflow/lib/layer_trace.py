@@ -7,7 +7,7 @@ backward has the gradient of the queries in fp32, and one of keys and values for
 from collections.abc import Callable
 
 from workflow.lib.linear_trace import WORK, Backward, LinearTrace
-from workflow.lib.memory_terms import Setup, fuses_feed_forward
+from workflow.lib.memory_terms import Setup, fuses_feed_forward, fuses_projections
 from workflow.lib.shapes import Linear, ModelShape
 from workflow.lib.tape import Dropped, Keeper, Tape
 
@@ -146,29 +146,32 @@ class LayerTrace(LinearTrace):
     ) -> tuple[int, Backward]:
         """`gated.GatedFeedForward`: keeps its input, gate and up alone."""
         tape, wide = self._tape, self._wide
-        lows = [self.low(linear) for linear in into]
+        low = self.low(into)
         outs = [self.value(linear) for linear in into]
-        kept = [keep.keep(tensor) for tensor in (x, *outs, *lows)]
-        tape.free(*lows)
+        kept = [keep.keep(tensor) for tensor in (x, *outs, low)]
+        tape.free(low)
         y = -1
         if value:
             product = tape.new(wide, WORK)
-            low = self.low(down)
+            low = self.low([down])
             y = self.value(down)
             tape.free(low, product)
         tape.free(*outs)
 
         def backward(grad: int) -> int:
             taken = [keep.take(k) for k in kept]
-            product = self.input_gradient(
-                down
-            )  # its gradient; a kernel makes it the product, gate and up theirs
-            low = self.low(down)
-            self.lora_gradients(down, wants_x=False)
+            of_low = self.low_gradient([down])
+            # its gradient; a kernel makes it the product, gate and up theirs
+            product = self.input_gradient([down])
+            low = self.low([down])
+            self.adapter_gradients([down])
             tape.free(low, product)
-            grads = [self.lora_gradients(linear) for linear in into]
-            tape.free(grads[1], *taken, grad)
-            return grads[0]
+            of_lows = self.low_gradient(into)
+            tape.free(of_low)
+            self.adapter_gradients(into)
+            grad_x = self.input_gradient(into)
+            tape.free(of_lows, *taken, grad)
+            return grad_x
 
         return y, backward
 
@@ -179,8 +182,7 @@ class LayerTrace(LinearTrace):
     ) -> tuple[int, Backward]:
         """Projections, norms of the heads where the family has them, rotary positions, the kernel, the output."""
         *into, output = [x for x in self._shape.linears if x.name in ATTENTION]
-        made = [self.linear(linear, x, keep, wants_x=wants_x) for linear in into]
-        given = [y for y, _ in made]
+        given, projections_backward = self._projected(into, x, keep, wants_x=wants_x)
         values = given[-1]  # of fused projections values are a view of the whole
         head_backwards = []
         if self._shape.qk_norm:
@@ -203,21 +205,35 @@ class LayerTrace(LinearTrace):
             heads = [query, key]
             for place, back in reversed(list(enumerate(head_backwards))):
                 heads[place] = back(heads[place])
-            return self._through_projections([*heads, values], [back for _, back in made])
+            return projections_backward([*heads, values])
 
         return y, backward
 
+    def _projected(
+        self, linears: list[Linear], x: int, keep: Keeper, *, wants_x: bool
+    ) -> tuple[list[int], Callable[[list[int]], int]]:
+        """Queries, keys and values, or one projection for all of them; a transposed gradient is copied first."""
+        if fuses_projections(self._shape, self._setup):
+            given, node_backward = self.fused_linears(linears, x, keep, value=True, wants_x=wants_x)
+            return given, lambda grads: node_backward([self._copied(grad) for grad in grads])
+        made = [self.linear(linear, x, keep, wants_x=wants_x) for linear in linears]
+        backwards = [backward for _, backward in made]
+        return [y for y, _ in made], lambda grads: self._through_projections(grads, backwards)
+
+    def _copied(self, tensor: int) -> int:
+        copy = self._tape.new(self._tape.sizes[tensor], WORK)
+        self._tape.free(tensor)
+        return copy
+
     def _through_projections(self, grads: list[int], backwards: list[Backward]) -> int:
-        """The gradient of the projections' input; a transposed gradient is copied first."""
+        """The gradient of the input of projections one by one."""
         if len(backwards) == 1:
             whole = self._tape.new(sum(self._tape.sizes[g] for g in grads), WORK)
             self._tape.free(*grads)
             return backwards[0](whole)
         total = -1
         for place in (2, 1, 0):
-            copy = self._tape.new(self._tape.sizes[grads[place]], WORK)
-            self._tape.free(grads[place])
-            grad_x = backwards[place](copy)
+            grad_x = backwards[place](self._copied(grads[place]))
             total = grad_x if total < 0 or grad_x < 0 else self.total(total, grad_x)
         return total
 

@@ -1,11 +1,11 @@
 """What the norms and linears of a decoder layer ask of the allocator, operation by operation, forward and backward.
 
-Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `fused` and `dora`, and the kernels of torch and
+Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `adapter_products`, `fused` and `dora`, and the kernels of torch and
 bitsandbytes that they call; compared with a record of all tensors that they made. An operation borrows its input and
 makes its value; with the value it returns its backward, which takes a gradient over and makes that of the input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from workflow.lib.memory_terms import Setup, fuses_norms
 from workflow.lib.shapes import Linear, ModelShape
@@ -126,74 +126,88 @@ class LinearTrace:
         self._tape.free(grad)
         return grad_x
 
-    def low(self, linear: Linear) -> int:
-        """A x, (T, r)."""
-        rank = self._setup.rank_of(linear.name)
-        cast = self._tape.new(self._c * rank * linear.in_features, WORK)
-        low = self._tape.new(self._c * self._tokens * rank, WORK)
-        self._tape.free(cast)
+    def low(self, linears: Sequence[Linear]) -> int:
+        """A x of all linears, (T, sum of ranks): `adapter_products.low_rank`."""
+        stacked = self._stacked(linears)
+        low = self._tape.new(self._c * self._tokens * self._ranks(linears), WORK)
+        self._tape.free(stacked)
         return low
 
-    def value(self, linear: Linear) -> int:
-        """W x + s B u."""
-        y = self._product(linear)
+    def _ranks(self, linears: Sequence[Linear]) -> int:
+        return sum(self._setup.rank_of(linear.name) for linear in linears)
+
+    def _stacked(self, linears: Sequence[Linear]) -> int:
+        """A of all linears in one matrix, in the compute type."""
+        elements = self._ranks(linears) * linears[0].in_features
+        whole = [self._tape.new(4 * elements, WORK)] if len(linears) > 1 else []
+        stacked = self._tape.new(self._c * elements, WORK)
+        self._tape.free(*whole)
+        return stacked
+
+    def _cast(self, linear: Linear) -> int:
+        """B in the compute type."""
         rank = self._setup.rank_of(linear.name)
-        self._tape.moment(self._c * rank * linear.out_features, WORK)
+        return self._tape.new(self._c * rank * linear.out_features, WORK)
+
+    def value(self, linear: Linear) -> int:
+        """s B u, to which W x is added: `adapter_products.value`."""
+        cast = self._cast(linear)
+        y = self._tape.new(self._c * self._tokens * linear.out_features, WORK)
+        self._tape.free(self.dequantized(linear), cast)
         return y
 
     def _fused_linear(
         self, linear: Linear, x: int, keep: Keeper, *, value: bool, wants_x: bool
     ) -> tuple[int, Backward]:
-        low = self.low(linear)
+        (y,), backward = self.fused_linears([linear], x, keep, value=value, wants_x=wants_x)
+        return y, lambda grad: backward([grad])
+
+    def fused_linears(
+        self, linears: Sequence[Linear], x: int, keep: Keeper, *, value: bool, wants_x: bool
+    ) -> tuple[list[int], Callable[[list[int]], int]]:
+        """Linears that share their input, by one node: `nf4.nf4_lora_matmuls`."""
+        low = self.low(linears)
         kept = [keep.keep(x), keep.keep(low)]
-        y = self.value(linear) if value else -1
+        made = [self.value(linear) if value else -1 for linear in linears]
         self._tape.free(low)
 
-        def backward(grad: int) -> int:
+        def backward(grads: list[int]) -> int:
             taken = [keep.take(k) for k in kept]
-            grad_x = self.lora_gradients(linear, wants_x=wants_x)
-            self._tape.free(*taken, grad)
+            of_low = self.low_gradient(linears)
+            self.adapter_gradients(linears)
+            grad_x = self.input_gradient(linears) if wants_x else -1
+            self._tape.free(of_low, *taken, *grads)
             return grad_x
 
-        return y, backward
+        return made, backward
 
-    def lora_gradients(self, linear: Linear, *, wants_x: bool = True) -> int:
-        """`nf4.lora_gradients`: the gradient of x, -1 unless wanted; those of A and B are added to the list."""
-        tape, c = self._tape, self._c
-        rank = self._setup.rank_of(linear.name)
-        into, out = c * rank * linear.in_features, c * rank * linear.out_features
-        grad_low = self._grad_low(linear)
-        product = tape.new(out, WORK)
-        grad_b = tape.new(out, WORK)
-        tape.free(product)
-        grad_a = tape.new(into, WORK)
-        grad_x = -1
-        if wants_x:
-            grad_x = self._product_backward(linear)
-            tape.moment(into, WORK)
-        self._gradient(linear.in_features * rank)
-        self._gradient(linear.out_features * rank)
-        tape.free(grad_low, grad_b, grad_a)
+    def low_gradient(self, linears: Sequence[Linear]) -> int:
+        """`adapter_products.low_gradient`: (T, sum of ranks)."""
+        size = self._c * self._tokens * self._ranks(linears)
+        if len(linears) == 1:
+            cast = self._cast(linears[0])
+            of_low = self._tape.new(size, WORK)
+            self._tape.free(cast)
+            return of_low
+        of_low = self._tape.new(size, WORK)
+        for linear in linears:
+            self._tape.free(self._cast(linear))
+        return of_low
+
+    def adapter_gradients(self, linears: Sequence[Linear]) -> None:
+        """`adapter_products.adapter_gradients`: added to the list."""
+        self._gradient(self._ranks(linears) * linears[0].in_features)
+        for linear in linears:
+            self._gradient(self._setup.rank_of(linear.name) * linear.out_features)
+
+    def input_gradient(self, linears: Sequence[Linear]) -> int:
+        """`adapter_products.input_gradient`."""
+        stacked = self._stacked(linears)
+        grad_x = self._tape.new(self._c * self._tokens * linears[0].in_features, WORK)
+        self._tape.free(stacked)
+        for linear in linears:
+            self._tape.free(self.dequantized(linear))
         return grad_x
-
-    def input_gradient(self, linear: Linear) -> int:
-        """`nf4.lora_input_gradient`."""
-        grad_low = self._grad_low(linear)
-        grad_x = self._product_backward(linear)
-        rank = self._setup.rank_of(linear.name)
-        self._tape.moment(self._c * rank * linear.in_features, WORK)
-        self._tape.free(grad_low)
-        return grad_x
-
-    def _grad_low(self, linear: Linear) -> int:
-        """The gradient of A x, (T, r)."""
-        tape, rank = self._tape, self._setup.rank_of(linear.name)
-        cast = tape.new(self._c * rank * linear.out_features, WORK)
-        unscaled = tape.new(self._c * self._tokens * rank, WORK)
-        tape.free(cast)
-        grad_low = tape.new(self._c * self._tokens * rank, WORK)
-        tape.free(unscaled)
-        return grad_low
 
     def _gradient(self, elements: int) -> None:
         self.gradients.append(self._tape.new(4 * elements, "gathered_gradients"))

@@ -42,7 +42,7 @@ class FusedLoraLinear(PeftLoraLinear):
             return super().forward(x, *args, **kwargs)
         if self.lora_variant:
             return scaled(self, x, bias=True)
-        return nf4_lora_matmul(x, self, self.fused_scale())
+        return nf4_lora_matmul(x, self)
 
     def fused_scale(self) -> float:
         """Return the factor of B A."""
@@ -57,9 +57,10 @@ class FusedLoraLinear(PeftLoraLinear):
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""
-        a_weight, b_weight = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        assert isinstance(a_weight, torch.Tensor)
-        assert isinstance(b_weight, torch.Tensor)
+        parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
+        a_weight, b_weight = (
+            parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
+        )
         return a_weight, b_weight
 
     def is_plain_lora(self) -> bool:

@@ -5,6 +5,7 @@ peak is the largest phase. What a term counts, and what was measured, stands in
 `workflow/docs/memory-model.md`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workflow.lib.memory_terms import (
@@ -17,6 +18,7 @@ from workflow.lib.memory_terms import (
     last_hosted_layer,
     layer_tensors,
     layer_workspace,
+    layers_of_stash,
     loss_terms,
     mask_bytes,
     offload_window,
@@ -194,15 +196,22 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
 
 def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     """What forward leaves on the device for the backward of `num_layers` layers."""
-    inputs = setup.recomputed_layers(num_layers)
-    kept = {
-        "layer_inputs": inputs * _hidden(shape, setup),
-        "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
-    }
+    away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
+    here = sorted({*range(num_layers)} - {*away})
+    kept = _kept_of(here, shape, setup)
     window = offload_window(shape, setup)
     if window is None:
         return kept
-    return {"offloaded_activations": min(window, sum(kept.values()))}
+    leaving = sum(_kept_of(away, shape, setup).values())
+    return kept | {"offloaded_activations": min(window, leaving)}
+
+
+def _kept_of(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
+    inputs = sum(map(setup.recomputes, layers))
+    return {
+        "layer_inputs": inputs * _hidden(shape, setup),
+        "saved_activations": (len(layers) - inputs) * saved_activations(shape, setup),
+    }
 
 
 def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
@@ -210,7 +219,7 @@ def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int
     offloaded ones, those of the feed-forward's node."""
     if setup.recomputes(layer):
         more = saved_activations(shape, setup)
-    elif setup.offload_activations:
+    elif layer in layers_of_stash(shape, setup):
         row = setup.compute_bytes * setup.tokens
         more = row * (shape.hidden_size + 2 * shape.intermediate_size)
     else:

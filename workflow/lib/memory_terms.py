@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workflow.lib.shapes import Linear, ModelShape
-from workflow.lib.slices import chunk_rows, vocabulary_slices
+from workflow.lib.slices import chunk_rows, stashed_layers, vocabulary_slices
 
 ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
@@ -51,8 +51,8 @@ class Setup:
     dora: bool = False
     fused_layers: bool = False
     """Fused norms and feed-forwards, where the family has such."""
-    offload_activations: bool = False
-    """What backward needs waits in host memory."""
+    offload_activations: bool | int = False
+    """What backward needs waits in host memory: all of it, or that of so many layers."""
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
     offload_embedding: bool = False
@@ -232,6 +232,30 @@ def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
     )
 
 
+def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
+    """Whether queries, keys and values are one node (`rotated.RotatedAttention`): all with a plain adapter.
+
+    OLMo 2 norms all heads together, so its attention stays its own.
+    """
+    plain = not setup.dropout and not setup.dora and shape.family != "olmo2"
+    return setup.fused_layers and plain and {"q_proj", "k_proj", "v_proj"} <= set(setup.targets)
+
+
+def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
+    """The layers whose activations wait in host memory."""
+    every = int(setup.activation_checkpointing)
+    return stashed_layers(
+        setup.offload_activations, recomputed_every=every, num_layers=shape.num_layers
+    )
+
+
+def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+    """Of these layers those whose input alone is kept, because they are recomputed, and the others."""
+    away = layers_of_stash(shape, setup)
+    inputs = sum(map(setup.recomputes, away))
+    return inputs, len(away) - inputs
+
+
 def offload_window(shape: ModelShape, setup: Setup) -> int | None:
     """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if none are offloaded.
 
@@ -239,7 +263,7 @@ def offload_window(shape: ModelShape, setup: Setup) -> int | None:
     """
     if not setup.offload_activations:
         return None
-    if setup.recomputed_layers(shape.num_layers) == shape.num_layers:
+    if stashed_counts(shape, setup)[1] == 0:
         return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
     return saved_activations(shape, setup)
 
@@ -251,10 +275,9 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     """
     if not setup.offload_activations:
         return 0
-    inputs = setup.recomputed_layers(shape.num_layers)
+    inputs, whole = stashed_counts(shape, setup)
     row = setup.compute_bytes * setup.tokens * shape.hidden_size
-    others = (shape.num_layers - inputs) * saved_activations(shape, setup)
-    return inputs * (1 << (row - 1).bit_length()) + others * 5 // 4
+    return inputs * (1 << (row - 1).bit_length()) + whole * saved_activations(shape, setup) * 5 // 4
 
 
 def hosted_slice(shape: ModelShape, setup: Setup) -> int:

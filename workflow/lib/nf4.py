@@ -11,7 +11,7 @@ QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absma
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,15 @@ from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 
 from workflow.lib import kernels
+from workflow.lib.adapter_products import (
+    adapted,
+    adapter_gradients,
+    input_gradient,
+    low_gradient,
+    low_rank,
+    value,
+    values,
+)
 from workflow.lib.weights import CheckpointReader
 
 NESTED_BLOCK_SIZE = (
@@ -205,95 +214,41 @@ class _NF4MatMul(torch.autograd.Function):
         return grad @ ctx.module.dequantize(grad.dtype), None
 
 
-def nf4_lora_matmul(x: torch.Tensor, layer: Any, scale: float) -> torch.Tensor:
+def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in two nodes.
 
-    layer: has `get_base_layer()`, the `NF4Linear`, and `fused_weights()`, the fp32 masters A (r, in) and B (out, r).
+    layer: as `adapter_products.adapted` wants it.
     The first node has all that backward needs, the second makes the value and keeps nothing. So when activations are
     recomputed and only this layer's input is still missing (the last linear of a decoder layer), recomputation stops
     between them: the product, whose result backward does not need, is not made again.
     """
-    a_weight, b_weight = layer.fused_weights()
-    placeholder, u = NF4LoraMatMul.apply(x, a_weight, b_weight, layer, scale)  # type: ignore[no-untyped-call]
-    y: torch.Tensor = _NF4LoraValue.apply(placeholder, x.detach(), u, layer, scale)  # type: ignore[no-untyped-call]
+    placeholder, low = NF4LoraMatMul.apply(x, layer, *layer.fused_weights())  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _NF4LoraValue.apply(placeholder, x.detach(), low, layer)  # type: ignore[no-untyped-call]
     return y
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without memory, and u.
+    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without memory, and A x.
 
-    Saves x (..., in) and u = x A^T (..., r) alone. W, A and B are read from their modules again in
-    backward, because FSDP frees and regathers them. A and B are fp32 masters, cast to x's dtype for the
-    products; their gradients are returned in fp32.
+    Saves x (..., in) and A x (..., r) alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        a_weight: torch.Tensor,
-        b_weight: torch.Tensor,
-        layer: Any,
-        scale: float,
+        ctx: Any, x: torch.Tensor, layer: Any, a_weight: torch.Tensor, b_weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
-        u = rows @ a_weight.to(x.dtype).t()
-        ctx.layer, ctx.scale = layer, scale
-        ctx.save_for_backward(rows, u)
-        ctx.mark_non_differentiable(u)
-        ctx.set_materialize_grads(False)  # else backward gets zeros (T, r) for u
-        return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), u
+        low = low_rank(adapted([layer]), rows)
+        ctx.layer = layer
+        ctx.save_for_backward(rows, low)
+        ctx.mark_non_differentiable(low)
+        ctx.set_materialize_grads(False)  # else backward gets zeros (T, r) for A x
+        return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), low
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, u = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x, grad_a, grad_b = lora_gradients(
-            ctx.layer, grad, rows, u, scale=ctx.scale, wants_x=ctx.needs_input_grad[0]
-        )
-        if grad_x is not None:
-            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        return grad_x, grad_a, grad_b, None, None
-
-
-def lora_value(layer: Any, rows: torch.Tensor, u: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return W x + b + s B u of rows (T, in), for u = A x (T, r)."""
-    base: NF4Linear = layer.get_base_layer()
-    _, b_weight = layer.fused_weights()
-    y = nn.functional.linear(rows, base.dequantize(rows.dtype), base.bias)
-    return y.addmm_(u, b_weight.to(rows.dtype).t(), alpha=scale)
-
-
-def lora_gradients(
-    layer: Any,
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    u: torch.Tensor,
-    *,
-    scale: float,
-    wants_x: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x (T, in), None unless wanted, and of A and B, fp32, for a gradient (T, out) of the value."""
-    a_weight, b_weight = layer.fused_weights()
-    grad_u = scale * (grad @ b_weight.to(grad.dtype))
-    grad_b = scale * (grad.t() @ u)
-    grad_a = grad_u.t() @ rows
-    grad_x = _input_gradient(layer, grad, grad_u) if wants_x else None
-    return grad_x, grad_a.to(a_weight.dtype), grad_b.to(b_weight.dtype)
-
-
-def lora_input_gradient(layer: Any, grad: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return the gradient of x (T, in) alone."""
-    _, b_weight = layer.fused_weights()
-    return _input_gradient(layer, grad, scale * (grad @ b_weight.to(grad.dtype)))
-
-
-def _input_gradient(layer: Any, grad: torch.Tensor, grad_u: torch.Tensor) -> torch.Tensor:
-    """Return grad W + grad_u A; grad_u: the gradient (T, r) of A x."""
-    base: NF4Linear = layer.get_base_layer()
-    a_weight, _ = layer.fused_weights()
-    grad_x = grad @ base.dequantize(grad.dtype)
-    return grad_x.addmm_(grad_u, a_weight.to(grad.dtype))
+        grad_x, of_adapter = _gradients(ctx, [ctx.layer], grads[:1])
+        return grad_x, None, *of_adapter
 
 
 class _NF4LoraValue(torch.autograd.Function):
@@ -301,16 +256,51 @@ class _NF4LoraValue(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        placeholder: torch.Tensor,
-        x: torch.Tensor,
-        u: torch.Tensor,
-        layer: Any,
-        scale: float,
+        ctx: Any, placeholder: torch.Tensor, x: torch.Tensor, low: torch.Tensor, layer: Any
     ) -> torch.Tensor:
-        y = lora_value(layer, x.reshape(-1, x.shape[-1]), u, scale=scale)
-        return y.view(*x.shape[:-1], -1)
+        (linear,) = adapted([layer])
+        return value(linear, x.reshape(-1, x.shape[-1]), low).view(placeholder.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None, None, None
+        return grads[0], None, None, None
+
+
+def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return W x + b + s B (A x) of layers that share their input x (..., in_features), by one node."""
+    weights = [weight for layer in layers for weight in layer.fused_weights()]
+    made: tuple[torch.Tensor, ...] = _NF4LoraMatMuls.apply(x, layers, *weights)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _NF4LoraMatMuls(torch.autograd.Function):
+    """Saves x and A x of all layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, layers: Sequence[Any], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers)
+        low = low_rank(linears, rows)
+        ctx.layers = layers
+        ctx.save_for_backward(rows, low)
+        return tuple(y.view(*x.shape[:-1], -1) for y in values(linears, rows, low))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x, of_adapters = _gradients(ctx, ctx.layers, grads)
+        return grad_x, None, *of_adapters
+
+
+def _gradients(
+    ctx: Any, layers: Sequence[Any], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every layer."""
+    rows, low = ctx.saved_tensors
+    flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    linears = adapted(layers)
+    of_low = low_gradient(linears, flat)
+    of_adapters = adapter_gradients(linears, flat, rows, low, of_low)
+    if not ctx.needs_input_grad[0]:
+        return None, of_adapters
+    return input_gradient(linears, flat, of_low).view(*grads[0].shape[:-1], -1), of_adapters

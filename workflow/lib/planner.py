@@ -211,7 +211,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         activation_checkpointing=True,
         reshard_after_forward=run.hardware.reshard_after_forward is not False,
         fused_layers=run.train.fused_layers,
-        offload_activations=_offloads(run.hardware, machine),
+        offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,
         compute_bytes=4 if dtype == "float32" else 2,
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
@@ -224,15 +224,26 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
     )
 
 
-def _offloads(hardware: HardwareConfig, machine: Machine) -> bool:
-    """Whether activations wait in host memory; raises `UserError` if that is asked for where there is no other memory."""
-    wanted = hardware.offload_activations is True
+def _stashed(wanted: bool | int | str, shape: ModelShape, machine: Machine) -> bool | int:
+    """Return whether, or of how many layers, activations wait in host memory; `auto`: none, unless the search finds otherwise.
+
+    Raises `UserError` if the model has fewer layers, or there is no other memory than the host's.
+    """
+    if isinstance(wanted, str):
+        return False
     if wanted and machine.device == "cpu":
         raise setting_error(
             "hardware.offload_activations",
-            True,
+            wanted,
             "this run is on CPUs, whose activations are in host memory anyway",
             "Set it to auto or false, or use GPUs (hardware.gpus)",
+        )
+    if wanted > shape.num_layers:
+        raise setting_error(
+            "hardware.offload_activations",
+            wanted,
+            f"the model has {shape.num_layers} decoder layers",
+            "Set it to that number or below, to true, or to auto",
         )
     return wanted
 

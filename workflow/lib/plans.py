@@ -24,7 +24,8 @@ def nearest_plans(plans: Sequence[Candidate]) -> list[Candidate]:
 def in_words(plan: Candidate) -> dict[str, str]:
     """Return what a plan has chosen besides the micro-batch, by title; `gathered`: weights, after forward."""
     layers = [f"{plan.offload_layers} layers"] if plan.offload_layers else []
-    offloaded = ["activations"] * plan.offload_activations + layers
+    some = "" if plan.offload_activations is True else f" of {plan.offload_activations} layers"
+    offloaded = [f"activations{some}"] * bool(plan.offload_activations) + layers
     return {
         "recomputation": plan.recomputation,
         "on the host": ", ".join(offloaded) or "nothing",

@@ -138,7 +138,9 @@ def decide(
     setup = make_setup(run, shape, machine)
     speed = speed_of(machine, calibration=run.hardware.calibration)
     question = Question(shape, machine, speed, limits, rows, trained_share(manifest))
-    found = candidates(question, setup, open_choices(run, machine, sizes=sizes))
+    found = candidates(
+        question, setup, open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
+    )
     chosen, found = confirmed(found, shape, device=machine.device, limits=limits)
     disk = disk_bytes(
         shape, chosen.setup, manifest,
@@ -304,6 +306,7 @@ def _plan(
         "micro_batch_size": chosen.micro_batch_size,
         "accumulation_steps": decision.rows // chosen.micro_batch_size,
         "activation_checkpointing": chosen.setup.activation_checkpointing,
+        "offload_activations": chosen.setup.offload_activations,
         "offload_window_bytes": offload_window(shape, chosen.setup),
         "reshard_after_forward": chosen.setup.reshard_after_forward,
         "offload_embedding": chosen.setup.offload_embedding,

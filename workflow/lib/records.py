@@ -129,6 +129,7 @@ class Plan(Record):
     gpu_memory_bytes: int | None
     compute_dtype: str
     num_steps: int
+    offload_activations: bool | int = False
     offload_window_bytes: int | None = None
     offload_layers: int = 0
 
@@ -157,7 +158,7 @@ class Candidate(Record):
     why: str
     peak_bytes: int
     fits: bool
-    offload_activations: bool = False
+    offload_activations: bool | int = False
     offload_layers: int = 0
     reshard_after_forward: bool = True
 

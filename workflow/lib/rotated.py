@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib import kernels
+from workflow.lib.lora import FusedLoraLinear
+from workflow.lib.nf4 import nf4_lora_matmuls
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
@@ -47,8 +49,8 @@ class RotatedAttention(nn.Module):
         """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the function tells them."""
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = (
-            self.get_submodule(name)(hidden_states).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS[:3]
-        )  # fmt: skip
+            made.unflatten(-1, (-1, self.head_dim)) for made in self._projected(hidden_states)
+        )
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
         query, key = rotated(query, key, *position_embeddings)
@@ -58,6 +60,13 @@ class RotatedAttention(nn.Module):
         output, weights = attend(self, *heads, attention_mask, **self._passed, **kwargs)
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.get_submodule(PROJECTIONS[3])(output), weights
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values, by one node if their adapters are plain."""
+        layers: list[Any] = [self.get_submodule(name) for name in PROJECTIONS[:3]]
+        if all(isinstance(layer, FusedLoraLinear) and layer.is_plain_lora() for layer in layers):
+            return nf4_lora_matmuls(x, layers)
+        return tuple(layer(x) for layer in layers)
 
 
 def rotated(

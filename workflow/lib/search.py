@@ -69,7 +69,7 @@ class Choices:
     sizes: list[int]
     """Rows of a micro-batch."""
     levels: list[bool | int]
-    offload: list[bool]
+    offload: list[bool | int]
     reshard: list[bool]
     host_layers: bool = False
     """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to fit."""
@@ -79,6 +79,8 @@ class Choices:
         for size, level, offload, reshard in product(
             self.sizes, self.levels, self.offload, self.reshard
         ):
+            if type(offload) is int and int(level) == 1 and len(self.offload) > 1:
+                continue  # of recomputed layers the inputs are offloaded, all or none
             yield replace(
                 setup,
                 micro_batch_size=size,
@@ -89,8 +91,8 @@ class Choices:
             )
 
 
-def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int]) -> Choices:
-    """Return what the settings leave open on a machine.
+def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int], num_layers: int) -> Choices:
+    """Return what the settings leave open on a machine, for a model of `num_layers` layers.
 
     Only GPUs have another memory to offload to, and only several of them gather. CPUs do as before: their time has no traffic.
     """
@@ -98,10 +100,17 @@ def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int]) -> Choic
     return Choices(
         sizes=sizes,
         levels=checkpointing_levels(run.train.activation_checkpointing),
-        offload=_flags(hardware.offload_activations, first=False, choice=machine.device == "cuda"),
+        offload=_stashes(hardware.offload_activations, machine, num_layers=num_layers),
         reshard=_flags(hardware.reshard_after_forward, first=True, choice=several),
         host_layers=hardware.offload_layers == "auto" and machine.device == "cuda",
     )
+
+
+def _stashes(wanted: bool | int | str, machine: Machine, *, num_layers: int) -> list[bool | int]:
+    """What is set; for `auto` on GPUs no layer's activations, those of every second one, or all."""
+    if not isinstance(wanted, str):
+        return [wanted]
+    return [False, max(1, num_layers // 2), True] if machine.device == "cuda" else [False]
 
 
 def _flags(wanted: bool | str, *, first: bool, choice: bool) -> list[bool]:
@@ -133,7 +142,7 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
     """Predict every choice; where one does not fit, once more with layers on the host, as few as let it fit, or all."""
     found = []
     for tried in choices.setups(setup, rows=question.rows):
-        stashes = tried.offload_activations and len(choices.offload) > 1
+        stashes = bool(tried.offload_activations) and len(choices.offload) > 1
         found.append(_candidate(question, tried, unasked=stashes))
         if choices.host_layers and found[-1].lacking_bytes > 0:
             hosting = replace(tried, offload_layers=_layers_to_host(question, tried))
@@ -201,7 +210,7 @@ def choose(found: list[Candidate], *, device: str) -> Candidate:
 
 
 def _offloads(setup: Setup) -> bool:
-    return setup.offload_activations or setup.offload_layers > 0
+    return bool(setup.offload_activations) or setup.offload_layers > 0
 
 
 def _demands(candidate: Candidate) -> tuple[bool, bool]:

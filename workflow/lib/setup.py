@@ -26,11 +26,13 @@ from workflow.lib.nf4 import nf4_linears
 from workflow.lib.parallel import (
     World,
     checkpoint_activations_,
+    decoder_layers,
     fair_share,
     local_bytes,
     mismatched_tensors,
     shard_,
 )
+from workflow.lib.slices import stashed_layers
 from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
 from workflow.lib.weights import CheckpointReader
@@ -122,7 +124,17 @@ def build_training_model(
         training.loss_scale = LossScale()
     if plan["offload_window_bytes"] is not None:
         training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
+        _choose_stashed(training.stash, model, plan)
     return TrainingModel(training, units, bytes_read, hosted)
+
+
+def _choose_stashed(stash: Stash, model: PreTrainedModel, plan: dict[str, Any]) -> None:
+    """Have the stash take what the plan's layers save alone, if the plan names a number of them."""
+    wanted, layers = plan["offload_activations"], decoder_layers(model)
+    if wanted is not True:
+        every = int(plan["activation_checkpointing"])
+        numbers = stashed_layers(wanted, recomputed_every=every, num_layers=len(layers))
+        stash.follow_(layers, numbers)
 
 
 def startup_checks(

@@ -23,6 +23,24 @@ def spread(count: int, total: int) -> list[int]:
     return [(2 * place + 1) * total // (2 * count) for place in range(count)]
 
 
+def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int) -> list[int]:
+    """Return the decoder layers whose activations wait in host memory: all (True), none, or `wanted` of them.
+
+    First come those that are not recomputed, spread evenly and the last one last, whose backward follows at once.
+    recomputed_every: 0 = none is recomputed.
+    """
+    if wanted is True:
+        return [*range(num_layers)]
+    recomputed = [*range(0, num_layers, recomputed_every)] if recomputed_every else []
+    whole = sorted({*range(num_layers)} - {*recomputed})
+    count = min(int(wanted), len(whole))
+    return sorted(_from_the_first(whole, count) + _from_the_first(recomputed, int(wanted) - count))
+
+
+def _from_the_first(numbers: list[int], count: int) -> list[int]:
+    return [numbers[place * len(numbers) // count] for place in range(count)]
+
+
 def chunk_rows(slices: int, *, vocab_size: int) -> int:
     """Return how many rows each of the processes with a slice contributes to a chunk of the loss."""
     fitting = CHUNK_LOGITS // math.ceil(vocab_size / slices) // FEWEST_ROWS * FEWEST_ROWS

@@ -10,9 +10,10 @@ On the CPU the same is done without streams, which only moves bytes: for tests.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,11 +54,23 @@ class Stash:
         self._leaving: deque[_Saved] = deque()
         self._next = -1  # the number to fetch next
         self._present = 0  # bytes on the device that backward has not used yet
+        self._begins = self._takes = True  # whether what is saved now is taken
+
+    def follow_(self, layers: Sequence[nn.Module], numbers: Sequence[int]) -> None:
+        """Take only what the layers of these numbers save, of layers that run one after the other; nothing before and after them."""
+        self._begins = 0 in numbers
+        for number, layer in enumerate(layers):
+            layer.register_forward_hook(partial(self._layer_ends, number + 1 in numbers))
+
+    def _layer_ends(self, takes: bool, *_: Any) -> None:
+        """Set whether what follows is taken: with recomputation a layer's input is saved before its own hooks run."""
+        self._takes = takes
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Within the block take what autograd saves, but for parameters and what is small."""
         self._begin()
+        self._takes = self._begins
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._known.clear()
@@ -74,7 +87,7 @@ class Stash:
     def _pack(self, tensor: torch.Tensor) -> "_Saved | torch.Tensor":
         num_bytes, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
         expanded = storage.nbytes() < num_bytes
-        if num_bytes < self._least or expanded or _is_parameter(tensor):
+        if not self._takes or num_bytes < self._least or expanded or _is_parameter(tensor):
             return tensor
         key = (
             storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version,

@@ -13,6 +13,7 @@ from workflow.lib.memory_terms import (
     CODE_TABLES,
     Setup,
     layer_tensors,
+    layers_of_stash,
     moment_tensors,
     offload_window,
     sharded_bytes,
@@ -97,17 +98,18 @@ class _Run:
         tape.free(*self._inputs)  # the batch before is held until this one is there
         self._inputs = inputs
         tape.phase("look_up_embedding")
-        keep = self._keeper()
+        keep, here = self._keeper(), Kept(tape)
+        away = layers_of_stash(self._shape, self._setup)
         self._start_products()
         x = self._embedded()
         tables = self._rotary_tables()
         tape.phase("forward")
         backwards = []
         for number in range(num_layers):
-            x, backward = self._forward_layer(number, x, keep)
+            x, backward = self._forward_layer(number, x, keep if number in away else here)
             backwards.append(backward)
         tape.phase("loss")
-        loss_backward = self._loss(x, keep)
+        loss_backward = self._loss(x, keep if self._setup.offload_activations is True else here)
         self._layers.end_forward()
         tape.phase("backward")
         self._start_products()

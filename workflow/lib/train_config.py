@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from workflow.lib.section import Name, Section, Share
 
@@ -200,8 +200,10 @@ class HardwareConfig(Section):
     """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
-    offload_activations: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. Saves GPU memory, and costs time where the host link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or faster. Does not change the result."""
+    offload_activations: StrictBool | int | Literal["auto"] = Field(
+        "auto", union_mode="left_to_right"
+    )
+    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. A number = of so many layers, spread evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or faster. Does not change the result."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
     offload_layers: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
@@ -222,10 +224,12 @@ class HardwareConfig(Section):
                 f"shard_size = {self.shard_size}: a model is sharded over at least 2 processes. "
                 "Set auto to shard over all"
             )
-        if self.offload_layers != "auto" and not 0 <= self.offload_layers <= 10_000:
-            raise ValueError(
-                f"offload_layers = {self.offload_layers}: must be 0 to 10000. Set auto to take as many as a run needs"
-            )
+        for key in ("offload_layers", "offload_activations"):
+            count = getattr(self, key)
+            if count != "auto" and not 0 <= count <= 10_000:
+                raise ValueError(
+                    f"{key} = {count}: must be 0 to 10000. Set auto to take as many as a run needs"
+                )
         for key in ("gpu_memory_gib", "host_memory_gib"):
             value = getattr(self, key)
             if value != "auto" and value <= 0:
