@@ -1,10 +1,14 @@
-"""The compiled kernels against bitsandbytes, bit by bit, and against autograd."""
+"""The compiled kernels against bitsandbytes, bit by bit, and against autograd; attention over packed documents."""
+
+from itertools import accumulate
 
 import pytest
 import torch
+from torch import nn
 
 from tests.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results, rotations
 from workflow.lib import kernels
+from workflow.lib.attention import varlen_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +44,30 @@ def test_gated_feed_forward_equals_autograd(activation: str) -> None:
 def test_rotation_equals_its_definition_and_turns_back() -> None:
     found = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
     torch.testing.assert_close(found[::2], found[1::2], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])
+def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
+    """Of documents of one length, which cuDNN takes from Hopper on, and of others; against each document by itself in fp32."""
+    draw = torch.Generator().manual_seed(0)
+    total, heads = sum(lengths), {"query": 4, "key": 2, "value": 2}
+    given = {
+        name: torch.randn(1, count, total, 64, generator=draw).to("cuda", torch.bfloat16).requires_grad_()
+        for name, count in heads.items()
+    }  # fmt: skip
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    output, _ = varlen_attention(
+        nn.Module(), **given, attention_mask=None, cu_seq_lens_q=bounds, max_length_q=max(lengths)
+    )
+    parts = zip(*(x.float().split(lengths, dim=2) for x in given.values()), strict=True)
+    expected = torch.cat(
+        [nn.functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in parts],
+        dim=2,
+    ).transpose(1, 2)  # fmt: skip
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
+    weights = torch.randn(output.shape, generator=draw).to("cuda")
+    inputs = [*given.values()]
+    found, exact = (
+        torch.autograd.grad((y.float() * weights).sum(), inputs) for y in (output, expected)
+    )
+    torch.testing.assert_close(found, exact, rtol=3e-2, atol=3e-2)

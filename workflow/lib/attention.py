@@ -1,6 +1,7 @@
 """Attention over packed rows: no mask, and no way from one document to another.
 
 Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries (`cu_seq_lens`).
+Documents of one length, as rows that one long document fills, go to cuDNN where that is faster.
 Transformers would find the boundaries itself only in batches of one row, and otherwise attend across documents
 without a word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built
 into torch (torch.nn.attention.varlen), so it needs no further package.
@@ -10,6 +11,8 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -106,6 +109,15 @@ def varlen_attention(
     """
     assert unused.get("softcap") is None, "resolve_training_attention refuses soft-capped scores"
     assert not unused.get("dropout"), "resolve_training_attention refuses attention dropout"
+    heads = (query, key, value)
+    if (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2] and sliding_window is None:
+        q, k, v = (x[0].unflatten(1, (-1, max_length_q)).transpose(0, 1) for x in heads)
+        if _cudnn_serves(q, k, v):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                found = nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+                )
+            return found.transpose(1, 2).flatten(0, 1)[None], None
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -120,6 +132,20 @@ def varlen_attention(
     )
     assert isinstance(output, torch.Tensor)
     return output[None], None
+
+
+def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and faster than FlashAttention 2.
+
+    It does from Hopper on: forward and backward of 4,096 tokens take 0.6 times as long on an H200 (64 heads, 8 of keys). Its
+    packed form makes a plan at every call, which takes 40 ms. Its gradients are not the same bit by bit in every run.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -108,6 +109,7 @@ def build_training_model(
         empty_table_(model)
     if plan["activation_checkpointing"]:
         checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
+    layers = decoder_layers(model)  # FSDP2 changes their classes
     hosted = host_layers(model, count=plan["offload_layers"], world=world)
     units: list[FSDPModule] = []
     if world.size > 1:
@@ -124,13 +126,13 @@ def build_training_model(
         training.loss_scale = LossScale()
     if plan["offload_window_bytes"] is not None:
         training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
-        _choose_stashed(training.stash, model, plan)
+        _choose_stashed(training.stash, layers, plan)
     return TrainingModel(training, units, bytes_read, hosted)
 
 
-def _choose_stashed(stash: Stash, model: PreTrainedModel, plan: dict[str, Any]) -> None:
+def _choose_stashed(stash: Stash, layers: list[nn.Module], plan: dict[str, Any]) -> None:
     """Have the stash take what the plan's layers save alone, if the plan names a number of them."""
-    wanted, layers = plan["offload_activations"], decoder_layers(model)
+    wanted = plan["offload_activations"]
     if wanted is not True:
         every = int(plan["activation_checkpointing"])
         numbers = stashed_layers(wanted, recomputed_every=every, num_layers=len(layers))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import Field, model_validator
 
 from workflow.lib.section import Name, Section, Share
 
@@ -200,9 +200,7 @@ class HardwareConfig(Section):
     """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
     """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
-    offload_activations: StrictBool | int | Literal["auto"] = Field(
-        "auto", union_mode="left_to_right"
-    )
+    offload_activations: bool | int | Literal["auto"] = "auto"
     """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. A number = of so many layers, spread evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or faster. Does not change the result."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
