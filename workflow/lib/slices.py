@@ -24,7 +24,7 @@ def spread(count: int, total: int) -> list[int]:
 
 
 def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int) -> list[int]:
-    """Return the decoder layers whose activations wait in host memory: all (True), none, or `wanted` of them.
+    """Return the decoder layers whose activations wait in host memory: all (True), none, or up to `wanted` of them.
 
     First come those that are not recomputed, spread evenly and the last one last, whose backward follows at once.
     recomputed_every: 0 = none is recomputed.
@@ -33,8 +33,9 @@ def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int
         return [*range(num_layers)]
     recomputed = [*range(0, num_layers, recomputed_every)] if recomputed_every else []
     whole = sorted({*range(num_layers)} - {*recomputed})
-    count = min(int(wanted), len(whole))
-    return sorted(_from_the_first(whole, count) + _from_the_first(recomputed, int(wanted) - count))
+    first = min(int(wanted), len(whole))
+    then = min(int(wanted) - first, len(recomputed))
+    return sorted(_from_the_first(whole, first) + _from_the_first(recomputed, then))
 
 
 def _from_the_first(numbers: list[int], count: int) -> list[int]:
