@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -56,8 +57,9 @@ class Victim:
         if self.running():
             main = psutil.Process(self.process.pid)
             self._seen |= {main.pid: main}
-            self._seen |= {p.pid: p for p in main.children(recursive=True)}
-        return [p for p in self._seen.values() if p.is_running() and p.status() != "zombie"]
+            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                self._seen |= {p.pid: p for p in main.children(recursive=True)}
+        return [process for process in self._seen.values() if lives(process)]
 
     def stage(self, name: str) -> list[psutil.Process]:
         """The processes of a stage: its launcher or only process first, then workers by rank."""
@@ -75,6 +77,14 @@ class Victim:
         status = self.process.wait(timeout=TIMEOUT_S)
         self.output.seek(0)
         return status, self.output.read()
+
+
+def lives(process: psutil.Process) -> bool:
+    """Tell whether it has not ended, which it may do at any moment."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def checkpoint_folder(project: Project) -> Path | None:

@@ -106,15 +106,24 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
         heldout.loss(model.training, world=world, moved=stop)
 
 
-def hang(rank: int, *, stopped: bool) -> None:
-    """Take four steps together; process 1 does not take part in the last."""
+def oversleep() -> None:
+    time.sleep(200)
+
+
+# What process 1 does in place of the last of the steps that all take together.
+MISSED = {
+    "stop 1": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep in 1": oversleep,
+    "die in 1": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def miss_a_step(rank: int, action: Callable[[], None]) -> None:
     with Pulse(rank=rank, start_s=600, step_s=8) as pulse, process_group("cpu", timeout_s=300):
         for step in range(1, 5):
             pulse.step(step)
             if step == 4 and rank == 1:
-                if stopped:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                time.sleep(200)
+                action()
             torch.distributed.all_reduce(torch.ones(3))
             time.sleep(0.2)
 
@@ -162,7 +171,7 @@ def main(args: argparse.Namespace) -> None:
     elif behaviour.startswith("stop in "):
         stop_in(behaviour.removeprefix("stop in "), rank, folder)
     else:
-        hang(rank, stopped=behaviour == "stop 1")
+        fail(lambda _: miss_a_step(rank, MISSED[behaviour]), folder)
 
 
 if __name__ == "__main__":

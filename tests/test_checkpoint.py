@@ -5,10 +5,12 @@ import math
 import pickle
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -344,6 +346,25 @@ def test_checkpoint_that_cannot_be_written_stops_all_processes_with_the_cause(
         )
         assert "that of step 6 is kept" in life["unwritable"]
         assert "continues from the last checkpoint" in life["unwritable"]
+
+
+def save_when_no_thread_can_be_started(base: Path, folder: Path) -> list[int]:
+    with process_group("cpu", timeout_s=60) as world:
+        run = Run(base, world)
+        run.train(first=0, last=1)
+        writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
+        lack = RuntimeError("can't start new thread")
+        with mock.patch.object(threading.Thread, "start", side_effect=lack):
+            for step in (1, 2):
+                writer.save(run.training, run.optimizer, step=step)
+                writer.wait()
+        return saved_steps(folder)
+
+
+def test_saving_needs_no_new_thread(folder: Path) -> None:
+    """Short of memory, Python may start one that never says that it runs, and wait for ever."""
+    arguments = (folder / "nf4", folder / "no-thread")
+    assert run_distributed(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
 
 
 def save_both(base: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -11,14 +11,13 @@ import torch
 from tests.finished import save_tokens
 from tests.preflight_examples import SMALL_DOCUMENT
 from workflow.lib.diagnosis import (
-    PeerLostError,
     damaged_tokens,
     explained,
     first_cause,
     killed,
     memory_kills,
 )
-from workflow.lib.errors import UserError
+from workflow.lib.errors import PeerLostError, UserError
 
 # What was raised, as torch, safetensors and the system word it, and the beginning of what the user reads.
 EXPLAINED = {

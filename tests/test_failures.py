@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+from workflow.lib.errors import PeerLostError
 from workflow.lib.failures import BEGUN, ENDED, failure_causes
 
 STAMP = "2026-11-21 10:11:55,585"
@@ -44,6 +45,20 @@ def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> 
     (cause,) = failure_causes(tmp_path, since=0)
     assert cause.startswith(f"{path}: the stage ended without a word; the last was: step 17: loss")
     assert "Repeat the command" in cause
+
+
+def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path: Path) -> None:
+    before = [f"{STAMP} ERROR of an earlier start", f"{STAMP} DEBUG {BEGUN}"]
+    lost = f"{STAMP} ERROR {PeerLostError('Connection reset by peer')}"
+    stopped = f"{STAMP} WARNING training was stopped by a signal"
+    path = log(tmp_path, *before, lost, f"{STAMP} ERROR killed by SIGBUS", lost, stopped)
+    assert failure_causes(tmp_path, since=0) == [f"{path}: killed by SIGBUS"]
+    log(tmp_path, *before, lost)
+    assert failure_causes(tmp_path, since=0) == [
+        f"{path}: lost another process: Connection reset by peer"
+    ]
+    log(tmp_path, *before, f"{STAMP} WARNING a damaged checkpoint", stopped)
+    assert failure_causes(tmp_path, since=0) == [f"{path}: training was stopped by a signal"]
 
 
 def test_a_stage_that_ended_was_not_killed(tmp_path: Path) -> None:

@@ -67,6 +67,20 @@ def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path: Path) -> 
     assert verdict.startswith("process 1 of 2 hangs in step 7")
 
 
+def test_processes_that_wait_for_another_machine_are_not_blamed(tmp_path: Path) -> None:
+    """Of a run of 4 this machine starts 2; a process that waits for its GPU may be in the same place, unseen."""
+    watch = Watch(tmp_path, ranks=range(2), size=4)
+    waiting = {"waits": True, "at": "training.py:9 steps"}
+    verdict = looks(watch, tmp_path, beats={0: waiting, 1: waiting})
+    assert verdict is not None
+    assert verdict.startswith(f"{heartbeat.WAITING}: nothing has moved for ")
+    assert "process 1 is at training.py:9 steps" in verdict
+    verdict = looks(watch, tmp_path, beats={0: waiting, 1: {}})
+    assert verdict is not None
+    assert verdict.startswith("process 1 of 4 hangs in step 7")
+    assert "If another machine says the same of its own" in verdict
+
+
 def test_process_without_a_sign_of_life_hangs_whatever_its_phase_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def assert_shows_prediction_measurement_and_change(message: str) -> None:
     ("behaviour", "state"),
     [
         ("stop 1", r"does not run \(no sign of life for"),
-        ("sleep in 1", r"is at command\.py:\d+ run -> launch_worker\.py:\d+ hang"),
+        ("sleep in 1", r"is at command\.py:\d+ run -> launch_worker\.py:\d+ oversleep"),
     ],
 )
 def test_process_that_hangs_is_named_and_all_are_stopped(

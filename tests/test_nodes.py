@@ -1,6 +1,7 @@
 """The place of a node in a run, from what Slurm says; and a training of two launchers that meet."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from workflow.lib.errors import UserError
+from workflow.lib.failures import failure_causes
 from workflow.lib.nodes import ALONE, Place, find_place, follows
 
 STEP = {
@@ -37,21 +39,49 @@ def test_every_node_but_the_first_follows() -> None:
     assert [follows(step) for step in [*steps, {}]] == [False, True, False]
 
 
-def test_launchers_of_two_nodes_start_one_world(tmp_path: Path) -> None:
+def launch_on_two_nodes(*arguments: str, processes: int, log: Path) -> list[int]:
+    """Start `tests.launch_worker` as a stage on two nodes, which share the log; return the launchers' exit status."""
     program = (
         "import os; from workflow.lib.launch import launch_workers; from workflow.lib.nodes import find_place;"
-        f"launch_workers('tests.launch_worker', ['note', {str(tmp_path)!r}], processes=4, place=find_place(2, os.environ))"
+        "from workflow.scripts.command import run, stage_parser;"
+        f"work = lambda args: launch_workers('tests.launch_worker', {[*arguments, '--log', str(log)]!r}, processes={processes}, "
+        "place=find_place(2, os.environ)); run(work, stage_parser('', config_required=False), locks_itself=True)"
     )
     step = STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid())}
     root = Path(__file__).resolve().parents[1]
     launchers = [
         subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", program, "--log", str(log)],
             cwd=root,
             env=os.environ | step | {"SLURM_NODEID": str(node), "OMP_NUM_THREADS": "1"},
         )
         for node in range(2)
     ]
-    assert [launcher.wait(timeout=300) for launcher in launchers] == [0, 0]
-    notes = {path.name: path.read_text().split()[:2] for path in tmp_path.iterdir()}
+    return [launcher.wait(timeout=300) for launcher in launchers]
+
+
+def test_launchers_of_two_nodes_start_one_world(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "stage.log"
+    assert launch_on_two_nodes("note", str(tmp_path), processes=4, log=log) == [0, 0]
+    notes = {path.name: path.read_text().split()[:2] for path in tmp_path.glob("[0-9]")}
     assert notes == {"0": ["4", "0"], "1": ["4", "1"], "2": ["4", "0"], "3": ["4", "1"]}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "cause"),
+    [("die in 1", "killed by SIGKILL ..."), ("sleep in 1", "process 1 of 2 hangs in step 4: ")],
+)
+def test_cause_is_told_of_the_node_where_it_happened(
+    tmp_path: Path, behaviour: str, cause: str
+) -> None:
+    """The other node says that it lost a process, or waits for one; it does not blame a process of its own."""
+    log = tmp_path / "stage.log"
+    assert launch_on_two_nodes(behaviour, str(tmp_path), processes=2, log=log) == [1, 1]
+    (told,) = failure_causes(tmp_path, since=0)
+    assert told.startswith(f"{log}: {cause}")
+    assert "process 1 of 2, the first to fail" in told
+    noticed = (
+        "Connection (closed|reset) by peer|all processes of this machine wait for those of others"
+    )
+    assert re.search(f"ERROR lost another process: .*({noticed})", log.read_text())
+    assert "process 0 of 2, the first to fail" not in log.read_text()

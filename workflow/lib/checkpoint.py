@@ -9,6 +9,7 @@ tensors are in it; it can be read by another number of processes. Random numbers
 
 import json
 import logging
+import queue
 import re
 import shutil
 import threading
@@ -88,10 +89,14 @@ class CheckpointWriter:
         self._folder, self._keep, self._identity, self._world = folder, keep, identity, world
         self._group = dist.new_group(backend="gloo")
         self._newest = newest
-        self._thread: threading.Thread | None = None
+        self._orders: queue.SimpleQueue[tuple[dict[str, Piece], int]] = queue.SimpleQueue()
+        self._writing, self._written = False, threading.Event()
         self._failure: WriteError | None = None
         self.last_saved_s: float | None = None
         """When the last write began, on the monotonic clock."""
+        # Started while there is memory: Python waits for ever for a new thread that gets too little to say that it runs.
+        # A daemon: a process that fails must not wait at its end for one that is gone.
+        threading.Thread(target=self._serve, daemon=True).start()
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -113,16 +118,16 @@ class CheckpointWriter:
             return
         pieces = {name: piece.staged() for name, piece in _pieces(training, optimizer).items()}
         self._newest, self.last_saved_s = step, time.monotonic()
-        # A daemon: a process that fails must not wait at its end for one that is gone.
-        self._thread = threading.Thread(target=self._write, args=(pieces, step), daemon=True)
-        self._thread.start()
+        self._orders.put((pieces, step))
+        self._writing = True
 
     def wait(self) -> None:
         """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any process."""
-        if self._thread is None:
+        if not self._writing:
             return
-        self._thread.join()
-        self._thread = None
+        self._written.wait()
+        self._written.clear()
+        self._writing = False
         if self._failure is not None:
             kept = saved_steps(self._folder)
             remains = f"that of step {kept[-1]} is kept" if kept else "there is none before it"
@@ -130,6 +135,11 @@ class CheckpointWriter:
                 f"the checkpoint after step {self._newest} cannot be written to {self._folder} ({self._failure}); "
                 f"{remains}. Mend that (free disk space?) and repeat the command; it continues from the last checkpoint."
             )
+
+    def _serve(self) -> None:
+        while True:
+            self._write(*self._orders.get())  # named by nothing here, the copy is freed at once
+            self._written.set()
 
     def _write(self, pieces: dict[str, Piece], step: int) -> None:
         """Write, publish and prune; run by the background thread of every process."""

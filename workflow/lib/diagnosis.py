@@ -14,15 +14,10 @@ from typing import Any
 import torch
 
 from workflow.lib.artifacts import unwritable
-from workflow.lib.errors import UserError
+from workflow.lib.errors import PeerLostError, UserError
 from workflow.lib.memory import GIB
 from workflow.lib.preflight_table import render
 from workflow.lib.tokens import TokenStore
-
-
-class PeerLostError(RuntimeError):
-    """This process only noticed that another one is gone."""
-
 
 # As torch words it, and NCCL below torch, for GPUs; the allocators, and the start of a thread, for the host.
 NO_MEMORY = re.compile(
@@ -78,7 +73,7 @@ def explained(
         if (lack := unwritable(error)) is not None:
             raise UserError(lack) from None
         if PEER_LOST.search(str(error)):
-            raise PeerLostError(f"lost another process: {_first_line(error)}") from error
+            raise PeerLostError(_first_line(error)) from error
         for pattern, message in TROUBLES.items():
             if pattern.search(str(error)):
                 raise UserError(message.format(cause=_ends(error))) from error
@@ -175,16 +170,12 @@ def damaged_tokens(folder: Path) -> list[str]:
 
 
 def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own account.
+    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own account, if one did."""
+    return min(failures.items(), key=lambda item: (followed(item[1]), item[1].timestamp, item[0]))
 
-    A process that lost its peer, or that was told to stop, only followed.
-    """
 
-    def order(item: tuple[int, Any]) -> tuple[Any, ...]:
-        rank, failure = item
-        text = str(failure.message)
-        lost = PeerLostError.__name__ in text or PEER_LOST.search(text) is not None
-        followed = lost or failure.exitcode == -signal.SIGTERM
-        return (followed, failure.timestamp, rank)
-
-    return min(failures.items(), key=order)
+def followed(failure: Any) -> bool:
+    """Tell whether a process only lost its peer, or was told to stop."""
+    text = str(failure.message)
+    lost = PeerLostError.__name__ in text or PEER_LOST.search(text) is not None
+    return lost or failure.exitcode == -signal.SIGTERM

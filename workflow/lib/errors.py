@@ -1,4 +1,4 @@
-"""What a user may see: mistakes that the user can mend, and a stop that somebody asked for."""
+"""What a user may see: mistakes that the user can mend, a stop that somebody asked for, and what follows from another process's failure."""
 
 from workflow.lib.redaction import redacted
 
@@ -20,6 +20,15 @@ class BatchMemoryError(UserError):
     def __init__(self, size: int) -> None:
         super().__init__(str(size))
         self.size = size
+
+
+class PeerLostError(RuntimeError):
+    """Not a cause: this process, or all of this machine, only noticed that others of the run are gone, or wait for them."""
+
+    MARK = "lost another process"  # how its message begins
+
+    def __init__(self, noticed: str) -> None:
+        super().__init__(f"{self.MARK}: {noticed}")
 
 
 class StoppedError(Exception):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from workflow.lib.errors import PeerLostError
+
 RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?P<level>[A-Z]+) (?P<text>.*)$")
 TROUBLE = frozenset({"WARNING", "ERROR", "CRITICAL"})
 CLOCKS_DIFFER_S = 300.0  # of this machine and that of a shared disk
@@ -29,7 +31,7 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
 
 def _cause(records: list[tuple[str, list[str]]]) -> str | None:
     if records and records[-1][0] in TROUBLE:
-        return _shortened(records[-1][1])
+        return _shortened(_first_hand(records))
     marks = [lines[0] for _, lines in records if lines[0] in (BEGUN, ENDED)]
     if marks[-1:] != [BEGUN]:
         return None
@@ -37,6 +39,19 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
         f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was killed from outside, or by the "
         "kernel for lack of memory (`dmesg` tells). Repeat the command to continue from what is finished."
     )
+
+
+def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
+    """Return the last error since the stage began that is not another machine's consequence, or else what comes last.
+
+    The launchers of several machines share a log: that of the machine that failed may not be the last to write there, and
+    the others may be told to stop because of it.
+    """
+    begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
+    since = records[begins[-1] :] if begins else records[-1:]
+    errors = [lines for level, lines in since if level in ("ERROR", "CRITICAL")]
+    causes = [lines for lines in errors if not lines[0].startswith(PeerLostError.MARK)]
+    return causes[-1] if causes else records[-1][1]
 
 
 def _records(log: Path) -> Iterator[tuple[str, list[str]]]:

@@ -31,6 +31,7 @@ SLOWEST_BYTES_PER_S = 10e6  # of a disk that is busy with other work; for all pr
 STARTING, JOINING = "starting", "joining the others"
 JOIN_S = 900.0  # for the slowest machine to start Python from a shared disk
 FIRST_PASS_S = 600.0  # the first forward pass, of a large model on a CPU
+WAITING = "all processes of this machine wait for those of others"  # who hangs is known there
 ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
 
 
@@ -228,8 +229,14 @@ class Watch:
                 f"for it for {quiet_s:.0f} s. A disk that does not answer while Python starts, or a stopped process?"
             )
         culprit = self._culprit()
+        if len(self._ranks) < self._size and all(s.facts.get("waits") for s in self._seen.values()):
+            places = "; ".join(f"process {r} {_state(s)}" for r, s in sorted(self._seen.items()))
+            return f"{WAITING}: nothing has moved for {quiet_s:.0f} s. {places}"
         who = f"process {culprit.facts['rank']} of {self._size}"
         head = f"{who} hangs in {culprit.facts['phase']}: nothing has moved for {quiet_s:.0f} s"
+        if len(self._ranks) < self._size and not culprit.silent:
+            # a process that waits for its GPU, and so perhaps for others, looks like one that works
+            head += ". (If another machine says the same of its own, the process with the fewest collectives holds up all)"
         others = [
             f"process {rank} {_state(seen)}"
             for rank, seen in sorted(self._seen.items())

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -18,15 +19,16 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from workflow.lib.diagnosis import first_cause, killed, memory_kills
+from workflow.lib.diagnosis import first_cause, followed, killed, memory_kills
 from workflow.lib.environment import LAUNCHER_VARIABLE
-from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
-from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, Watch
+from workflow.lib.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
+from workflow.lib.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
 from workflow.lib.nodes import ALONE, Place
 from workflow.lib.rendezvous import LOOPBACK, use_loopback
 
 STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
 TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
+ELSEWHERE = "another machine of the run says why, in the same log; if none does, one is gone."
 REPEAT = "Repeat the command to continue from what is finished."
 
 
@@ -46,8 +48,8 @@ def launch_workers(
     `place` says which share of them this machine starts, and where all meet. Every node of the run calls this.
 
     what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is wrong with the files that it read. Raises `UserError`
-    with the cause of the process that failed first, `BatchMemoryError` if that is it, and `StoppedError` if stopped by a signal (workers get the signal
-    and `grace_s` to save a checkpoint).
+    with the cause of the process that failed first, `BatchMemoryError` if that is it, `PeerLostError` if that process is on another node, and
+    `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a checkpoint).
     """
     local = processes // place.nodes
     set_environment(processes=local, grace_s=grace_s, deterministic=deterministic)
@@ -72,6 +74,8 @@ def launch_workers(
                 raise StoppedError(STOPPED) from None
             rank, failure = first_cause(error.failures)
             cause = hung[0] if hung else _cause(failure, memory_kills_before, inspect_inputs)
+            if place.nodes > 1 and (followed(failure) if not hung else hung[0].startswith(WAITING)):
+                raise PeerLostError(f"{cause.rstrip()}\n({what}: {ELSEWHERE} {REPEAT})") from None
             if cause.startswith(TOO_LARGE):
                 raise BatchMemoryError(int(cause.removeprefix(TOO_LARGE))) from None
             raise UserError(
@@ -147,7 +151,7 @@ def _cause(
     said: Any = failure.message  # torch writes a mapping where it declares a string
     if not isinstance(said, dict):
         return f"exit status {failure.exitcode}; its message stands above"
-    return str(said["message"]).removeprefix("UserError: ")
+    return re.sub(r"^(UserError|PeerLostError: lost another process): ", "", str(said["message"]))
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:

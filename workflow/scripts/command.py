@@ -19,7 +19,7 @@ from pathlib import Path
 from workflow import scripts
 from workflow.lib.artifacts import unwritable
 from workflow.lib.environment import is_worker
-from workflow.lib.errors import StoppedError, UserError
+from workflow.lib.errors import PeerLostError, StoppedError, UserError
 from workflow.lib.failures import BEGUN, ENDED
 from workflow.lib.locks import exclusive
 from workflow.lib.nodes import follows
@@ -66,6 +66,11 @@ def run(
         if is_worker():  # the launcher says it once for all
             keep_to_file()
         logger.error("%s", error)
+        sys.exit(1)
+    except PeerLostError as lost:
+        if is_worker():
+            keep_to_file()
+        logger.error("%s", lost, exc_info=is_worker())
         sys.exit(1)
     except StoppedError as stopped:
         logger.warning("%s", stopped)
