@@ -385,6 +385,14 @@ def test_csv_rows_of_other_width_or_encoding_are_broken(tmp_path: Path) -> None:
     ]
 
 
+def test_semicolons_part_the_fields_where_the_header_has_no_comma(tmp_path: Path) -> None:
+    text = 'question;answer\n"How; and why, if at all?";1,5\n'
+    assert read(write(tmp_path / "a.csv", text)) == [
+        Row(1, {"question": "How; and why, if at all?", "answer": "1,5"})
+    ]
+    assert read(write(tmp_path / "b.csv", "a;b,c\n1;2,3\n")) == [Row(1, {"a;b": "1;2", "c": "3"})]
+
+
 def test_csv_field_may_be_longer_than_pythons_default_limit(tmp_path: Path) -> None:
     (row,) = read(write(tmp_path / "a.csv", "a\n" + "x" * 200_000))
     assert row == Row(1, {"a": "x" * 200_000})

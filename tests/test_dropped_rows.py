@@ -48,6 +48,25 @@ def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage:
     assert not stage.output.exists()
 
 
+def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage: Stage) -> None:
+    text = "prompt;completion\nWie groß?;Größer\n"
+    stage.train = stage.folder / "train.csv"
+    stage.train.write_text(text, encoding="cp1252")
+    with pytest.raises(UserError, match=r"invalid UTF-8(.|\n)*Save the file as UTF-8 \(iconv"):
+        stage.run()
+
+
+def test_log_says_where_dropped_rows_are_listed(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="workflow"):
+        stage.run()
+        assert "rejects.jsonl" not in caplog.text
+        save_rows(stage.train, [*rows(NUM_TRAIN), "{broken"])
+        stage.run(max_rejected_share=0.2)
+    assert f"dropped rows, with line and reason: {stage.output / 'rejects.jsonl'}" in caplog.text
+
+
 def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage: Stage) -> None:
     save_rows(stage.train, ["{broken"])
     with pytest.raises(UserError):

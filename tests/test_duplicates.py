@@ -1,9 +1,11 @@
 """Near-duplicates of splits on disk: the same are found however few keys are in memory at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from workflow.lib.chat import Encoded
 from workflow.lib.corpus import Corpus
@@ -42,7 +44,9 @@ def split_of(folder: Path, name: str, documents: list[npt.NDArray[np.uint32]]) -
     return whole_corpus(name, corpus, found, np.empty(0, dtype=np.int64))
 
 
-def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(tmp_path: Path) -> None:
+def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = np.random.default_rng(0)
     originals = [draw.integers(1, VOCABULARY, size=90, dtype=np.uint32) for _ in range(40)]
     changed = [np.concatenate([ids[:60], ids[62:]]) for ids in originals]
@@ -55,6 +59,23 @@ def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(tmp_path:
     assert (at_once.train, at_once.heldout) == (15, 0)
     assert [pair[:2] for pair in at_once.pairs] == [(n, n + 20) for n in range(11)]
     assert find_near_duplicates(train, heldout, measure, keys_at_once=4) == at_once
+    monkeypatch.setattr("workflow.lib.duplicates.BLOCK", 5)
+    assert find_near_duplicates(train, heldout, measure, keys_at_once=4) == at_once
+
+
+def test_splits_of_one_corpus_are_compared_by_the_same_keys(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    originals = [draw.integers(1, VOCABULARY, size=90, dtype=np.uint32) for _ in range(30)]
+    whole = split_of(tmp_path, "all", [*originals, *(ids[:80] for ids in originals[:9])])
+    heldout = replace(whole, name="heldout", chosen=np.array([2, 5, 11, 33, 36], dtype=np.uint32))
+    train = replace(whole, name="train", chosen=np.setdiff1d(whole.chosen, heldout.chosen))
+    measure = Measure(
+        np.arange(VOCABULARY, dtype=np.uint32), np.empty(0, dtype=np.uint64), threshold=0.5
+    )
+    write_keys([train, heldout], measure, processes=1)
+    found = find_near_duplicates(train, heldout, measure)
+    assert [pair[:2] for pair in found.pairs] == [(2, 32), (5, 35), (33, 3), (36, 6)]
+    assert (found.train, found.heldout) == (5, 0)
 
 
 def test_stretches_hold_every_entry_once_and_few_tokens() -> None:

@@ -115,7 +115,7 @@ def test_one_row_cannot_be_two_splits(stage: Stage) -> None:
 def test_heldout_file_needs_columns_of_some_format(stage: Stage) -> None:
     assert stage.heldout is not None
     save_rows(stage.heldout, [{"body": "x"}])
-    with pytest.raises(UserError, match=r"data\.heldout has the columns body, but expected"):
+    with pytest.raises(UserError, match=r"data\.heldout has the columns 'body', but expected"):
         stage.run()
 
 

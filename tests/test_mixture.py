@@ -3,35 +3,42 @@
 import numpy as np
 import pytest
 
-from workflow.lib.mixture import repeated
+from workflow.lib.mixture import drawn, times_taken
 
-SOURCES = np.array([0, 1, 0, 1, 1, 2, 0, 1, 1, 1, 1])  # three, seven and one document
-
-
-def counts(*weights: float, seed: int = 0) -> list[int]:
-    places = repeated(SOURCES, weights=weights, seed=seed)
-    return np.bincount(places, minlength=len(SOURCES)).tolist()
+DOCUMENTS = 7
 
 
-def test_weight_one_takes_every_document_once_in_order() -> None:
-    assert repeated(SOURCES, weights=[1.0] * 3, seed=0).tolist() == list(range(len(SOURCES)))
+def times(weight: float, *, source: int = 1, seed: int = 0) -> list[int]:
+    return times_taken(DOCUMENTS, weight=weight, source=source, seed=seed).tolist()
 
 
-@pytest.mark.parametrize(("weight", "taken"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1)])
+def test_weight_one_takes_every_document_once() -> None:
+    assert times(1.0) == [1] * DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("weight", "taken"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
+)
 def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(
     weight: float, taken: int
 ) -> None:
-    own = np.array(counts(1.0, weight, 1.0))[SOURCES == 1]
-    assert own.sum() == taken
-    assert own.max() - own.min() <= 1
+    found = times(weight)
+    assert sum(found) == taken
+    assert max(found) - min(found) <= 1
 
 
-def test_weight_of_one_source_changes_nothing_in_the_others() -> None:
-    first, second = (np.array(counts(0.5, weight, 1.5)) for weight in (1.0, 3.0))
-    assert first[SOURCES != 1].tolist() == second[SOURCES != 1].tolist()
+def test_source_without_documents_gives_none() -> None:
+    assert times_taken(0, weight=0.5, source=0, seed=0).tolist() == []
 
 
-def test_seed_decides_which_documents_are_taken() -> None:
-    draws = {tuple(counts(1.0, 0.5, 1.0, seed=seed)) for seed in range(5)}
-    assert len(draws) > 1
-    assert counts(1.0, 0.5, 1.0) == counts(1.0, 0.5, 1.0)
+def test_seed_and_source_decide_which_documents_are_taken() -> None:
+    assert len({tuple(times(0.5, seed=seed)) for seed in range(5)}) > 1
+    assert len({tuple(times(0.5, source=source)) for source in range(5)}) > 1
+    assert times(0.5) == times(0.5)
+
+
+def test_draw_is_the_beginning_of_numpys_permutation_in_half_its_memory() -> None:
+    order = np.random.Generator(np.random.PCG64([3, 1])).permutation(10_007)
+    found = drawn(500, total=10_007, seed=[3, 1])
+    assert found.tolist() == order[:500].tolist()
+    assert found.dtype == np.uint32

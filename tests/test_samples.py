@@ -49,9 +49,30 @@ def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
     with pytest.raises(UserError) as caught:
         choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
     text = str(caught.value)
-    assert "data.format = 'prompt_completion': data.train has the columns q, a" in text
+    assert "data.format = 'prompt_completion': data.train has the columns 'q', 'a'" in text
     assert "prompt_completion (question, completion)" in text
     assert "data.columns" in text
+
+
+def test_misspelt_column_is_named_with_the_nearest_one() -> None:
+    names = DataColumns(prompt="Question text", completion="Reply", text="body")
+    with pytest.raises(UserError) as caught:
+        choose_format(
+            ["ID", "Question Text", "Answer "], format="auto", columns=names, setting="data.train"
+        )
+    text = str(caught.value)
+    assert "the columns 'ID', 'Question Text', 'Answer '," in text
+    assert (
+        "data.columns.prompt = 'Question text' is none of them; did you mean 'Question Text'?"
+        in text
+    )
+    assert "data.columns.completion = 'Reply' is none of them. " in text
+    assert "data.columns.messages" not in text
+
+
+def test_token_ids_without_targets_are_told_what_is_missing() -> None:
+    with pytest.raises(UserError, match=r"tokens \(input_ids with labels or loss_mask\)"):
+        choose_format(["input_ids"], format="auto", columns=DataColumns(), setting="data.train")
 
 
 def test_column_names_cannot_speak_to_the_terminal() -> None:

@@ -77,6 +77,14 @@ def test_path_that_names_no_file_stops(tree: Path, pattern: str) -> None:
         files(tree, pattern)
 
 
+def test_misspelt_path_is_told_the_nearest_name(tree: Path) -> None:
+    (tree / "answers.parquet").touch()
+    with pytest.raises(
+        UserError, match=r"no such file or folder\. Did you mean 'answers.parquet'\? "
+    ):
+        files(tree, "answer.parqet")
+
+
 def test_folder_of_several_types_asks_for_a_glob(tree: Path) -> None:
     with pytest.raises(
         UserError, match=r"several types \(jsonl, parquet\). Name the files by a glob"

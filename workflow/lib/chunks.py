@@ -22,6 +22,8 @@ from workflow.lib.rows import (
     too_large,
 )
 
+NOT_UTF8 = "invalid UTF-8"
+
 
 class Chunk(Protocol):
     """Some consecutive rows of one file."""
@@ -49,7 +51,7 @@ def _parse_line(number: int, line: bytes) -> Row | BrokenRow:
     try:
         value = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        reason = f"invalid UTF-8: byte {error.start + 1} of the line"
+        reason = f"{NOT_UTF8}: byte {error.start + 1} of the line"
         return BrokenRow(number, reason, preview(_shown(line)))
     except (ValueError, RecursionError) as error:
         return BrokenRow(number, f"broken JSON: {error}", preview(_shown(line)))
@@ -94,7 +96,7 @@ def _text_row(number: int, text: bytes) -> Row | BrokenRow:
         return Row(number, {"text": text.decode("utf-8")})
     except UnicodeDecodeError as error:
         shown = text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace")
-        reason = f"invalid UTF-8: byte {error.start + 1} of the text"
+        reason = f"{NOT_UTF8}: byte {error.start + 1} of the text"
         return BrokenRow(number, reason, preview(shown))
 
 
@@ -113,7 +115,7 @@ class CsvRecords:
     def _row(self, number: int, fields: list[str]) -> Row | BrokenRow:
         text = ",".join(fields)
         if holds_undecoded(text):
-            return BrokenRow(number, "invalid UTF-8", preview(text))
+            return BrokenRow(number, NOT_UTF8, preview(text))
         if len(fields) != len(self.header):
             reason = f"wrong number of fields: {len(fields)}, the header has {len(self.header)}"
             return BrokenRow(number, reason, preview(text))
@@ -188,7 +190,7 @@ def _values_one_by_one(table: pyarrow.Table) -> Iterator[dict[str, Any] | None]:
 
 def _table_row(number: int, value: dict[str, Any] | None) -> Row | BrokenRow:
     if value is None:
-        return BrokenRow(number, "invalid UTF-8", "")
+        return BrokenRow(number, NOT_UTF8, "")
     return Row(number, {column: without_nulls(item) for column, item in value.items()})
 
 

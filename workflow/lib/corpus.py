@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from workflow.lib.artifacts import file_sha256
 from workflow.lib.chat import Encoded, SampleEncoder
-from workflow.lib.chunks import Chunk
+from workflow.lib.chunks import NOT_UTF8, Chunk
 from workflow.lib.config import DataConfig
 from workflow.lib.data_config import DataColumns, Format
 from workflow.lib.dataset import read_chunks
@@ -220,5 +220,11 @@ def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: 
                 f"{file.unusable} of {file.rows_read} rows of {file.file} are unusable ({share:.1%}).\n  "
                 + "\n  ".join(file.first_reasons)
                 + f"\nAll of them, with reasons: {rejects}",
-                "Mend the rows, or raise the share",
+                _remedy(file),
             )
+
+
+def _remedy(file: FileRows) -> str:
+    encoded = any(NOT_UTF8 in reason for reason in file.first_reasons)
+    convert = "Save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8), mend" if encoded else "Mend"
+    return f"{convert} the rows, or raise the share"

@@ -29,11 +29,14 @@ class Documents:
     """All documents of a corpus.
 
     Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole row, `trained` tokens,
-    `ordinals` number of the row among all rows read, `digests` of the token ids.
+    `ordinals` number of the row among all rows read, `digests` of the token ids. `stem` begins the names of its files.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]], stem: Path
+    ) -> None:
         self.shards = shards
+        self.stem = stem
         self.lengths: npt.NDArray[np.uint32] = columns["length"]
         self.full_lengths: npt.NDArray[np.uint32] = columns["full_length"]
         self.trained: npt.NDArray[np.uint32] = columns["trained"]
@@ -57,14 +60,9 @@ class Documents:
         shard, place = self._locate(index)
         return self.shards[shard].file, int(self.shards[shard].table()["row"][place])
 
-    def files(self) -> npt.NDArray[np.int32]:
-        """Return the number of each document's file, shape (documents,)."""
-        counts = [shard.documents for shard in self.shards]
-        return np.repeat(np.array([s.file for s in self.shards], dtype=np.int32), counts)
-
     def by_shard(
-        self, chosen: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        self, chosen: npt.NDArray[np.uint32]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """Yield each shard that holds some of the ascending `chosen` documents, with these."""
         edges = np.searchsorted(chosen, self.shard_offsets)
         for shard in np.flatnonzero(np.diff(edges)).tolist():
@@ -91,12 +89,14 @@ def offsets_of(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Documents:
     """Gather the shards' tables into arrays on disk, `<folder>/<name>.<column>.npy`."""
-    count = sum(shard.documents for shard in shards)
+    stem, count = folder / name, sum(shard.documents for shard in shards)
+    assert count < 2**32, "documents are numbered in 4 bytes"
     if not count:
-        return Documents(shards, columns={c: np.empty(0, dtype=t) for c, t in COLUMNS.items()})
+        nothing = {column: np.empty(0, dtype=kind) for column, kind in COLUMNS.items()}
+        return Documents(shards, columns=nothing, stem=stem)
     columns = {
         column: np.lib.format.open_memmap(
-            folder / f"{name}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
+            f"{stem}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
         )
         for column, kind in COLUMNS.items()
     }
@@ -107,4 +107,4 @@ def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Do
             array[first : first + len(table)] = table[column]
         columns["ordinal"][first : first + len(table)] += np.uint64(shard.first_ordinal)
         first += len(table)
-    return Documents(shards, columns=columns)
+    return Documents(shards, columns=columns, stem=stem)

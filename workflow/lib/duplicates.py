@@ -9,14 +9,15 @@ have (system prompts, templates) do not count: what every document says makes no
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.documents import offsets_of
-from workflow.lib.encoded_shards import Shard, mapped, save_array
+from workflow.lib.documents import Documents, offsets_of
+from workflow.lib.encoded_shards import Shard
 from workflow.lib.shingles import (
     BINS,
     Hashes,
@@ -26,7 +27,8 @@ from workflow.lib.shingles import (
     shingles,
     widespread,
 )
-from workflow.lib.splits import Split
+from workflow.lib.splits import BLOCK, Split
+from workflow.lib.stored_keys import StoredKeys
 from workflow.lib.workers import map_in_order
 
 WIDESPREAD_SHARE = 0.1
@@ -34,13 +36,10 @@ SAMPLED_DOCUMENTS = 4096  # that show which shingles are widespread: so many,
 SAMPLED_TOKENS = 2**20  # or as many as hold so many tokens, but no fewer than
 LEAST_SAMPLED = 32
 TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 80 bytes for each of them
-KEYS_AT_ONCE = 2**20  # keys that are sorted in memory
+KEYS_AT_ONCE = 2**21  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
-OPEN_KEYS = 1024  # shards whose keys stay mapped from band to band; a process may have 65,530 maps
-
 Places = npt.NDArray[np.int64]
-OpenKeys = Callable[[Shard], npt.NDArray[np.uint32]]
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,28 @@ def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: floa
     return Measure(table, ignored, threshold)
 
 
+def stored_keys(documents: Documents, measure: Measure) -> StoredKeys:
+    """Return where the keys of a corpus' documents are kept."""
+    path, bands = Path(f"{documents.stem}.keys"), BINS // band_rows(measure.threshold)
+    return StoredKeys(path, documents=len(documents), bands=bands)
+
+
+@dataclass(frozen=True)
+class _KeyTask:
+    """A shard whose keys are to be written, and the number of its first document."""
+
+    shard: Shard
+    first: int
+    stored: StoredKeys
+
+
 def write_keys(splits: list[Split], measure: Measure, *, processes: int) -> None:
-    """Write the keys of every document beside its shard."""
-    shards = {shard.stem: shard for split in splits for shard in split.documents.shards}
+    """Write the keys of every document, of two splits of one corpus once."""
+    corpora = {split.documents.stem: split.documents for split in splits}.values()
+    for documents in corpora:
+        stored_keys(documents, measure).create()
     done = map_in_order(
-        shards.values(),
+        (task for documents in corpora for task in _key_tasks(documents, measure)),
         prepare=partial(_key_writer, measure),
         processes=processes,
         alone=FEW_SHARDS,
@@ -97,19 +113,25 @@ def write_keys(splits: list[Split], measure: Measure, *, processes: int) -> None
         pass
 
 
-def _key_writer(measure: Measure) -> Callable[[Shard], None]:
+def _key_tasks(documents: Documents, measure: Measure) -> Iterator[_KeyTask]:
+    stored = stored_keys(documents, measure)
+    for shard, first in zip(documents.shards, documents.shard_offsets.tolist(), strict=False):
+        yield _KeyTask(shard, first, stored)
+
+
+def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
     rows = band_rows(measure.threshold)
 
-    def write(shard: Shard) -> None:
-        lengths = shard.table()["length"].astype(np.int64)
-        offsets, ids = offsets_of(lengths), shard.ids()
-        keys = np.zeros((BINS // rows, shard.documents), dtype=np.uint32)
+    def write(task: _KeyTask) -> None:
+        lengths = task.shard.table()["length"].astype(np.int64)
+        offsets, ids = offsets_of(lengths), task.shard.ids()
+        keys = np.zeros((task.stored.bands, len(lengths)), dtype=np.uint32)
         for some in stretches(lengths):
             tokens = ids[offsets[some.start] : offsets[some.stop]]
             hashes, owners = measure.shingles(tokens, lengths[some])
             count = some.stop - some.start
             keys[:, some] = band_keys(hashes, owners, documents=count, rows=rows)
-        save_array(shard.stem, "keys", keys)
+        task.stored.write(task.first, keys)
 
     return write
 
@@ -132,11 +154,6 @@ def find_near_duplicates(
     )
 
 
-def _open_keys() -> OpenKeys:
-    """Return what maps the keys of a shard, and keeps the last ones mapped: all bands ask for the same."""
-    return lru_cache(maxsize=OPEN_KEYS)(lambda shard: mapped(f"{shard.stem}.keys.npy"))
-
-
 @dataclass(frozen=True)
 class _Keys:
     """One band's keys of the documents of a split's `first_of_row`, and the place of each there; all of one range."""
@@ -145,18 +162,18 @@ class _Keys:
     places: Places
 
 
-def _read_keys(split: Split, band: int, open_keys: OpenKeys, *, part: int, parts: int) -> _Keys:
+def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
     """Return the keys that lie in range number `part`, if all possible ones are cut into `parts`."""
-    keys, places, before = [np.empty(0, dtype=np.uint32)], [np.empty(0, dtype=np.int64)], 0
-    for number, chosen in split.documents.by_shard(split.first_of_row):
-        found = open_keys(split.documents.shards[number])[band]
-        found = found[chosen - split.documents.shard_offsets[number]]
-        taken = np.flatnonzero(
-            (found.astype(np.uint64) * np.uint64(parts)) >> np.uint64(32) == part
-        )
-        keys.append(found[taken])
-        places.append(taken + before)
-        before += len(chosen)
+    lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
+    keys, places = [np.empty(0, dtype=np.uint32)], [np.empty(0, dtype=np.int64)]
+    edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
+    for start, stop in pairwise(edges.tolist()):
+        numbers = split.first_of_row[start:stop].astype(np.int64)
+        if len(numbers):
+            found = stored.read(band, int(numbers[0]), int(numbers[-1]) + 1)[numbers - numbers[0]]
+            taken = np.flatnonzero((found >= lowest) & (found < beyond))
+            keys.append(found[taken])
+            places.append(taken + start)
     return _Keys(np.concatenate(keys), np.concatenate(places))
 
 
@@ -170,9 +187,9 @@ def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple
 
 def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
     """Return how many documents resemble an earlier one."""
-    compared, open_keys = _Comparison(split, split, measure), _open_keys()
+    compared, stored = _Comparison(split, split, measure), stored_keys(split.documents, measure)
     for band, part, parts in _ranges(split, measure, keys_at_once):
-        read = _read_keys(split, band, open_keys, part=part, parts=parts)
+        read = _read_keys(split, stored, band, part=part, parts=parts)
         order = np.argsort(read.keys, kind="stable")
         ranked, places = read.keys[order], read.places
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
@@ -186,11 +203,12 @@ def _between(
     heldout: Split, train: Split, measure: Measure, keys_at_once: int
 ) -> list[tuple[int, int, float]]:
     """Return each held-out document that resembles a training one, with that one and the resemblance."""
-    compared, open_keys = _Comparison(heldout, train, measure), _open_keys()
+    compared = _Comparison(heldout, train, measure)
+    stored = [(split, stored_keys(split.documents, measure)) for split in (heldout, train)]
     found: list[tuple[int, int, float]] = []
     for band, part, parts in _ranges(train, measure, keys_at_once):
         mine, others = (
-            _read_keys(split, band, open_keys, part=part, parts=parts) for split in (heldout, train)
+            _read_keys(split, keys, band, part=part, parts=parts) for split, keys in stored
         )
         order = np.argsort(others.keys, kind="stable")
         ranked = others.keys[order]

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from workflow.lib.byte_streams import open_bytes, read_head
-from workflow.lib.chunks import Chunk, Parsed, holds_undecoded, parse_json, parse_json_at
+from workflow.lib.chunks import (
+    NOT_UTF8,
+    Chunk,
+    Parsed,
+    holds_undecoded,
+    parse_json,
+    parse_json_at,
+)
 from workflow.lib.rows import MAX_ROW_BYTES, BrokenRow, Row, as_row, preview
 from workflow.lib.text_readers import BOM, UnreadableError, numbered_lines, read_jsonl
 
@@ -113,7 +120,7 @@ def _elements(buffer: _Buffer) -> Iterator[Row | BrokenRow]:
         number += 1
         value, source = buffer.element(number)
         if holds_undecoded(source):
-            yield BrokenRow(number, "invalid UTF-8", preview(source))
+            yield BrokenRow(number, NOT_UTF8, preview(source))
         else:
             yield as_row(number, value)
         if buffer.peek() == ",":

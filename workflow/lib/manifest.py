@@ -13,7 +13,8 @@ from workflow.lib.artifacts import file_sha256
 from workflow.lib.corpus import Corpus
 from workflow.lib.duplicates import NearDuplicates
 from workflow.lib.listing import OVERLAP, Listing
-from workflow.lib.splits import BLOCK, Split
+from workflow.lib.mixture import Numbers
+from workflow.lib.splits import BLOCK, Split, documents_by_source
 from workflow.lib.tokenizer import tokenizer_sha256
 from workflow.lib.tokens import ARRAYS, REJECTS, TRUNCATED, Document
 
@@ -88,17 +89,8 @@ def splits_facts(
 
 def _documents_by_source(split: Split) -> list[dict[str, Any]]:
     """Return name and documents of each source; the split's documents lie in this order."""
-    corpus, last = split.corpus, 0
-    counts = [0] * len(corpus.sources)
-    for file, chosen in split.by_file():
-        source = corpus.files[file].source
-        assert source >= last, "documents lie in the order of their sources"
-        counts[source] += len(chosen)
-        last = source
-    return [
-        {"source": source.name, "documents": count}
-        for source, count in zip(corpus.sources, counts, strict=True)
-    ]
+    counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
+    return [{"source": source.name, "documents": count} for source, count in counted]
 
 
 def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
@@ -121,10 +113,10 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str
     }
 
 
-def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
     """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers of the longest."""
     firsts, lengths = split.first_of_row, split.documents.full_lengths
-    counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
     for start in range(0, len(firsts), BLOCK):
         block = firsts[start : start + BLOCK]
         found = np.bincount(lengths[block], minlength=len(counts))
@@ -153,7 +145,7 @@ def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list
     return {"edges": edges.tolist(), "counts": np.diff(upto[places]).tolist()}
 
 
-def _origins(split: Split, documents: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
     """Return file, row and tokens before any cut of some documents."""
     found = []
     for number in documents.tolist():

@@ -1,28 +1,34 @@
-"""How often each document of several weighted sources is trained on in one epoch."""
+"""Draws of rows and documents: which are held out, and how often an epoch takes those of a weighted source.
+
+Numbers are of 4 bytes, as there may be 10^8 of them.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+Numbers = npt.NDArray[np.uint32]
 
-def repeated(
-    sources: npt.NDArray[np.int64], *, weights: Sequence[float], seed: int
-) -> npt.NDArray[np.int64]:
-    """Return the places of the documents of an epoch, ascending; `sources` (documents,) numbers each one's source.
 
-    A weight w takes every document of its source floor(w) times, and a share of w - floor(w) of them
-    (rounded, but at least one of a source that would lose all) once more, drawn by `seed` from the source alone: the other
+def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
+    """Return `count` of the numbers below `total`, each at most once, in the order of the draw."""
+    order = np.arange(total, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(seed)).shuffle(order)
+    return order[:count].copy()  # a view would keep all of them
+
+
+def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Return how often an epoch takes each of the documents of source number `source`, shape (documents,).
+
+    A weight w takes every document floor(w) times, and a share of w - floor(w) of them (rounded, but at
+    least one of a source that would lose all) once more, drawn by `seed` from the source alone: the other
     sources change nothing.
     """
-    parts = []
-    for number, weight in enumerate(weights):
-        places = np.flatnonzero(sources == number)
-        whole, share = int(weight), weight - int(weight)
-        count = round(share * len(places))
-        if whole == 0 and len(places):
-            count = max(1, count)
-        order = np.random.Generator(np.random.PCG64([seed, number])).permutation(len(places))
-        parts += [places] * whole + [places[order[:count]]]
-    joined = np.concatenate(parts) if parts else np.array([], dtype=np.int64)
-    return np.sort(joined)
+    whole, share = int(weight), weight - int(weight)
+    more = round(share * documents)
+    if whole == 0 and documents:
+        more = max(1, more)
+    times = np.full(documents, whole, dtype=np.uint8)
+    times[drawn(more, total=documents, seed=[seed, source])] += 1
+    return times

@@ -5,6 +5,7 @@ messages), `alpaca` a question and its answer, `tokens` ids with labels or a mas
 fit raises `RowError`; its message is the reason in `rejects.jsonl`, and what stands before the colon is counted.
 """
 
+import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +67,27 @@ def choose_format(
             return candidate
     wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
     raise UserError(
-        f"data.format = {format!r}: {setting} has the columns {printable(', '.join(found))}, "
-        f"but expected are those of {' or '.join(wanted)}. Give the names that the file uses under "
-        "data.columns, or set data.format."
+        f"data.format = {format!r}: {setting} has the columns {_listed(found)}, "
+        f"but expected are those of {' or '.join(wanted)}. {_misspelt(found, columns)}"
+        "Give the names that the file uses under data.columns, or set data.format."
     )
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return names in quotes, as a blank at an end would else be overlooked."""
+    return ", ".join(printable(f"'{name}'") for name in names)
+
+
+def _misspelt(found: Collection[str], columns: DataColumns) -> str:
+    """Say which columns that the user named are not there, each with the nearest one that is."""
+    parts = []
+    for key in DataColumns.model_fields:
+        name = getattr(columns, key)
+        if name not in found and name != getattr(DataColumns(), key):
+            near = difflib.get_close_matches(name, found, n=1)
+            hint = f"; did you mean {_listed(near)}? " if near else ". "
+            parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")
+    return "".join(parts)
 
 
 def _fits(name: Format, found: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
@@ -89,7 +107,9 @@ def _messages_column(found: Collection[str], columns: DataColumns) -> str:
 
 
 def _wanted(name: Format, columns: DataColumns) -> str:
-    return ", ".join(getattr(columns, key) for key in REQUIRED[name])
+    wanted = ", ".join(getattr(columns, key) for key in REQUIRED[name])
+    targets = " or ".join(getattr(columns, key) for key in TARGETS)
+    return f"{wanted} with {targets}" if name == "tokens" else wanted
 
 
 def to_sample(value: dict[str, Any], *, format: Format, columns: DataColumns) -> Sample:

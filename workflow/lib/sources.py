@@ -6,6 +6,7 @@ The same rules hold below the working directory and below a downloaded hub datas
 is the same on every machine. Reads no data, only names and the small JSON files of a saved dataset.
 """
 
+import difflib
 import json
 import re
 from collections import Counter
@@ -114,9 +115,22 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
     if not found:
         missing = "no file matches" if MAGIC.search(path) else "there is no such file or folder"
         raise setting_error(
-            setting, path, missing, f"Give a path that exists, relative to {_where(root)}"
+            setting,
+            path,
+            missing,
+            f"{_nearest(root / path)}Give a path that exists, relative to {_where(root)}",
         )
     return found
+
+
+def _nearest(path: Path) -> str:
+    """Return a question after the name in the same folder that is most like this one, if any is."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):  # no such folder, or a name that none can have
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def _named_files(path: str, *, root: Path, setting: str) -> list[str]:

@@ -1,11 +1,11 @@
 """The two splits: which documents each one holds, and that no held-out document is also trained on."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from workflow.lib.corpus import Corpus
 from workflow.lib.documents import Documents
 from workflow.lib.errors import UserError
-from workflow.lib.mixture import repeated
+from workflow.lib.mixture import Numbers, drawn, times_taken
 from workflow.lib.tokens import Document
 
 BLOCK = 2**20  # documents that are looked up at a time
@@ -29,7 +29,7 @@ class Split(Sequence[Document]):
     name: str
     corpus: Corpus
     documents: Documents
-    chosen: npt.NDArray[np.int64]
+    chosen: Numbers
     rows_read: int
     rows_dropped: int
 
@@ -46,7 +46,7 @@ class Split(Sequence[Document]):
         return self.documents[int(self.chosen[index])]
 
     @cached_property
-    def first_of_row(self) -> npt.NDArray[np.int64]:
+    def first_of_row(self) -> Numbers:
         """Numbers of the documents of which each is the first of its row, repetitions by weight left out.
 
         It is `chosen` itself where every document is one, as it is nearly always.
@@ -57,7 +57,7 @@ class Split(Sequence[Document]):
             first[start : start + BLOCK] = block[1:] != block[:-1]
         return self.chosen if first.all() else self.chosen[first]
 
-    def by_file(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    def by_file(self) -> Iterator[tuple[int, Numbers]]:
         """Yield the documents in order, some at a time, with the number of the file that they came from."""
         for shard, chosen in self.documents.by_shard(self.chosen):
             yield self.documents.shards[shard].file, chosen
@@ -109,9 +109,9 @@ def divide(
 
     Which rows is a pure function of their number and `seed`, whatever their content.
     """
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(corpus.rows_read)
+    count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
-    held[order[: max(1, round(corpus.rows_read * share))]] = True
+    held[drawn(count, total=corpus.rows_read, seed=seed)] = True
     return (
         _split("train", corpus, documents, dropped, ~held),
         _split("heldout", corpus, documents, dropped, held),
@@ -123,9 +123,29 @@ def weighted(split: Split, *, seed: int) -> Split:
     weights = [source.weight for source in split.corpus.sources]
     if set(weights) == {1.0}:
         return split
-    source_of_file = np.array([file.source for file in split.corpus.files], dtype=np.int64)
-    sources = source_of_file[split.documents.files()[split.chosen]]
-    return replace(split, chosen=split.chosen[repeated(sources, weights=weights, seed=seed)])
+    times = [
+        times_taken(documents, weight=weight, source=number, seed=seed)
+        for number, (documents, weight) in enumerate(
+            zip(documents_by_source(split), weights, strict=True)
+        )
+    ]
+    taken = np.concatenate(times)  # documents lie in the order of their sources
+    parts = (
+        np.repeat(split.chosen[start : start + BLOCK], taken[start : start + BLOCK])
+        for start in range(0, len(taken), BLOCK)
+    )
+    return replace(split, chosen=_joined(parts, total=int(taken.sum(dtype=np.int64))))
+
+
+def documents_by_source(split: Split) -> list[int]:
+    """Return how many of a split's documents each source gives; they lie in this order."""
+    counts, last = [0] * len(split.corpus.sources), 0
+    for file, chosen in split.by_file():
+        source = split.corpus.files[file].source
+        assert source >= last, "documents lie in the order of their sources"
+        counts[source] += len(chosen)
+        last = source
+    return counts
 
 
 def _split(
@@ -140,13 +160,33 @@ def _split(
         name=name,
         corpus=corpus,
         documents=documents,
-        chosen=np.flatnonzero(member[documents.ordinals]),
+        chosen=_documents_of(member, documents.ordinals),
         rows_read=int(member.sum()),
         rows_dropped=int(member[dropped].sum()),
     )
 
 
-def overlap(heldout: Split, train: Split) -> npt.NDArray[np.int64]:
+def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64]) -> Numbers:
+    """Return the numbers of the documents, of row number `ordinals`, whose row is `member`."""
+
+    def chosen() -> Iterator[npt.NDArray[np.int64]]:
+        for start in range(0, len(ordinals), BLOCK):
+            yield start + np.flatnonzero(member[ordinals[start : start + BLOCK]])
+
+    return _joined(chosen(), total=sum(map(len, chosen())))
+
+
+def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
+    """Return parts of `total` entries behind each other; `np.concatenate` would hold all of them twice."""
+    joined, end = np.empty(total, dtype=np.uint32), 0
+    for part in parts:
+        joined[end : end + len(part)] = part
+        end += len(part)
+    assert end == total, f"{end} entries instead of {total}"
+    return joined
+
+
+def overlap(heldout: Split, train: Split) -> Numbers:
     """Return the held-out documents whose tokens a training document has."""
     digests = heldout.documents.digests[heldout.chosen]
     known = np.unique(digests)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from workflow.lib.byte_streams import open_bytes
+from workflow.lib.byte_streams import open_bytes, read_head
 from workflow.lib.chunks import Chunk, CsvRecords, JsonLines, TextBlocks
 from workflow.lib.rows import MAX_ROW_BYTES
 
@@ -89,18 +89,28 @@ def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Itera
         yield TextBlocks(*zip(*kept, strict=True))
 
 
-def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str = ",") -> Iterator[Chunk]:
-    """Blank lines are no rows. Raises `UnreadableError` at a quote that never closes, or a header that repeats a name."""
+def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:
+    """Blank lines are no rows; without a `delimiter` the header tells it.
+
+    Raises `UnreadableError` at a quote that never closes, or a header that repeats a name.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; 131,072 characters otherwise
     with open_bytes(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(_bounded_lines(text), strict=True, delimiter=delimiter)
+        sign = delimiter or _separator(read_head(path))
+        reader = csv.reader(_bounded_lines(text), strict=True, delimiter=sign)
         try:
             header = tuple(next(reader, []))
             _check_header(header)
             yield from _records(reader, header, rows_per_chunk=rows_per_chunk)
         except csv.Error as error:
             raise UnreadableError(f"broken CSV near line {reader.line_num}: {error}") from None
+
+
+def _separator(head: bytes) -> str:
+    """Return the comma, or the semicolon that spreadsheets write where numbers have decimal commas."""
+    header = head.lstrip().split(b"\n")[0]
+    return ";" if b";" in header and b"," not in header else ","
 
 
 def read_tsv(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:

@@ -19,7 +19,7 @@ from workflow.lib.tokens import Window, spans
 WINDOW_TOKENS = 2**24  # 80 MiB of ids and masks; at a seq_len of 4096, 4096 rows
 WINDOW_ROWS = 64  # rows of a window at least: the last one of each may stay half empty
 
-Part = tuple[int, npt.NDArray[np.int64]]
+Part = tuple[int, npt.NDArray[np.uint32]]
 
 
 def packing_windows(

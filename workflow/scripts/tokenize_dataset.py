@@ -8,6 +8,9 @@ rows stop the run, their list is kept beside the output, as `<output>.rejects.js
 
 import argparse
 import logging
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from workflow.lib.shingles import piece_table
 from workflow.lib.sources import Source, resolve_splits
 from workflow.lib.splits import Split, check_not_empty, divide, overlap, weighted, whole_corpus
 from workflow.lib.tokenizer import load_tokenizer, read_chat_template
-from workflow.lib.tokens import FORMAT_VERSION, MANIFEST, write_heldout, write_train
+from workflow.lib.tokens import FORMAT_VERSION, MANIFEST, REJECTS, write_heldout, write_train
 from workflow.lib.windows import blocks, packing_windows
 from workflow.lib.work_folder import finished_folder, rejects_beside, work_folder
 from workflow.lib.workers import available_processes
@@ -99,7 +102,7 @@ def main(args: argparse.Namespace) -> None:
             "provenance": provenance(),
         }
         write_json(folder / MANIFEST, facts)
-    log_facts(facts)
+    log_facts(facts, output=args.output)
 
 
 def find_encodings(
@@ -168,7 +171,7 @@ def drop_overlap(
     train: Split, heldout: Split, listing: Listing, tokenizer: PreTrainedTokenizerBase
 ) -> Split:
     """Return held-out without the rows that are also trained on."""
-    reasons = {int(number): OVERLAP for number in overlap(heldout, train)}
+    reasons = ((int(number), OVERLAP) for number in overlap(heldout, train))
     return drop_documents(heldout, reasons, listing, tokenizer)
 
 
@@ -199,41 +202,49 @@ def drop_near_duplicates(
     """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
     if not near.pairs or settings.near_duplicates == "keep":
         return heldout
-    reasons = {}
-    for number, other, measured in near.pairs:
-        file, row = train.origin(other)
-        reasons[number] = f"{NEAR_DUPLICATE}: {measured:.2f} like row {row} of {file}"
+    reasons = near_reasons(near, train)
     if settings.near_duplicates == "refuse":
-        shown = [f"row {heldout.origin(number)[1]}: {reasons[number]}" for number in reasons]
+        shown = [
+            f"row {heldout.origin(number)[1]}: {reason}"
+            for number, reason in islice(reasons, SHOWN_PAIRS)
+        ]
         raise setting_error(
             "data.near_duplicates",
             "refuse",
-            f"{len(reasons)} held-out rows nearly repeat training rows:\n  "
-            + "\n  ".join(shown[:SHOWN_PAIRS]),
+            f"{len(near.pairs)} held-out rows nearly repeat training rows:\n  "
+            + "\n  ".join(shown),
             "Take them out of the held-out data, set remove, or raise data.near_duplicate_threshold",
         )
     return drop_documents(heldout, reasons, listing, tokenizer)
 
 
+def near_reasons(near: NearDuplicates, train: Split) -> Iterator[tuple[int, str]]:
+    """Yield each held-out document that resembles a training one, and which."""
+    for number, other, measured in near.pairs:
+        file, row = train.origin(other)
+        yield number, f"{NEAR_DUPLICATE}: {measured:.2f} like row {row} of {file}"
+
+
 def drop_documents(
     split: Split,
-    reasons: dict[int, str],
+    reasons: Iterable[tuple[int, str]],
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Split:
-    """Return the split without the rows of the documents that have a reason; each row is listed once."""
-    rows: dict[tuple[str, int], int] = {}
-    for number, reason in reasons.items():
-        origin = split.origin(number)
-        if origin not in rows:
+    """Return the split without the rows of these documents, ascending, with their reasons; each row is listed once."""
+    lost, last = array("Q"), None
+    for number, reason in reasons:
+        ordinal = int(split.documents.ordinals[number])
+        if ordinal != last:
+            file, row = split.origin(number)
             text = str(tokenizer.decode(split.documents[number][0][:PREVIEW_CHARS].tolist()))
-            listing.drop(file=origin[0], row=origin[1], reason=reason, preview=preview(text))
-        rows[origin] = number
-    lost = split.documents.ordinals[np.fromiter(reasons, dtype=np.int64, count=len(reasons))]
-    return split.without_rows(lost)
+            listing.drop(file=file, row=row, reason=reason, preview=preview(text))
+            lost.append(ordinal)
+        last = ordinal
+    return split.without_rows(np.array(lost, dtype=np.uint64))
 
 
-def log_facts(facts: dict[str, Any]) -> None:
+def log_facts(facts: dict[str, Any], *, output: Path) -> None:
     """Log what became of the rows, and what a reader should not miss."""
     for name, split in facts["splits"].items():
         logger.info(
@@ -252,6 +263,8 @@ def log_facts(facts: dict[str, Any]) -> None:
     )  # fmt: skip
     for reason, count in facts["dropped_by_reason"].items():
         logger.info("dropped %d: %s", count, reason)
+    if facts["dropped_by_reason"]:
+        logger.info("dropped rows, with line and reason: %s", output / REJECTS)
     special = sum(source["special_token_texts"] for source in facts["sources"])
     if special:
         logger.info("%d rows spell a special token; it was encoded as ordinary text", special)
