@@ -9,7 +9,8 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import nf4_linear
-from workflow.lib.nf4 import NF4Linear, NF4Spec, nf4_lora_matmul
+from workflow.lib.nf4 import NF4Linear, NF4Spec, nf4_lora_matmul, nf4_lora_matmuls
+from workflow.lib.normed import RmsNorm, keepable, restored
 
 # (out, in), and what is odd about it at block size 64
 SHAPES = {
@@ -240,3 +241,38 @@ def test_master_gradients_are_float32_under_bfloat16_activations(layer: Layer) -
         torch.float32,
         torch.float32,
     ]
+
+
+def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer) -> None:
+    """Two linears share it; gradients are those of autograd through norm and plain formula, in fp64."""
+    norm = RmsNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
+    x = random(2, 3, 13, seed=8).requires_grad_()
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    normed = norm(x)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ours = torch.cat(nf4_lora_matmuls(normed, [layer, layer]))
+    assert [tuple(t.shape) for t in kept] == [(6, 13), (6, 6)]
+    assert kept[0].data_ptr() == x.data_ptr()
+    weight, wide = norm.weight.double(), x.double()
+    by_hand = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    reference = torch.cat([plain(by_hand, layer)] * 2)
+    grad = random(4, 3, 7, seed=9)
+    found = torch.autograd.grad(ours, (x, *layer.weights), grad)
+    expected = torch.autograd.grad(reference, (x, *layer.weights), grad.double())
+    for name, one, other in zip(("dx", "dA", "dB"), found, expected, strict=True):
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_output_of_a_norm_that_was_changed_is_kept_itself(layer: Layer) -> None:
+    norm = RmsNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
+    normed = norm(random(2, 13, seed=8)).mul_(3.0)
+    found, kept = keepable(normed)
+    assert found is None
+    assert torch.equal(restored(found, kept), normed)

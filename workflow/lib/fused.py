@@ -12,22 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.gated import ACTIVATIONS, LINEARS, GatedFeedForward
+from workflow.lib.normed import RmsNorm
 from workflow.lib.parallel import decoder_layers
 from workflow.lib.rotated import as_rotated
 
 WIDTH = 8  # of the values that a class is tried on
-
-
-class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w, by torch's own operation, one kernel on a GPU."""
-
-    def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
-        super().__init__()
-        self.weight, self._eps = weight, eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalized x (..., width)."""
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:

@@ -1,6 +1,6 @@
 """A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
 
-Backward keeps x, gate(x) and up(x) alone, and makes the product that `down` takes anew: two wide tensors (T, f) less
+Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that `down` takes anew: two wide tensors (T, f) less
 than one node per linear. Like `nf4.nf4_lora_matmul` it is two nodes, of which the second makes the value and keeps
 nothing: recomputation of a layer stops before it, so neither the product nor `down` is made again.
 """
@@ -22,6 +22,7 @@ from workflow.lib.adapter_products import (
     values,
 )
 from workflow.lib.lora import FusedLoraLinear
+from workflow.lib.normed import keepable, restored
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -65,8 +66,9 @@ class _Gated(torch.autograd.Function):
         into = adapted(layers[:2])
         low = low_rank(into, rows)
         gate, up = values(into, rows, low)
+        ctx.norm, kept = keepable(x)
         ctx.layers, ctx.activation = layers, activation
-        ctx.save_for_backward(rows, gate, up, low)
+        ctx.save_for_backward(kept, gate, up, low)
         ctx.mark_non_differentiable(gate, up)
         ctx.set_materialize_grads(False)  # else backward gets zeros (T, f) for gate and up each
         out_features = layers[2].get_base_layer().out_features
@@ -74,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, gate, up, low = ctx.saved_tensors
+        kept, gate, up, low = ctx.saved_tensors
         linears = adapted(ctx.layers)
         into, down = linears[:2], linears[2:]
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
@@ -86,7 +88,7 @@ class _Gated(torch.autograd.Function):
         of_down = adapter_gradients(down, grad, product, low_rank(down, product), of_low)
         del product
         of_low = low_gradient(into, parts)
-        of_into = adapter_gradients(into, parts, rows, low, of_low)
+        of_into = adapter_gradients(into, parts, restored(ctx.norm, kept), low, of_low)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(into, parts, of_low).view(*grads[0].shape[:-1], -1)

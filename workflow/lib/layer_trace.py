@@ -144,11 +144,12 @@ class LayerTrace(LinearTrace):
     def _gated(
         self, x: int, into: list[Linear], down: Linear, keep: Keeper, *, value: bool
     ) -> tuple[int, Backward]:
-        """`gated.GatedFeedForward`: keeps its input, gate and up alone."""
+        """`gated.GatedFeedForward`: keeps its input, or what it was normed from, gate and up alone."""
         tape, wide = self._tape, self._wide
         low = self.low(into)
         outs = [self.value(linear) for linear in into]
-        kept = [keep.keep(tensor) for tensor in (x, *outs, low)]
+        normed = x in self._sources
+        kept = [keep.keep(tensor) for tensor in (self._sources.get(x, x), *outs, low)]
         tape.free(low)
         y = -1
         if value:
@@ -168,7 +169,7 @@ class LayerTrace(LinearTrace):
             tape.free(low, product)
             of_lows = self.low_gradient(into)
             tape.free(of_low)
-            self.adapter_gradients(into)
+            self.adapter_gradients(into, normed=normed)
             grad_x = self.input_gradient(into)
             tape.free(of_lows, *taken, grad)
             return grad_x

@@ -25,6 +25,7 @@ class LinearTrace:
         self._tokens, self._c = tokens, setup.compute_bytes
         self._begun: list[tuple[int, int]] = []
         self._begun_products: list[int] = []
+        self._sources: dict[int, int] = {}  # of norms' outputs that are not kept: their inputs
         self.gradients: list[int] = []
         """Of the adapters, fp32, whole, in the order in which backward made them; whoever takes them empties the list."""
 
@@ -37,6 +38,7 @@ class LinearTrace:
     def _fused_norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
         tape, size = self._tape, self._c * self._tokens * width
         y, scales = tape.new(size, WORK), tape.new(4 * self._tokens, WORK)
+        self._sources[y] = x
         kept = [keep.keep(x), keep.keep(scales)]
         tape.free(scales)
 
@@ -167,14 +169,15 @@ class LinearTrace:
     ) -> tuple[list[int], Callable[[list[int]], int]]:
         """Linears that share their input, by one node: `nf4.nf4_lora_matmuls`."""
         low = self.low(linears)
-        kept = [keep.keep(x), keep.keep(low)]
+        normed = x in self._sources
+        kept = [keep.keep(self._sources.get(x, x)), keep.keep(low)]
         made = [self.value(linear) if value else -1 for linear in linears]
         self._tape.free(low)
 
         def backward(grads: list[int]) -> int:
             taken = [keep.take(k) for k in kept]
             of_low = self.low_gradient(linears)
-            self.adapter_gradients(linears)
+            self.adapter_gradients(linears, normed=normed)
             grad_x = self.input_gradient(linears) if wants_x else -1
             self._tape.free(of_low, *taken, *grads)
             return grad_x
@@ -194,11 +197,17 @@ class LinearTrace:
             self._tape.free(self._cast(linear))
         return of_low
 
-    def adapter_gradients(self, linears: Sequence[Linear]) -> None:
-        """`adapter_products.adapter_gradients`: added to the list."""
+    def adapter_gradients(self, linears: Sequence[Linear], *, normed: bool = False) -> None:
+        """`adapter_products.adapter_gradients`: added to the list. normed: their input is made again for it."""
+        again = []
+        if normed:
+            size = self._c * self._tokens * linears[0].in_features
+            again = [self._tape.new(size, WORK)]
+            self._tape.moment(4 * self._tokens, WORK)
         self._gradient(self._ranks(linears) * linears[0].in_features)
         for linear in linears:
             self._gradient(self._setup.rank_of(linear.name) * linear.out_features)
+        self._tape.free(*again)
 
     def input_gradient(self, linears: Sequence[Linear]) -> int:
         """`adapter_products.input_gradient`."""

@@ -202,7 +202,7 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an adapter).
 
     Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep their input, which q, k, v share
-    and gate, up (2 c T h), and the down projection's (c T f); attention q, k, v, output and
+    and gate, up (2 c T h; none where these are fused behind fused norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
     log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone; adapters x A^T; DoRA the product before
     it is scaled.
     """
@@ -318,7 +318,9 @@ def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
     """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a mask for each."""
     t, c = setup.tokens, setup.compute_bytes
     if not setup.dropout:
-        return c * t * (2 * shape.hidden_size + shape.intermediate_size)
+        fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
+        normed = fused if fuses_norms(shape, setup) and shape.family != "olmo2" else 0
+        return c * t * ((2 - normed) * shape.hidden_size + shape.intermediate_size)
     return 5 * t * sum(x.in_features for x in _targets(shape, setup))
 
 

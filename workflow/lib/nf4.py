@@ -29,6 +29,7 @@ from workflow.lib.adapter_products import (
     value,
     values,
 )
+from workflow.lib.normed import RmsNorm, keepable, restored
 from workflow.lib.weights import CheckpointReader
 
 NESTED_BLOCK_SIZE = (
@@ -274,7 +275,7 @@ def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tens
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x and A x of all layers."""
+    """Saves x, or what it was normed from, and A x of all layers."""
 
     @staticmethod
     def forward(
@@ -282,25 +283,26 @@ class _NF4LoraMatMuls(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers)
         low = low_rank(linears, rows)
+        ctx.norm, kept = keepable(x)
         ctx.layers = layers
-        ctx.save_for_backward(rows, low)
+        ctx.save_for_backward(kept, low)
         return tuple(y.view(*x.shape[:-1], -1) for y in values(linears, rows, low))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_x, of_adapters = _gradients(ctx, ctx.layers, grads)
+        grad_x, of_adapters = _gradients(ctx, ctx.layers, grads, norm=ctx.norm)
         return grad_x, None, *of_adapters
 
 
 def _gradients(
-    ctx: Any, layers: Sequence[Any], grads: Sequence[torch.Tensor]
+    ctx: Any, layers: Sequence[Any], grads: Sequence[torch.Tensor], *, norm: RmsNorm | None = None
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every layer."""
-    rows, low = ctx.saved_tensors
+    kept, low = ctx.saved_tensors
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(layers)
     of_low = low_gradient(linears, flat)
-    of_adapters = adapter_gradients(linears, flat, rows, low, of_low)
+    of_adapters = adapter_gradients(linears, flat, restored(norm, kept), low, of_low)
     if not ctx.needs_input_grad[0]:
         return None, of_adapters
     return input_gradient(linears, flat, of_low).view(*grads[0].shape[:-1], -1), of_adapters
