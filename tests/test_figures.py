@@ -36,6 +36,13 @@ def test_every_figure_is_valid_plotly(runs: list[Run]) -> None:
         go.Figure({"data": figure.data, "layout": figure.layout})  # raises on unknown properties
 
 
+def test_every_axis_of_numbers_has_a_title(runs: list[Run]) -> None:
+    for figure in all_figures(runs):
+        axes = {name: figure.layout[name] for name in ("xaxis", "yaxis")}
+        numeric = {name for name, axis in axes.items() if axis.get("type") != "category"}
+        assert all(axes[name]["title"]["text"] for name in numeric), figure.key
+
+
 def test_curves_hold_the_logged_values(runs: list[Run]) -> None:
     loss = curve_figures(runs)[0]
     assert loss.data[1]["x"] == [step.step for step in runs[1].steps]

@@ -28,7 +28,7 @@ from workflow.lib.shingles import (
     widespread,
 )
 from workflow.lib.splits import BLOCK, Split
-from workflow.lib.stored_keys import StoredKeys
+from workflow.lib.stored_keys import Keys, StoredKeys
 from workflow.lib.workers import map_in_order
 
 WIDESPREAD_SHARE = 0.1
@@ -125,7 +125,7 @@ def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
     def write(task: _KeyTask) -> None:
         lengths = task.shard.table()["length"].astype(np.int64)
         offsets, ids = offsets_of(lengths), task.shard.ids()
-        keys = np.zeros((task.stored.bands, len(lengths)), dtype=np.uint32)
+        keys = np.zeros((task.stored.bands, len(lengths)), dtype=np.uint64)
         for some in stretches(lengths):
             tokens = ids[offsets[some.start] : offsets[some.stop]]
             hashes, owners = measure.shingles(tokens, lengths[some])
@@ -158,21 +158,20 @@ def find_near_duplicates(
 class _Keys:
     """One band's keys of the documents of a split's `first_of_row`, and the place of each there; all of one range."""
 
-    keys: npt.NDArray[np.uint32]
+    keys: Keys
     places: Places
 
 
 def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
     """Return the keys that lie in range number `part`, if all possible ones are cut into `parts`."""
     lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
-    keys, places = [np.empty(0, dtype=np.uint32)], [np.empty(0, dtype=np.int64)]
+    keys, places = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
     edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
     for start, stop in pairwise(edges.tolist()):
-        numbers = split.first_of_row[start:stop].astype(np.int64)
-        if len(numbers):
-            found = stored.read(band, int(numbers[0]), int(numbers[-1]) + 1)[numbers - numbers[0]]
-            taken = np.flatnonzero((found >= lowest) & (found < beyond))
-            keys.append(found[taken])
+        if start < stop:
+            numbers = split.first_of_row[start:stop].astype(np.int64)
+            found, taken = stored.within(band, numbers, lowest=lowest, beyond=beyond)
+            keys.append(found)
             places.append(taken + start)
     return _Keys(np.concatenate(keys), np.concatenate(places))
 

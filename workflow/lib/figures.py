@@ -55,6 +55,7 @@ class Curve:
     caption: str
     value: Callable[[Step], float]
     number: str
+    axis: str
     from_zero: bool = False
 
 
@@ -65,6 +66,7 @@ CURVES = (
         "Mean over the trained tokens of a step, nats per token.",
         lambda step: step.loss,
         ".4f",
+        "nats per token",
     ),
     Curve(
         "grad_norm",
@@ -72,6 +74,7 @@ CURVES = (
         "Global norm before clipping. A flat zero would mean that nothing is trained.",
         lambda step: step.grad_norm,
         ".4g",
+        "gradient norm",
     ),
     Curve(
         "learning_rate",
@@ -79,6 +82,7 @@ CURVES = (
         "After warm-up and decay.",
         lambda step: step.learning_rate,
         ".3g",
+        "learning rate",
     ),
     Curve(
         "tokens_per_s",
@@ -86,6 +90,7 @@ CURVES = (
         "Tokens per second, all processes together.",
         lambda step: step.tokens_per_s,
         ",.0f",
+        "tokens/s",
         from_zero=True,
     ),
 )
@@ -114,7 +119,7 @@ def _heldout_curve(runs: list[Run]) -> Figure | None:
         "Mean loss per trained token on held-out documents, nats, as the training measured it.",
         CURVE_NUMBERS,
         traces,
-        _over_steps(runs, from_zero=False),
+        _over_steps(runs, axis="nats per token"),
     )
 
 
@@ -123,7 +128,7 @@ def _curve(curve: Curve, runs: list[Run]) -> Figure:
         _line(run, index, [curve.value(step) for step in run.steps], curve.number)
         for index, run in enumerate(runs)
     ]
-    layout = _over_steps(runs, from_zero=curve.from_zero)
+    layout = _over_steps(runs, axis=curve.axis, from_zero=curve.from_zero)
     return Figure(curve.key, curve.title, curve.caption, CURVE_NUMBERS, traces, layout)
 
 
@@ -135,7 +140,7 @@ def _memory_curve(runs: list[Run]) -> Figure:
         for index, run in enumerate(runs)
     ]
     caption = f"Peak so far of the process that logs, {name}."
-    layout = _over_steps(runs, from_zero=True)
+    layout = _over_steps(runs, axis=name, from_zero=True)
     return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
 
 
@@ -157,8 +162,8 @@ def _line(
     }
 
 
-def _over_steps(runs: list[Run], *, from_zero: bool) -> dict[str, Any]:
-    """Return the layout of a curve. `from_zero`: a quantity whose share matters, so that 2% does not look like a leap."""
+def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
+    """Return the layout of a curve; `axis` names its unit. `from_zero`: a quantity whose share matters, so that 2% does not look like a leap."""
     return {
         "height": 300,
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
@@ -167,6 +172,7 @@ def _over_steps(runs: list[Run], *, from_zero: bool) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "xaxis": {"title": {"text": "optimizer step"}},
         "yaxis": {
+            "title": {"text": axis},
             "automargin": True,
             "exponentformat": "power",
             "separatethousands": True,

@@ -28,7 +28,12 @@ def length_figure(manifest: Manifest, *, number: int) -> Figure | None:
             "showlegend": len(traces) > 1,
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
             "xaxis": {"title": {"text": "tokens per document"}},
-            "yaxis": {"automargin": True, "tickformat": ".0%", "rangemode": "tozero"},
+            "yaxis": {
+                "title": {"text": "share of documents"},
+                "automargin": True,
+                "tickformat": ".0%",
+                "rangemode": "tozero",
+            },
         },
     )
 

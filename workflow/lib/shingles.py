@@ -22,6 +22,7 @@ RECALL = 0.98  # of pairs just at the threshold
 # Bins from one to the next of a key. Neighbours of a short document borrow the same hash, which made 27,000 proposals
 # of 24,000 rows of which 7 were true (1 apart), 5,200 (4) or 540 (32); of 444 pairs of another set 444, 443 and 433 were found.
 APART = 4
+KEY_BITS = 40
 NOT_WORD = re.compile(r"[\W_]+")
 EMPTY = np.uint32(2**32 - 1)
 BORROW = np.uint32(0x9E3779B1)
@@ -85,8 +86,8 @@ def band_rows(threshold: float) -> int:
 
 def band_keys(
     hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
-) -> npt.NDArray[np.uint32]:
-    """Return the keys of documents, shape (BINS // rows, documents); 0 for a document without shingles."""
+) -> npt.NDArray[np.uint64]:
+    """Return the keys of documents, `KEY_BITS` bits each, shape (BINS // rows, documents); 0 for a document without shingles."""
     bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
     values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
     signature = np.full(documents * BINS, EMPTY)
@@ -96,7 +97,7 @@ def band_keys(
     keys = np.zeros((documents, BINS // rows), dtype=np.uint64)
     for row in range(rows):
         keys = mixed(keys * FACTOR + spread[:, :, row].reshape(keys.shape) + np.uint64(1))
-    found = np.maximum(keys >> np.uint64(32), np.uint64(1)).astype(np.uint32)
+    found = np.maximum(keys >> np.uint64(64 - KEY_BITS), np.uint64(1))
     found[np.bincount(owners, minlength=documents) == 0] = 0
     return np.ascontiguousarray(found.T)
 

@@ -30,6 +30,7 @@
     linecolor: color("line"),
     zerolinecolor: color("line"),
     tickfont: { color: color("muted") },
+    title: { ...axis.title, font: { size: 13 }, standoff: 8 },
   });
 
   const paintLayout = (layout) => ({
