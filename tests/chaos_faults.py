@@ -64,9 +64,10 @@ class Victim:
     def stage(self, name: str) -> list[psutil.Process]:
         """The processes of a stage: its launcher or only process first, then workers by rank."""
         found = []
+        modules = {f"workflow.scripts.{name}", f"workflow.scripts.{name}_worker"}
         for process in self.tree():
             try:
-                if f"workflow.scripts.{name}" in process.cmdline() and "bash" not in process.name():
+                if modules & set(process.cmdline()) and "bash" not in process.name():
                     found.append((int(process.environ().get("RANK", -1)), process))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

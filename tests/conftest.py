@@ -1,5 +1,7 @@
 """Fixtures that several test modules share."""
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.canaries import CANARIES
-from tests.workflow_project import Project, make_project
+from tests.workflow_project import TIMEOUT_S, Project, make_project
+from workflow.lib.locks import exclusive
 
 if TYPE_CHECKING:
     from tests.tokenizing import Stage
@@ -27,16 +30,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A tiny project after `snakemake all`. Never change it: work in `finished_project.copy(tmp_path)`.
+def finished_project(shared_folder: Path) -> Project:
+    """A tiny project after `snakemake all`, one for all processes. Never change it: work in `finished_project.copy(tmp_path)`.
 
     It ran with `CANARIES` in its environment; what the terminal showed is beside it, in `terminal.txt`.
     """
-    root: Path = tmp_path_factory.mktemp("workflow") / "finished"
-    project = replace(make_project(root), environment=CANARIES)
-    done = project.run("all")
-    (root.parent / "terminal.txt").write_text(done.output)
-    return replace(project, environment={})
+    root = shared_folder / "workflow" / "finished"
+    terminal = root.parent / "terminal.txt"  # written last
+    lock = shared_folder / "workflow.lock"
+    with exclusive(lock, doing="running the whole workflow", wait_s=TIMEOUT_S):
+        if not terminal.exists():
+            shutil.rmtree(root, ignore_errors=True)  # of a process that failed
+            project = replace(make_project(root), environment=CANARIES)
+            terminal.write_text(project.run("all").output)
+    return Project(root)
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all processes of this session; theirs are in it, each in one of its own."""
+    folder: Path = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def arguments(folder: Path) -> argparse.Namespace:
 
 def finetune(args: argparse.Namespace, config: RunConfig = CONFIG) -> None:
     """Be one worker of the stage."""
-    from workflow.scripts.finetune import work
+    from workflow.scripts.finetune_worker import work
 
     plan: dict[str, Any] = PLAN
     work(args, config, plan)

@@ -103,13 +103,27 @@ def test_library_modules_do_not_import_each_other_in_circles() -> None:
     TopologicalSorter({path.stem: library_imports(path) for path in LIB}).prepare()
 
 
-@pytest.mark.parametrize("name", torch_free())
-def test_module_without_torch_loads_none_of_the_heavy_packages(name: str) -> None:
-    program = f"import sys, workflow.lib.{name}; print(*[m for m in {HEAVY} if m in sys.modules])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+def test_modules_without_torch_load_none_of_the_heavy_packages() -> None:
+    """In one process, as what all of them together do not load, none loads; the first that does is named."""
+    program = (
+        "import importlib, sys\n"
+        f"for name in {torch_free()}:\n"
+        "    importlib.import_module(f'workflow.lib.{name}')\n"
+        f"    for heavy in {HEAVY}:\n"
+        "        if heavy in sys.modules: sys.exit(f'{name} loads {heavy}')\n"
     )
-    assert loaded.stdout.split() == []
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_launcher_of_training_needs_none_of_the_packages_of_its_workers() -> None:
+    """They take seconds to import, and the workers wait for the launcher."""
+    script = ROOT / "workflow" / "scripts" / "finetune.py"
+    direct = library_imports(script)
+    below = direct.union(*(library_closure(name) for name in direct))
+    loaded = set().union(*(packages(path) for path in [script, *map(module_path, below)]))
+    assert "torch" in loaded  # which is torchrun
+    assert not loaded & set(HEAVY) - {"torch"}
 
 
 @pytest.mark.parametrize(
@@ -127,8 +141,10 @@ def test_script_leaves_collectives_to_the_library(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=ids(SCRIPTS))
 def test_script_imports_no_other_stage(path: Path) -> None:
+    """What a worker shares with its stage is the command line."""
+    own = f"workflow.scripts.{path.stem.removesuffix('_worker')}"
     others = {name for name in imports(path) if name.startswith("workflow.scripts.")}
-    assert all(name.startswith("workflow.scripts.command") for name in others)
+    assert all(name.startswith(("workflow.scripts.command", own)) for name in others)
 
 
 @pytest.mark.parametrize("path", RULES, ids=ids(RULES))
@@ -152,7 +168,9 @@ def test_stage_has_rule_script_and_test_of_its_name(stage: str) -> None:
 
 
 def test_every_script_is_a_stage_of_the_design() -> None:
-    assert {path.stem for path in SCRIPTS} - {"command", "lease_gpus"} <= set(stages())
+    assert {path.stem for path in SCRIPTS} - {"command", "lease_gpus", "finetune_worker"} <= set(
+        stages()
+    )
 
 
 def test_design_names_twelve_stages() -> None:

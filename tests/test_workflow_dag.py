@@ -173,7 +173,7 @@ def test_comments_in_code_and_another_checkout_run_nothing(
     repository = copy_of_repository(tmp_path / "repository")
     sources = [
         repository / "workflow" / "lib" / "training.py",
-        repository / "workflow" / "scripts" / "finetune.py",
+        repository / "workflow" / "scripts" / "finetune_worker.py",
         repository / "workflow" / "rules" / "finetune.smk",
     ]
     for path in sources:

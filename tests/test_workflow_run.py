@@ -139,12 +139,12 @@ def test_all_leaves_the_artifacts_of_the_design_and_no_others(finished_project: 
     assert files - set().union(*matches.values()) - checkpoints == set()
 
 
-def test_second_invocation_runs_and_changes_nothing(finished_project: Project) -> None:
-    before = times(finished_project.root / "results")
-    done = finished_project.run("all")
+def test_second_invocation_runs_and_changes_nothing(project: Project) -> None:
+    before = times(project.root / "results")
+    done = project.run("all")
     assert done.nothing_to_do
     assert executed(done.output) == {}
-    assert times(finished_project.root / "results") == before
+    assert times(project.root / "results") == before
 
 
 def test_training_lowered_the_loss(finished_project: Project) -> None:

@@ -2,7 +2,8 @@
 
 What is set here holds before any stage imports a package: progress bars, the packages' own ones included,
 are for terminals only; two packages' advice to programmers stays out of the user's sight; no package fetches
-compiled code from a hub; and Ctrl-C during the imports, which take seconds, ends the stage without a traceback.
+compiled code from a hub, or compiles its own; and Ctrl-C during the imports, which take seconds, ends the stage
+without a traceback.
 """
 
 import logging
@@ -23,6 +24,9 @@ if not sys.stderr.isatty():
 # None is Python's word for "there is no such module".
 sys.modules["kernels"] = None  # type: ignore[assignment]
 os.environ["USE_HUB_KERNELS"] = "NO"  # read by Transformers
+# bitsandbytes wraps what has no kernel on the CPU in torch.compile, which is imported for that (a fifth of a stage's start)
+# and wants a C++ compiler when a weight with an odd number of columns is decoded. Nothing else of a stage is compiled.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 logging.getLogger("bitsandbytes").setLevel(
     logging.ERROR
 )  # install a package that downloads kernels
