@@ -22,6 +22,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import yaml
 
+from tests.dry_runs import dry_run
 from tests.models import tiny_llama
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.config import merge
@@ -110,13 +111,16 @@ class Project:
         options = ["--workflow-profile", str(profile), "--cores", "2", "--nocolor"]
         return [sys.executable, "-m", "snakemake", *places, *options, *arguments]
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment that Snakemake runs in."""
+        return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.environment
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start Snakemake in a process group of its own, as a shell does."""
-        variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.environment
         return subprocess.Popen(
             self.command(*arguments),
             cwd=self.root,
-            env=os.environ | variables,
+            env=self.variables(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,7 +145,9 @@ class Project:
 
     def plan(self, *arguments: str) -> dict[str, list[Job]]:
         """Return what a dry run would do, by rule; the targets themselves are left out."""
-        done = self.run("--dry-run", *arguments)
+        options = self.command("--dry-run", *arguments)[3:]  # without `python -m snakemake`
+        done = Finished(*dry_run(options, folder=self.root, environment=self.variables()))
+        assert done.status == 0, done.output
         plan: dict[str, list[Job]] = {}
         for job in parse_jobs(done.output):
             plan.setdefault(job.rule, []).append(job)

@@ -1,0 +1,76 @@
+"""Dry runs of Snakemake, each in a fork of one process that has imported it: that import is most of what one costs.
+
+status, output = dry_run(["--dry-run", "all"], folder=root, environment=dict(os.environ))
+
+What is forked knows nothing of a workflow and calls the function that the command `snakemake` calls. Real runs, which
+get signals and start processes, are started as a user starts them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """A dry run: arguments, working directory, environment, and the file for what a user would see."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    output: str
+
+
+def dry_run(arguments: list[str], *, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Return exit status, and standard output and error together."""
+    with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
+        request = Request(arguments, str(folder), environment, file.name)
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline()), file.read()
+
+
+@cache
+def _server() -> "subprocess.Popen[str]":
+    """Start this file, which ends with this process; -I: it is to find no workflow."""
+    command = [sys.executable, "-I", __file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def serve(requests: Iterator[str]) -> None:
+    """Make the dry runs that are asked for, one after the other, and tell how each ended."""
+    from snakemake.cli import main
+
+    for line in requests:
+        child = os.fork()
+        if child == 0:
+            become(Request(*json.loads(line)))
+            main()  # which exits
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def become(request: Request) -> None:
+    """Be a process as the command's would be."""
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(request.output, os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    search = request.environment.get("PYTHONPATH")
+    sys.path[:0] = [request.folder, *(search.split(os.pathsep) if search else [])]
+    sys.argv = ["snakemake", *request.arguments]
+
+
+if __name__ == "__main__":
+    serve(sys.stdin)
