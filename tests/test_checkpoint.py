@@ -1,5 +1,6 @@
 """Checkpoints: a resumed run is the uninterrupted one; what a kill leaves is never taken for a checkpoint."""
 
+import errno
 import json
 import math
 import pickle
@@ -17,6 +18,7 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.models import PLAN, adapted, quantized, random_store, tiny_llama
+from workflow.lib import shards
 from workflow.lib.checkpoint import (
     Cadence,
     CheckpointWriter,
@@ -33,7 +35,7 @@ from workflow.lib.export import read_sharded_adapter
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model
-from workflow.lib.shards import INDEX, read_index, read_whole
+from workflow.lib.shards import INDEX, check_files, read_index, read_whole
 from workflow.lib.stopping import on_any
 from workflow.lib.training import make_optimizer, steps
 
@@ -284,6 +286,24 @@ def unwritable(folder: Path, run: Run) -> str:
 @pytest.fixture(scope="module")
 def lives(folder: Path) -> list[dict[str, Any]]:
     return run_distributed(writer_life, folder / "nf4", folder / "life", world_size=2)
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE], ids=errno.errorcode.get)
+def test_checkpoint_that_cannot_be_read_at_the_moment_is_not_set_aside(
+    lives: list[dict[str, Any]], folder: Path, number: int
+) -> None:
+    """The machine lacks memory, or the network disk does not answer: the files may be sound."""
+    checkpoint = step_dir(folder / "cut_index", 5)
+    index, lack = read_index(checkpoint), OSError(number, "at the moment")
+    for called, read in (
+        ("file_sha256", lambda: check_files(checkpoint, index)),
+        ("read_json", lambda: read_index(checkpoint)),
+    ):
+        with (
+            mock.patch.object(shards, called, side_effect=lack),
+            pytest.raises(OSError, match="at the moment"),
+        ):
+            read()
 
 
 def test_newest_checkpoints_are_kept_and_no_other(lives: list[dict[str, Any]]) -> None:

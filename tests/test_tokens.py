@@ -1,8 +1,10 @@
 """The tokens folder: what is written is read back, and damage is found on opening."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -142,6 +144,16 @@ def retype(path: Path) -> None:
 
 def reshape(path: Path) -> None:
     np.save(path, np.load(path)[:1])
+
+
+def test_machine_without_memory_is_not_told_as_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told so deletes sound tokens."""
+    lack = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=lack))
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        TokenStore.open(folder)
 
 
 @pytest.mark.parametrize("damage", [cut, lengthen, empty, retype, reshape, Path.unlink])

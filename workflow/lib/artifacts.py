@@ -117,6 +117,15 @@ def write_checksums(folder: Path) -> None:
     write_text(folder / "SHA256SUMS", "\n".join(lines) + "\n")
 
 
+# What a machine lacks, or a network disk does not do, at a moment; the file itself may be sound.
+PASSING = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT})
+
+
+def is_passing(error: BaseException) -> bool:
+    """Tell whether a failure to read a file says nothing of its content."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
 NO_SPACE = re.compile(r"os error (28|122|27)\b|No space left|quota exceeded", re.IGNORECASE)
 UNWRITABLE = {
     errno.ENOSPC: "the disk is full",

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from workflow.lib.artifacts import file_sha256, read_json, sync, write_json
+from workflow.lib.artifacts import file_sha256, is_passing, read_json, sync, write_json
 
 INDEX = "index.json"
 FORMAT_VERSION = 1
@@ -139,6 +139,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = read_json(folder / INDEX)
         version = index["format_version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_passing(error):
+            raise
         raise DamagedError(f"{INDEX} cannot be read ({type(error).__name__}: {error})") from None
     if version != FORMAT_VERSION:
         raise DamagedError(f"{INDEX} has format_version {version!r} instead of {FORMAT_VERSION}")
@@ -170,6 +172,8 @@ def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(Non
             if file_sha256(folder / name) != expected["sha256"]:
                 raise DamagedError(f"{name} does not have its SHA-256")
         except OSError as error:
+            if is_passing(error):
+                raise
             raise DamagedError(f"{name} cannot be read ({error.strerror})") from None
 
 

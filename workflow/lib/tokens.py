@@ -17,7 +17,7 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.artifacts import read_json
+from workflow.lib.artifacts import is_passing, read_json
 from workflow.lib.errors import UserError
 from workflow.lib.packing import Packing
 
@@ -293,6 +293,8 @@ def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if is_passing(error):
+            raise
         raise _damaged(path.parent, f"{path.name} cannot be read ({error})") from None
     expected = np.dtype(ARRAYS[path.name])
     if array.dtype != expected or array.shape != shape:
