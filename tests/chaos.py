@@ -6,7 +6,7 @@ Every round begins with a fresh small project (two processes on the CPU) and end
 a command in progress; where that was training, another one damages what it has left on the disk, before the command is repeated. The
 artifacts at the end must then equal those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the
 evaluation, every line of the metrics. Nothing is mended between two commands but what the message asked for: the disk is
-freed, a folder deleted that it names as damaged, the inputs touched if it names one that is from the future. Prints every fault as it happens, and at the end a table of
+freed, a folder deleted that it names as damaged, files from the future touched by the command that it gives. Prints every fault as it happens, and at the end a table of
 what was done, what was said, and what was trained again. As root the results lie on a small tmpfs, which can be full
 or read-only.
 """
@@ -53,8 +53,8 @@ MOST_REPEATS = 5
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
 READ_ONLY = "folder read-only at the start"
 LEAVES_ORPHANS = {"SIGKILL of Snakemake"}  # which go on writing: nobody harms their files meanwhile
-# Snakemake's message, after the clock was put back.
-FUTURE = "This could indicate a clock skew problem"
+# What the workflow says after the clock was put back.
+MEND = re.compile(r"This mends it: (find -L .* -exec touch \{\} \+)")
 DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the folder")
 
 
@@ -116,12 +116,11 @@ def last_words(output: str) -> str:
 
 
 def do_as_told(project: Project, output: str) -> None:
-    """Delete the folders that the command named as damaged; touch the inputs that are from the future, if it named one."""
+    """Delete the folders that the command named as damaged; run the command that it gave for files from the future."""
     for folder in {match[1] for match in DAMAGED.finditer(output)}:
         shutil.rmtree(project.root / folder, ignore_errors=True)
-    for folder in ("data", "model") if FUTURE in output else ():
-        for path in (project.root / folder).iterdir():
-            path.touch()
+    for match in MEND.finditer(output):
+        subprocess.run(match[1], shell=True, cwd=project.root, check=True)
 
 
 def complete(project: Project, target: str) -> int:

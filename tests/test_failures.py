@@ -1,11 +1,12 @@
 """The causes that are repeated when a workflow stops."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
 from workflow.lib.errors import PeerLostError
-from workflow.lib.failures import BEGUN, ENDED, failure_causes
+from workflow.lib.failures import BEGUN, ENDED, failure_causes, from_the_future
 
 STAMP = "2026-11-21 10:11:55,585"
 
@@ -64,6 +65,19 @@ def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path:
 def test_a_stage_that_ended_was_not_killed(tmp_path: Path) -> None:
     log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}")
     assert failure_causes(tmp_path, since=0) == []
+
+
+def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_path: Path) -> None:
+    rows, results = tmp_path / "my rows.jsonl", tmp_path / "results"
+    made = results / "base" / "model.safetensors"
+    made.parent.mkdir(parents=True)
+    for path in (rows, made):
+        path.touch()
+        os.utime(path, (0, time.time() + 86_400))
+    message = from_the_future([tmp_path / "sound", rows, results]) or ""
+    _, _, command = message.partition("This mends it: ")
+    subprocess.run(command, shell=True, check=True)
+    assert from_the_future([rows, results]) is None
 
 
 def test_a_workflow_without_logs_has_no_cause(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ was killed.
 """
 
 import re
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from workflow.lib.errors import PeerLostError
@@ -27,6 +28,22 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
     found = ((path, _cause(list(_records(path)))) for path in logs)
     return [f"{path}: {cause}" for path, cause in found if cause is not None]
+
+
+def from_the_future(paths: Iterable[Path]) -> str | None:
+    """Return the message for files, among and below `paths`, that are newer than now; None if there is none: the clock was put back."""
+    until = time.time() + CLOCKS_DIFFER_S
+    late = [path for path in paths if any(f.stat().st_mtime > until for f in _files(path))]
+    if not late:
+        return None
+    return (
+        f"files of {', '.join(map(str, late))} are from the future: the clock was put back, or another machine's is ahead. Snakemake refuses what "
+        f"is made from them. This mends it: find -L {shlex.join(map(str, late))} -type f -exec touch {{}} +"
+    )
+
+
+def _files(path: Path) -> Iterator[Path]:
+    yield from (p for p in (path, *path.rglob("*")) if p.is_file())
 
 
 def _cause(records: list[tuple[str, list[str]]]) -> str | None:

@@ -18,7 +18,7 @@ from workflow.lib.config import (
 )
 from workflow.lib.environment import use_this_interpreter
 from workflow.lib.errors import UserError
-from workflow.lib.failures import failure_causes
+from workflow.lib.failures import failure_causes, from_the_future
 from workflow.lib.hardware import check_writable, requested_processes, visible_gpus
 from workflow.lib.local_tasks import refuse_code
 from workflow.lib.object_store import check_stored_paths, travelling_files
@@ -315,3 +315,13 @@ def benchmark_gpus(wildcards):
 onerror:
     for cause in failure_causes(Path("logs"), since=STARTED):
         print(cause, file=sys.stderr)
+    used = {
+        path
+        for run in RUNS.values()
+        for path in (*model_files(run), *data_files(run))
+    }
+    skew = (
+        None if STORED else from_the_future(map(Path, [*sorted(used), "results"]))
+    )
+    if skew is not None:
+        print(skew, file=sys.stderr)
