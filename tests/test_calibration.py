@@ -23,11 +23,20 @@ from workflow.lib.speeds import speed_of
 
 GPU = BY_NAME["NVIDIA H200"]
 EARLY = Path(__file__).parent / "measured_h200.jsonl"
+FOLDER = Path(__file__).parent / "gpu" / "measurements"
 # What the shipped constants are fitted to; timings of a later engine need another fit, so they are named here with it.
-FITTED = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
-RECENT = [Path(__file__).parent / "gpu" / "measurements" / name for name in FITTED]
+FITTED = (
+    "llama2-70b-wide_2xh200_2026-11-22.jsonl", "llama-70b_2xh200-capped_2026-11-22.jsonl",
+    "llama2-70b-wide_1xh200_2026-11-22.jsonl", "llama3-8b_1xh200_2026-11-22.jsonl",
+    "memory_fused_2xh200_2026-11-21.jsonl",
+)  # fmt: skip
+# Of an engine without kernels of its own. Its constants are other ones; that one half of its timings tells the other is a
+# statement about the model.
+BEFORE = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
+START = replace(H200, product_share=0.881, attention_share=0.438, dequantization_share=0.292, elementwise_traffic=18.0, launch_s=2.71e-3, sharded_launch_s=1.16e-3)  # fmt: skip
 WORST, MEDIAN = 0.10, 0.03
-SURELY = 2.2
+SURELY = 1.3  # as long as Python launches the GPU must compute: elsewhere Python decides, unevenly
+SURELY_BEFORE = 2.2
 
 
 def timing(
@@ -53,12 +62,28 @@ def early_timings() -> list[Timing]:
     ]  # fmt: skip
 
 
-def recent_timings() -> list[Timing]:
-    """Those of `tests/gpu/measurements` in which the GPU surely decided: elsewhere Python decided, unevenly."""
-    rows = [json.loads(row) for path in RECENT for row in path.read_text().splitlines()]
+def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
+    """Those of `tests/gpu/measurements` of fused layers or of others.
+
+    Without LoRA dropout, which takes PEFT's own forward, and without 2 layers on the host measured by 2 steps alone, which took 1.7 times
+    as long as without: 4 of 8 layers, measured by 7 steps, took 1.003 times as long.
+    """
+    rows = [json.loads(row) for name in names for row in (FOLDER / name).read_text().splitlines()]
+    rows = [row for row in rows if row.get("setup") and row["case"] != "70b_offloaded_layers_half"]
     whole = [row | {"status": "measured", "shape": asdict(shape_of(row))} for row in rows]
-    found = [timing_of(row, GPU) for row in whole if serves(row, GPU.name)]
-    return [each for each in found if each.gpu_bound(GPU, H200) >= SURELY]
+    return [
+        timing_of(row, GPU)
+        for row in whole
+        if serves(row, GPU.name)
+        and (row["setup"]["fused_layers"] or row["case"] == "not_fused") == fused
+        and not row["setup"]["dropout"]
+    ]
+
+
+def recent_timings() -> list[Timing]:
+    """Those of `BEFORE` in which the GPU surely decided."""
+    found = timings(BEFORE, fused=False)
+    return [each for each in found if each.gpu_bound(GPU, START) >= SURELY_BEFORE]
 
 
 def shape_of(row: dict[str, Any]) -> ModelShape:
@@ -66,20 +91,22 @@ def shape_of(row: dict[str, Any]) -> ModelShape:
     return shape_of_config(config, origin=Path(row["sizes"]["model"]))
 
 
-TIMINGS = early_timings() + recent_timings()
+TIMINGS = timings(FITTED, fused=True)
+DECIDED_BY_GPU = [each for each in TIMINGS if each.gpu_bound(GPU, H200) >= SURELY]
 
 
 def errors(timings: list[Timing], constants: Constants) -> list[float]:
     return [abs(found.error(GPU, constants)) for found in timings]
 
 
-@pytest.mark.parametrize("measured", TIMINGS, ids=lambda found: found.label)
+@pytest.mark.parametrize("measured", DECIDED_BY_GPU, ids=lambda found: found.label)
 def test_step_takes_what_it_took_on_h200(measured: Timing) -> None:
     assert measured.error(GPU, H200) == pytest.approx(0, abs=WORST)
 
 
 def test_median_error_is_small() -> None:
-    assert len(TIMINGS) >= 60
+    assert len(TIMINGS) >= 20
+    assert len(DECIDED_BY_GPU) >= 15
     assert statistics.median(errors(TIMINGS, H200)) <= MEDIAN
 
 
@@ -90,17 +117,17 @@ def test_shipped_constants_are_those_of_the_fit() -> None:
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_constants_of_one_half_predict_the_other(half: int) -> None:
-    start = replace(H200, product_share=0.7, elementwise_traffic=15.0, launch_s=3e-3, gather_traffic=10.0)  # fmt: skip
-    constants = fit(TIMINGS[half::2], GPU, start=start)
-    unseen = errors(TIMINGS[1 - half :: 2], constants)
+    known = early_timings() + recent_timings()
+    assert len(known) >= 55
+    constants = fit(known[half::2], GPU, start=START)
+    unseen = errors(known[1 - half :: 2], constants)
     assert statistics.median(unseen) <= MEDIAN
     assert max(unseen) <= 0.12
 
 
 def test_constants_of_one_machine_and_engine_predict_those_of_another_day() -> None:
-    early, recent = early_timings(), recent_timings()
-    unseen = errors(recent, fit(early, GPU, start=H200))
-    assert statistics.median(unseen) <= MEDIAN
+    unseen = errors(recent_timings(), fit(early_timings(), GPU, start=START))
+    assert statistics.median(unseen) <= 0.04
     assert max(unseen) <= WORST
 
 

@@ -9,7 +9,6 @@ from tests.preflight_examples import llama_70b, setup
 from workflow.lib.communication import Traffic
 from workflow.lib.duration import H200 as H200_CONSTANTS
 from workflow.lib.duration import (
-    LAYERS_SHARE,
     Work,
     estimate,
     gpu_parts,
@@ -140,7 +139,7 @@ def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover(
     gpu = BY_NAME[H200]
     hosting = replace(WORK, layers=3, hosted_layers=2)
     forward_s = gpu_seconds(WORK, gpu) * WORK.forward_share / 3  # of one layer
-    covered = int(0.9 * forward_s * gpu.host_bandwidth * LAYERS_SHARE)
+    covered = int(0.9 * forward_s * gpu.host_bandwidth * H200_CONSTANTS.host_share)
     assert gpu_seconds(replace(hosting, hosted_bytes=covered), gpu) == gpu_seconds(WORK, gpu)
     late = gpu_parts(replace(hosting, hosted_bytes=2 * covered), gpu)["waiting_for_the_host"]
     assert late == pytest.approx(2 * 0.8 * forward_s)  # backward takes twice as long: covered

@@ -95,12 +95,12 @@ def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
 
 def test_auto_takes_the_largest_divisor_that_fits() -> None:
     decision = decided(
-        train={"global_batch_size": 48, "activation_checkpointing": True},
+        train={"global_batch_size": 96, "activation_checkpointing": True},
         hardware=AS_IT_WAS,
     )
     fitting = [c.micro_batch_size for c in decision.found if c.fits]
     refused = [c.micro_batch_size for c in decision.found if not c.fits]
-    assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     assert refused, "the largest divisors must not fit here"
     assert decision.chosen.micro_batch_size == max(fitting) < min(refused)
 
@@ -253,7 +253,7 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
     tokens = manifest(seq_len=512)
     kept = [
         not decide(
-            run_config(**settings), llama_8b, on, tokens, disk_free_bytes=None
+            run_config(**settings), llama_70b(layers=20), on, tokens, disk_free_bytes=None
         ).chosen.setup.reshard_after_forward
         for on in (
             imagined_machine(8, BY_NAME["NVIDIA RTX A6000"]),
@@ -629,6 +629,7 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "accumulation_steps": 10 // size,
         "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
         "reshard_after_forward": True,
+        "offload_activations": True,
         "offload_window_bytes": offload_window(llama_8b, decision.chosen.setup),
         "offload_embedding": True,
         "offload_layers": 3,

@@ -46,22 +46,19 @@ class Constants:
 
 # Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how well.
 H200 = Constants(
-    product_share=0.881,
-    attention_share=0.438,
-    dequantization_share=0.292,
-    elementwise_traffic=18.0,
-    launch_s=2.71e-3,
-    sharded_launch_s=1.16e-3,
-    gather_traffic=17.0,
-    host_share=0.705,
-    lookup_bandwidth=12.6e9,
+    product_share=0.66,
+    attention_share=0.186,
+    dequantization_share=0.597,
+    elementwise_traffic=5.3,
+    launch_s=4.45e-3,
+    sharded_launch_s=4.71e-3,
+    gather_traffic=18.1,
+    host_share=0.615,
+    lookup_bandwidth=6.14e9,
 )
-# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved. 8 layers of 70B width on
-# 2 x H200: 22 and 11 ms with and without recomputation, where all of it would be 55 and 37.
-FUSED_SHARE = 0.35
-# Of the data sheet of the slot, what packed weights of layers got that wait on the host: fitted to the only timing of them, 4 layers of 70B
-# width on 2 x H200, two of which took 39 ms a step longer each. Copies of activations are 7 times as fast.
-LAYERS_SHARE = 0.105
+# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved, more than all of it, because
+# what they keep is also read and written less often. 8 layers of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
+FUSED_SHARE = 1.43
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
@@ -168,19 +165,16 @@ def _waiting(
 ) -> Parts:
     """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
     host = gpu.host_bandwidth * constants.host_share
-    layers_host = gpu.host_bandwidth * LAYERS_SHARE
     forward_s = work.forward_share * compute_s
     stash_s, both_hosted_s = (
         work.stashed_bytes / host,
-        2 * work.hosted_layers * work.hosted_bytes / layers_host,
+        2 * work.hosted_layers * work.hosted_bytes / host,
     )
     late_s = max(0.0, traffic.beside_s - compute_s)
     if gpu.link in (PCIE_4, PCIE_5) and traffic.beside_s:  # one slot for all of it
         late_s = max(0.0, traffic.beside_s + 2 * stash_s + both_hosted_s - compute_s)
     alone_s = max(0.0, stash_s - forward_s) + max(0.0, stash_s - (compute_s - forward_s))
-    alone_s += _late_layers(
-        work, traffic, copy_s=work.hosted_bytes / layers_host, compute_s=compute_s
-    )
+    alone_s += _late_layers(work, traffic, copy_s=work.hosted_bytes / host, compute_s=compute_s)
     return {
         "waiting_for_other_gpus": max(0.0, late_s - alone_s) + traffic.exposed_s,
         "waiting_for_the_host": alone_s + work.looked_up_bytes / constants.lookup_bandwidth,
