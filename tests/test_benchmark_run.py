@@ -1,5 +1,6 @@
 """The benchmark from its settings to its page: cases, rows with a cause, and only what is missing is measured."""
 
+import argparse
 import importlib.util
 import json
 import statistics
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 from tests.workflow_project import Project, make_project
-from workflow.lib.artifacts import read_jsonl, write_jsonl
+from workflow.lib.artifacts import read_jsonl, write_json, write_jsonl
 from workflow.lib.benchmark_cases import Request, read_cases, requests, run_settings
 from workflow.lib.benchmark_plan import model_flops_per_token, prepare
 from workflow.lib.catalog import known_config
@@ -232,17 +233,43 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
     assert len(list(benchmark_run.starts(names, together=1))) == 6
 
 
+def measured_at(speed: float) -> dict[str, float]:
+    return {"tokens_per_s_per_process": speed, "gemm_flops_per_s": 1e12}
+
+
 def test_case_after_one_that_fails_is_measured_in_another_start(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that stop in the second of three cases have measured the first; the third gets a start of its own."""
-    starts = iter([([{"speed": 1}], UserError("out of GPU memory: x")), ([{"speed": 3}], None)])
-    monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: next(starts))
-    found = wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")
-    asked = {request.name: request for request in found}
-    rows = dict(benchmark_run.several(None, asked, num_gpus=0, enough_time=True))  # type: ignore[arg-type]
+    args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
+    failures = iter([UserError("out of GPU memory: x"), None])
+
+    def launched(_: Any, ready: dict[str, Any]) -> UserError | None:
+        left = benchmark_run.kept_folder(args)
+        left.mkdir(exist_ok=True)
+        write_json(left / f"{next(iter(ready))}.json", measured_at(float(len(ready))))
+        return next(failures)
+
+    monkeypatch.setattr(benchmark_run, "launch", launched)
+    asked = {found.name: found for found in wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")}  # fmt: skip
+    rows = dict(benchmark_run.several(args, asked, num_gpus=0, enough_time=True))
     assert [rows[name]["status"] for name in asked] == ["measured", "out_of_memory", "measured"]
-    assert (rows["flash"]["measured"], rows["batch_1"]["measured"]) == ({"speed": 1}, {"speed": 3})
+    speeds = [rows[name]["measured"]["tokens_per_s_per_process"] for name in ("flash", "batch_1")]
+    assert speeds == [3.0, 1.0]
+
+
+def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
+    args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
+    benchmark_run.kept_folder(args).mkdir()
+    write_json(benchmark_run.kept_folder(args) / "flash.json", measured_at(7.0))
+    asked = {found.name: found for found in wanted(cases=["flash", "sdpa"], device="cpu")}
+    rows = dict(benchmark_run.several(args, asked, num_gpus=0, enough_time=True))
+    assert rows["flash"]["measured"]["tokens_per_s_per_process"] == 7.0
+    assert rows["flash"]["measured"]["model_flops_utilisation"] > 0
+    assert rows["sdpa"]["cause"] == "sdpa", "it alone is started"
 
 
 def test_rate_of_products_is_found_for_every_size() -> None:

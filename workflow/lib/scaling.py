@@ -98,7 +98,7 @@ HEAD = """# Scaling: what many GPUs would bring
 Written by `python -m workflow.lib.scaling`; a test fails when it is out of date.
 
 **Predicted, not run.** The compute is the time model of `preflight` (constants measured on H200). The traffic model agrees
-within 10% with every timing that there is of more than one GPU: 2 x H200 over NVLink (`tests/measured_h200.jsonl`,
+within 10% with every timing of more than one GPU in which the GPU decided: 2 x H200 over NVLink (`tests/gpu/measurements`,
 held against it by `tests/test_calibration.py`). More than 2 GPUs, InfiniBand and Ethernet were never measured:
 links at 80% of their data sheets, a ring's step 2 us inside a node and 10 us between nodes, both assumed.
 

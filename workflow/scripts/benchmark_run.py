@@ -1,8 +1,8 @@
 """Measure speed and memory of the training engine, and of its peers, on this machine, with random weights of any shape.
 
 Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same ones) and becomes
-a line of the output (JSON Lines), also one that cannot run or runs out of memory. Lines of an earlier call are kept, and what they measured is not measured again:
-the same command continues. The random base is written once for all cases of a shape.
+a line of the output (JSON Lines), also one that cannot run or runs out of memory. Lines of an earlier call are kept, and what they measured is not measured again, nor what
+workers had measured when a call was killed: the same command continues. The random base is written once for all cases of a shape.
 
 One call on a host with GPUs and little time:
     python -m workflow.scripts.benchmark_run --configfile workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
@@ -14,11 +14,11 @@ import importlib.util
 import logging
 import math
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def main(args: argparse.Namespace) -> None:
             rows[key] = {"format_version": FORMAT_VERSION, "key": key, **row}
             logger.info("%s: %s", wanted[key].label, told(row))
         write_jsonl(args.output, rows.values())
+        shutil.rmtree(kept_folder(args), ignore_errors=True)
         longest_s = max(longest_s, time.monotonic() - began)
 
 
@@ -94,11 +95,18 @@ def _start_kind(request: Request) -> tuple[str | None, int, float | None, object
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure, as one of the workers, one case after the other; a file for each."""
-    jobs = [Job(**document) for document in read_json(args.job)]
-    for number, measured in enumerate(measure(jobs)):
+    """Measure, as one of the workers, one case after the other; a file for each, named by the case's key."""
+    asked = read_json(args.job)
+    jobs = [Job(**document) for document in asked.values()]
+    for key, measured in zip(asked, measure(jobs), strict=True):
         if measured is not None:
-            write_json(args.output / f"{number}.json", measured)
+            write_json(args.output / f"{key}.json", measured)
+
+
+def kept_folder(args: argparse.Namespace) -> Path:
+    """Where workers leave what they have measured until it is in the output: another call takes it from there if this one is killed."""
+    output: Path = args.output
+    return output.with_name(f".{output.name}.kept")
 
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
@@ -132,16 +140,23 @@ def several(
                 cause = ("failed", first_line(error))
         if cause is not None:
             yield key, _row(request) | {"status": cause[0], "cause": cause[1]}
+    yield from _measured(kept_folder(args), ready)
     while ready:
-        found, failure = launch(args, list(ready.values()))
-        for measured in found:
-            key = next(iter(ready))
-            yield key, _prepared_row(ready.pop(key)) | {"status": "measured", "cause": None, "measured": measured}  # fmt: skip
+        failure = launch(args, ready)
+        yield from _measured(kept_folder(args), ready)
         if failure is not None:
             key = next(iter(ready))
             logger.debug("%s: %s", wanted[key].label, failure)
             status = "out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed"
             yield key, _prepared_row(ready.pop(key)) | {"status": status, "cause": first_line(failure)}  # fmt: skip
+
+
+def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of what workers have left in `folder`, and take them out of `ready`."""
+    for key in [key for key in ready if (folder / f"{key}.json").is_file()]:
+        prepared, measured = ready.pop(key), read_json(folder / f"{key}.json")
+        measured |= utilisation(prepared, measured)
+        yield key, _prepared_row(prepared) | {"status": "measured", "cause": None, "measured": measured}  # fmt: skip
 
 
 def _row(request: Request) -> dict[str, Any]:
@@ -170,33 +185,26 @@ def missing_packages(request: Request) -> list[str]:
     return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
-def launch(
-    args: argparse.Namespace, ready: list[Prepared]
-) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Run workers for these requests; return what the first of them measured, and why the next one failed, if one did."""
-    first, own_threads = ready[0].request, "OMP_NUM_THREADS" in os.environ
-    failure: Exception | None = None
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-        folder = Path(name)
-        module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
-        try:
-            write_json(folder / "jobs.json", [asdict(job_of(args, prepared)) for prepared in ready])
-            options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
-            options += ["--log", str(args.log)] if args.log else []
-            launch_workers(module, options, processes=first.processes, what=first.label)
-        except (UserError, OSError, RuntimeError) as error:
-            failure = error
-        finally:
-            if not own_threads:  # the next cases may have another number of processes
-                os.environ.pop("OMP_NUM_THREADS", None)
-        paths = [folder / f"{number}.json" for number in range(len(ready))]
-        found = [read_json(path) for path in takewhile(Path.is_file, paths)]
-    if failure is None and len(found) < len(ready):
-        failure = UserError("its workers ended without a word and without a measurement")
-    return [
-        measured | utilisation(prepared, measured)
-        for prepared, measured in zip(ready, found, strict=False)
-    ], failure
+def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
+    """Run workers for these requests, which leave what they measure in `kept_folder`; return why one failed, if one did."""
+    first, own_threads = next(iter(ready.values())).request, "OMP_NUM_THREADS" in os.environ
+    module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
+    folder = kept_folder(args)
+    try:
+        folder.mkdir(exist_ok=True)
+        jobs = {key: asdict(job_of(args, prepared)) for key, prepared in ready.items()}
+        write_json(folder / "jobs.json", jobs)
+        options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
+        options += ["--log", str(args.log)] if args.log else []
+        launch_workers(module, options, processes=first.processes, what=first.label)
+    except (UserError, OSError, RuntimeError) as error:
+        return error
+    finally:
+        if not own_threads:  # the next cases may have another number of processes
+            os.environ.pop("OMP_NUM_THREADS", None)
+    if all((folder / f"{key}.json").is_file() for key in ready):
+        return None
+    return UserError("its workers ended without a word and without a measurement")
 
 
 def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:

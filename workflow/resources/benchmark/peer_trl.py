@@ -98,7 +98,7 @@ class Watch(TrainerCallback):
 
 def main(args: argparse.Namespace) -> None:
     die_with_parent()
-    (document,) = read_json(args.job)
+    ((key, document),) = read_json(args.job).items()
     job = Job(**document)
     config = RunConfig.model_validate(job.run)
     if job.documents > 1:
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
         dist.all_gather_object(everyone, seen)
     if int(os.environ["RANK"]) == 0:
         tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
-        write_json(args.output / "0.json", together(everyone, tokens_per_step=tokens))
+        write_json(args.output / f"{key}.json", together(everyone, tokens_per_step=tokens))
     if dist.is_initialized():
         dist.destroy_process_group()
 
