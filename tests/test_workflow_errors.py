@@ -161,7 +161,7 @@ UNUSABLE: list[tuple[Callable[[Project], None], list[str]]] = [
     (write_nothing, ["data.train = 'data/train.jsonl'", "no row", "Name a file with rows"]),
     (
         write_other_columns,
-        ["data.format = 'auto'", "question, answer", "prompt, completion", "data.columns"],
+        ["data.format = 'auto'", "'question', 'answer'", "prompt, completion", "data.columns"],
     ),
     (
         drop_chat_template,
