@@ -30,7 +30,7 @@ def dry_run(arguments: list[str], *, folder: Path, environment: dict[str, str]) 
     """Return exit status, and standard output and error together."""
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
         request = Request(arguments, str(folder), environment, file.name)
-        server = _server()
+        server = _running_server()
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps(request) + "\n")
@@ -38,11 +38,19 @@ def dry_run(arguments: list[str], *, folder: Path, environment: dict[str, str]) 
         return int(server.stdout.readline()), file.read()
 
 
+def _running_server() -> "subprocess.Popen[str]":
+    """Return the server, a new one if a test has ended the last: it remembers nothing."""
+    if _server().poll() is not None:
+        _server.cache_clear()
+    return _server()
+
+
 @cache
 def _server() -> "subprocess.Popen[str]":
-    """Start this file, which ends with this process; -I: it is to find no workflow."""
-    command = [sys.executable, "-I", __file__]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """Start this file, which ends with this process; -I: it is to find no workflow. In a session of its own, so that no signal for others reaches it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
 
 
 def serve(requests: Iterator[str]) -> None:
