@@ -18,7 +18,7 @@ from workflow.lib.lora import trainable_parameters
 from workflow.lib.nf4 import nf4_linears
 from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
-from workflow.lib.slices import spread
+from workflow.lib.slices import spread, stashed_layers
 
 LAYERS = 4
 # Recomputation, and how many layers are on the host with it.
@@ -152,6 +152,10 @@ def test_hosted_layers_are_spread_evenly() -> None:
     assert spread(3, 7) == [1, 3, 5]
     assert spread(8, 8) == [*range(8)]
     assert spread(0, 8) == []
+    assert stashed_layers(3, recomputed_every=0, num_layers=8) == [0, 2, 5]
+    assert stashed_layers(2, recomputed_every=4, num_layers=8) == [1, 5]
+    assert stashed_layers(7, recomputed_every=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
+    assert stashed_layers(True, recomputed_every=1, num_layers=3) == [0, 1, 2]
     for total in range(1, 90):
         for count in range(1, total + 1):
             chosen = spread(count, total)

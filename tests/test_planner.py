@@ -310,6 +310,13 @@ def test_offloading_from_host_memory_to_host_memory_is_refused() -> None:
         decided(on=cpu_machine(processes=2), hardware={"offload_activations": True})
 
 
+def test_activations_of_more_layers_than_there_are_cannot_be_offloaded() -> None:
+    with pytest.raises(
+        UserError, match=r"hardware\.offload_activations = 33: the model has 32 decoder layers"
+    ):
+        decided(llama_8b, hardware={"offload_activations": 33})
+
+
 def test_offloaded_activations_count_as_host_memory() -> None:
     stay, leave = (
         decided(llama_8b, hardware={"offload_activations": flag, "offload_embedding": False})

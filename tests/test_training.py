@@ -187,13 +187,16 @@ def test_recomputed_activations_change_no_bit(single: dict[str, Any], variant: s
     assert_identical(single[variant], single["1 row at a time"])
 
 
-@pytest.mark.parametrize("variant", ["inputs offloaded", "activations offloaded"])
+@pytest.mark.parametrize(
+    "variant", ["inputs offloaded", "activations offloaded", "one layer's activations offloaded"]
+)
 def test_offloaded_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
     assert_identical(single[variant], single["1 row at a time"])
     inputs, everything = (
         single[name]["host_bytes"] for name in ("inputs offloaded", "activations offloaded")
     )
     assert everything > 5 * inputs > 0
+    assert 0 < single["one layer's activations offloaded"]["host_bytes"] <= everything / 2
 
 
 def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:

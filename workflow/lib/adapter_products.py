@@ -4,7 +4,6 @@ y_i = W_i x + b_i + s_i B_i A_i x. The A of all linears are one matrix, so x is 
 part is made first and the frozen product is added to it by the matrix product itself: one pass over y less, and the small
 part is rounded to the compute type where the large one would be. A and B are fp32 masters, cast to the compute type; their
 gradients are made in fp32.
-
 """
 
 from collections.abc import Iterable, Sequence
