@@ -50,7 +50,7 @@ def measure(
         training = build_training_model(
             base, run, plan, world, compute_dtype=dtype, attention=attention
         ).training
-        optimizer = make_optimizer(training, run.train, device=world.device)
+        optimizer = make_optimizer(training, run.train)
         writer = CheckpointWriter(folder, keep=2, identity="measured", world=world)
         stepping = steps(
             training, optimizer, store, run.train, first_step=0, num_steps=num_steps,

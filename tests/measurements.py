@@ -32,6 +32,8 @@ BEFORE = {"3111dfe", "7c13ebf"}
 FUSED_AS_NOW = {"b5887f2"}
 # An adapter's part of a value is made before the frozen weight is decoded since 7b93d26; before, the weight came first.
 VALUES_FIRST = {"e6a3b18", "b5887f2"}
+# AdamW's moments are made before the first step in these; before, in the first update.
+MOMENTS_AT_ONCE: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def _row(line: dict[str, Any]) -> Row:
     all_adapted = len(setup.targets) == len(shape.linears) and not setup.dropout and not setup.dora
     if line["versions"]["commit"] not in VALUES_FIRST and all_adapted:
         decode_weights_first(tape)
+    if line["versions"]["commit"] not in MOMENTS_AT_ONCE:
+        make_moments_late(tape)
     if line["versions"]["commit"] in BEFORE:
         hold_gradient_of_loss(tape)
         if setup.offload_embedding:
@@ -137,6 +141,15 @@ def decode_weights_first(tape: Tape) -> None:
                 place = len(events)  # a second product into the same tensor
         events.insert(place, event)
     tape.events = events
+
+
+def make_moments_late(tape: Tape) -> None:
+    """Have AdamW's moments made as the first update begins."""
+    moments = [e for e in tape.events if not isinstance(e, str) and e >= 0 and tape.terms[e] == "adam_moments"]  # fmt: skip
+    made = set(moments)
+    others = [event for event in tape.events if event not in made]
+    place = others.index("optimizer_step") + 1
+    tape.events = others[:place] + moments + others[place:]
 
 
 def free_rows_when_embedded(tape: Tape, *, num_bytes: int) -> None:

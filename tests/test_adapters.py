@@ -68,7 +68,7 @@ def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]
     )
     params = trainable_parameters(model.training)
     initial = {name: full(p) for name, p in params.items()}
-    optimizer = make_optimizer(model.training, TRAIN, device=world.device)
+    optimizer = make_optimizer(model.training, TRAIN)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})

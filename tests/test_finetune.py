@@ -72,7 +72,7 @@ def ours(
             base, config, plan, world, compute_dtype=dtype, attention=attention
         )
         startup_checks(model, store, base, world)
-        optimizer = make_optimizer(model.training, config.train, device=world.device)
+        optimizer = make_optimizer(model.training, config.train)
         gradients: list[dict[str, torch.Tensor]] = []
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append(

@@ -39,7 +39,7 @@ def trained(
     if factor is not None:
         training.loss_scale = LossScale()
         training.loss_scale.values[0] = factor
-    optimizer = make_optimizer(training, config.train, device=world.device)
+    optimizer = make_optimizer(training, config.train)
     params = trainable_parameters(training)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(

@@ -99,7 +99,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
     model = build_training_model(
         base, config, planned, world, compute_dtype=torch.float32, attention="sdpa"
     )
-    optimizer = make_optimizer(model.training, config.train, device=world.device)
+    optimizer = make_optimizer(model.training, config.train)
     params = trainable_parameters(model.training)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
@@ -357,7 +357,7 @@ def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = No
         if fill is not None:
             param.data.fill_(fill)
     return steps(
-        training, make_optimizer(training, config.train, device=world.device),
+        training, make_optimizer(training, config.train),
         random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=first_step,
         num_steps=STEPS, micro_batch_size=3, elapsed_s=0.0, world=world,
     )  # fmt: skip
@@ -419,7 +419,7 @@ def poisoned(base: Path) -> str:
                     local(param).fill_(math.inf)
                     before[name] = local(param).clone()
         loop = steps(
-            training, make_optimizer(training, config.train, device=world.device),
+            training, make_optimizer(training, config.train),
             random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
             num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
         )  # fmt: skip

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from workflow.lib.artifacts import sync, write_jsonl
 from workflow.lib.errors import UserError
@@ -46,7 +45,6 @@ logger = logging.getLogger("workflow")
 
 STEP_PATTERN = re.compile(r"^step-(\d{8})$")
 LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8}\.(partial|damaged)$")
-OPTIONS = StateDictOptions(ignore_frozen_params=True)
 METRICS = "metrics.jsonl"
 
 
@@ -111,7 +109,7 @@ class CheckpointWriter:
             raise
         self.wait()
 
-    def save(self, training: nn.Module, optimizer: torch.optim.Optimizer, *, step: int) -> None:
+    def save(self, training: nn.Module, optimizer: ShardwiseAdam, *, step: int) -> None:
         """Start to write the state after `step` steps; waits for the previous write. Collective."""
         self.wait()
         if step == self._newest:
@@ -191,27 +189,18 @@ class CheckpointWriter:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _pieces(training: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+def _pieces(training: nn.Module, optimizer: ShardwiseAdam) -> dict[str, Piece]:
     """Return this process's part of the weights and of the optimizer's tensors; its rates and betas are settings."""
     weights, rank = trainable_parameters(training), dist.get_rank()
-    named: dict[str, torch.Tensor] = {
-        f"adapter/{n}": param.detach() for n, param in weights.items()
-    }
+    named = {f"adapter/{n}": param.detach() for n, param in weights.items()}
+    named["optimizer/step"] = optimizer.count
     if (scale := loss_scale_of(training)) is not None:
         named["loss_scale"] = scale.values
-    if isinstance(optimizer, ShardwiseAdam):
-        named["optimizer/step"] = optimizer.count
-        return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {
-            f"optimizer/{n}/{key}": piece
-            for n, param in weights.items()
-            for key, piece in optimizer.pieces(param, rank=rank).items()
-        }
-    state: Any = get_optimizer_state_dict(training, optimizer, options=OPTIONS)["state"]
-    for param, values in state.items():
-        for key, value in values.items():
-            assert isinstance(value, torch.Tensor), f"the optimizer's {key} is no tensor"
-            named[f"optimizer/{param}/{key}"] = value
-    return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()}
+    return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {
+        f"optimizer/{n}/{key}": piece
+        for n, param in weights.items()
+        for key, piece in optimizer.pieces(param, rank=rank).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -226,7 +215,7 @@ class Resumed:
 def resume_(
     folder: Path,
     training: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardwiseAdam,
     *,
     identity: str,
     world: World,
@@ -278,7 +267,7 @@ def _set_aside(path: Path) -> None:
 def _load_(
     path: Path,
     training: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardwiseAdam,
     *,
     identity: str,
     step: int,
@@ -293,7 +282,7 @@ def _load_(
         pieces = _pieces(training, optimizer)  # the live tensors, not copies
         whole = _cut_otherwise(index, pieces)
         read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in whole.items()})
-        if whole and isinstance(optimizer, ShardwiseAdam):
+        if whole:
             for name, param in trainable_parameters(training).items():
                 start = f"optimizer/{name}/"
                 mine = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(start)}

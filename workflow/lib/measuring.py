@@ -177,7 +177,7 @@ def _train(
     seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
     if job.check_bytes:
         seen.checks = startup_checks(model, store, base, world)
-    optimizer = make_optimizer(model.training, settings, device=world.device)
+    optimizer = make_optimizer(model.training, settings)
     count = plan["num_steps"]
     training = steps(
         model.training, optimizer, store, settings, first_step=0, num_steps=count + job.profile,

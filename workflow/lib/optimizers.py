@@ -1,7 +1,7 @@
-"""AdamW of bitsandbytes over the shards of the adapter: moments in 8 bits, or in memory that the driver pages to the host.
+"""AdamW over the shards of the adapter: torch's own, or that of bitsandbytes, with moments of 8 bits or paged to the host.
 
-Adam is element by element, so every process updates its own shard as if it were a whole tensor, which bitsandbytes, that
-knows no DTensor, can do. Moments of 8 bits have a scale per 256 neighbouring elements of a shard (arXiv 2110.02861): another number
+Adam is element by element, so every process updates its own shard as if it were a whole tensor: bitsandbytes knows no
+DTensor, and torch dispatches each one by itself, in 15 times the time of plain tensors, for which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring elements of a shard (arXiv 2110.02861): another number
 of processes cuts other blocks, so from their checkpoint moments are decoded and quantized anew, which moves them by
 at most half a step of their code; everything else is exact.
 """
@@ -22,7 +22,7 @@ from workflow.lib.shards import DamagedError, Piece, piece_of
 BLOCK_SIZE = (
     256  # elements that share a scale; bitsandbytes/optim/optimizer.py, Optimizer2State.init_state
 )
-# Moment -> its key in the state of bitsandbytes; that of its scales has "absmax" in place of "state".
+# Moment, which is its key in torch's state -> its key in that of bitsandbytes; its scales have "absmax" in place of "state".
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
 BITS_AND_PAGED = {"adamw_8bit": (8, False), "paged_adamw_8bit": (8, True), "paged_adamw": (32, True)}  # fmt: skip
 
@@ -33,33 +33,30 @@ class ShardwiseAdam(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter], *, kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:  # fmt: skip
-        """kind: of `BITS_AND_PAGED`. Moments are made at once, so that a checkpoint can be read into them."""
+        """kind: `adamw`, or of `BITS_AND_PAGED`. Moments are made at once, so that a checkpoint can be read into them."""
         params = list(params)
         super().__init__(params, {"lr": lr})
-        self._bits, paged = BITS_AND_PAGED[kind]
         self.count = torch.zeros((), dtype=torch.int64)
         self._shards = {id(param): nn.Parameter(_shard(param)) for param in params}
-        self._inner = AdamW(
-            [shard for shard in self._shards.values() if shard.numel()],
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            optim_bits=self._bits, min_8bit_size=1, is_paged=paged,
-        )  # fmt: skip
-        (group,) = self._inner.param_groups
-        for place, shard in enumerate(group["params"]):
-            self._inner.init_state(group, shard, 0, place)
-        if paged and torch.cuda.is_available():
-            torch.cuda.synchronize()  # filled with zeros by then: before a checkpoint is read into it
+        held = [shard for shard in self._shards.values() if shard.numel()]
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._bits, paged = BITS_AND_PAGED.get(kind, (32, False))
+        self._inner: _TorchAdamW | _BitsandbytesAdamW = (
+            _BitsandbytesAdamW(held, settings, bits=self._bits, paged=paged)
+            if kind in BITS_AND_PAGED
+            else _TorchAdamW(held, settings)
+        )
         self._scales = {id(param): self._padded_scales(param) for param in params}
 
     def _padded_scales(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Put the scales of both moments into buffers of the largest shard's size, so that those of all shards are one tensor."""
-        if self._bits != 8:
+        if self._bits != 8 or isinstance(self._inner, _TorchAdamW):
             return {}
         shard, found = self._shards[id(param)], {}
         for moment, key in MOMENTS.items():
             found[moment] = shard.new_zeros(_blocks(param.shape, cuts=_cuts(param)[0]))
             if shard.numel():
-                state, name = self._inner.state[shard], key.replace("state", "absmax")
+                state, name = self._inner.state_of(shard), key.replace("state", "absmax")
                 state[name] = found[moment][: len(state[name])]
         return found
 
@@ -67,15 +64,12 @@ class ShardwiseAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every shard that has a gradient."""
         assert closure is None, "a closure's gradients would be summed over no process"
-        (inner,), (own,) = self._inner.param_groups, self.param_groups
-        inner["lr"] = own["lr"]
+        (own,) = self.param_groups
         for param in own["params"]:
             shard = self._shards[id(param)]
             shard.data = _shard(param)
             shard.grad = None if param.grad is None else local(param.grad).contiguous()
-            if shard.numel():
-                self._inner.state[shard]["step"] = int(self.count)
-        self._inner.step()
+        self._inner.step(int(self.count), lr=own["lr"])
         self.count += 1
         for shard in self._shards.values():
             shard.grad = None
@@ -97,8 +91,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
         shard = self._shards[id(param)]
         if not shard.numel():  # bitsandbytes keeps nothing for it
             return shard.detach().to(torch.uint8 if self._bits == 8 else torch.float32)
-        values: torch.Tensor = self._inner.state[shard][MOMENTS[moment]]
-        return values
+        return self._inner.moment(shard, moment)
 
     @torch.no_grad()
     def requantize_(self, param: nn.Parameter, stored: Mapping[str, torch.Tensor]) -> None:
@@ -119,11 +112,71 @@ class ShardwiseAdam(torch.optim.Optimizer):
             self._scales[id(param)][moment][: len(state.absmax)].copy_(state.absmax)
 
 
+class _TorchAdamW:
+    """torch's own, fused on GPUs."""
+
+    def __init__(self, shards: list[nn.Parameter], settings: dict[str, Any]) -> None:
+        fused = any(shard.is_cuda for shard in shards)
+        self._adamw = torch.optim.AdamW(shards, **settings, fused=fused)
+        for shard in shards:
+            step = torch.zeros((), device=shard.device if fused else "cpu")
+            self._adamw.state[shard] = {"step": step, **{m: torch.zeros_like(shard) for m in MOMENTS}}  # fmt: skip
+        self._count = 0
+
+    def step(self, count: int, *, lr: float) -> None:
+        """Update the shards that have a gradient, which have been updated `count` times."""
+        if count != self._count:  # a checkpoint was read
+            for state in self._adamw.state.values():
+                state["step"].fill_(count)
+        (group,) = self._adamw.param_groups
+        group["lr"] = lr
+        self._adamw.step()
+        self._count = count + 1
+
+    def moment(self, shard: nn.Parameter, moment: str) -> torch.Tensor:
+        """Return a moment of a shard; the live tensor."""
+        values: torch.Tensor = self._adamw.state[shard][moment]
+        return values
+
+
+class _BitsandbytesAdamW:
+    """That of bitsandbytes."""
+
+    def __init__(
+        self, shards: list[nn.Parameter], settings: dict[str, Any], *, bits: int, paged: bool
+    ) -> None:
+        self._adamw = AdamW(shards, **settings, optim_bits=bits, min_8bit_size=1, is_paged=paged)
+        (group,) = self._adamw.param_groups
+        for place, shard in enumerate(shards):
+            self._adamw.init_state(group, shard, 0, place)
+        if paged and torch.cuda.is_available():
+            torch.cuda.synchronize()  # filled with zeros by then: before a checkpoint is read into it
+
+    def step(self, count: int, *, lr: float) -> None:
+        """Update the shards that have a gradient, which have been updated `count` times."""
+        (group,) = self._adamw.param_groups
+        group["lr"] = lr
+        for state in self._adamw.state.values():
+            state["step"] = count
+        self._adamw.step()
+
+    def moment(self, shard: nn.Parameter, moment: str) -> torch.Tensor:
+        """Return a moment of a shard as it is stored; the live tensor."""
+        values: torch.Tensor = self.state_of(shard)[MOMENTS[moment]]
+        return values
+
+    def state_of(self, shard: nn.Parameter) -> dict[str, Any]:
+        """Return all that is kept for a shard."""
+        state: dict[str, Any] = self._adamw.state[shard]
+        return state
+
+
+@torch.no_grad()
 def _shard(param: nn.Parameter) -> torch.Tensor:
     """Return this process's values of a parameter, not a copy."""
-    values = local(param.detach())
-    assert values.is_contiguous(), "bitsandbytes would update a copy"
-    return values
+    values = local(param)
+    assert values.is_contiguous(), "a copy would be updated"
+    return values.detach()
 
 
 def _cuts(param: nn.Parameter) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """What a run asks of the allocator from the loaded model to the end of its second step, in order.
 
-The first step has no moments of AdamW yet, so the second one is the first that is like all others. Before them lie the
-start-up checks, whose freed memory the allocator keeps. Every row is taken as full and every token as trained.
+The second step is the first that begins as all others do, with what the allocator has kept. Before them lie the
+start-up checks, whose freed memory it keeps too, and the moments of AdamW. Every row is taken as full and every token as trained.
 """
 
 import math
@@ -34,6 +34,7 @@ def step_trace(shape: ModelShape, setup: Setup, *, checked: bool = True) -> Tape
     run.load()
     if checked:
         run.check()
+    run.make_optimizer()
     for _ in range(STEPS):
         for _ in range(2 if setup.accumulates else 1):
             run.micro_batch()
@@ -51,7 +52,6 @@ class _Run:
         self._layer = LayerTrace(tape, shape, setup, tokens=setup.tokens)
         self._hidden = setup.compute_bytes * setup.tokens * shape.hidden_size
         self._workspaces = 0
-        self._moments = False
         self._inputs: list[int] = []
         self._looked_up: list[int] = []
 
@@ -129,16 +129,17 @@ class _Run:
         if grad >= 0:
             tape.free(grad)
 
+    def make_optimizer(self) -> None:
+        """AdamW makes its moments at once."""
+        self._tape.phase(LOAD)
+        tensors = list(moment_tensors(self._shape, self._setup))
+        for num_bytes, leaves in tensors * (2 * self._shape.num_layers):
+            if not leaves:
+                self._tape.new(num_bytes, "adam_moments")
+
     def optimizer_step(self) -> None:
-        """AdamW makes its moments in the first step."""
+        """Gradients and the batch are let go."""
         self._tape.phase("optimizer_step")
-        if not self._moments:
-            for num_bytes, leaves in list(moment_tensors(self._shape, self._setup)) * (
-                2 * self._shape.num_layers
-            ):
-                if not leaves:
-                    self._tape.new(num_bytes, "adam_moments")
-            self._moments = True
         self._layers.drop_gradients()
         self._tape.free(*self._inputs)
         self._inputs = []

@@ -62,20 +62,16 @@ class StepMetrics:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def make_optimizer(
-    training: nn.Module, train: TrainConfig, *, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the AdamW that `train.optimizer` means over the adapter's fp32 masters; torch's own is fused on GPUs."""
-    params = list(trainable_parameters(training).values())
-    settings: dict[str, Any] = {
-        "lr": train.learning_rate,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "eps": train.adam_eps,
-        "weight_decay": train.weight_decay,
-    }
-    if train.optimizer != "adamw":
-        return ShardwiseAdam(params, kind=train.optimizer, **settings)
-    return torch.optim.AdamW(params, **settings, fused=device.type == "cuda")
+def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseAdam:
+    """Return the AdamW that `train.optimizer` means over the adapter's fp32 masters."""
+    return ShardwiseAdam(
+        trainable_parameters(training).values(),
+        kind=train.optimizer,
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+    )
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -108,7 +108,7 @@ def train(
     A signal saves one more checkpoint and stops.
     """
     settings, identity = config.train, run_identity(args)
-    optimizer = make_optimizer(model.training, settings, device=world.device)
+    optimizer = make_optimizer(model.training, settings)
     state_bytes = model.state_bytes()
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
     resumed = resume_(args.checkpoints, model.training, optimizer, identity=identity, world=world)
