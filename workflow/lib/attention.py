@@ -111,7 +111,7 @@ def varlen_attention(
     assert not unused.get("dropout"), "resolve_training_attention refuses attention dropout"
     heads = (query, key, value)
     if (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2] and sliding_window is None:
-        q, k, v = (x[0].unflatten(1, (-1, max_length_q)).transpose(0, 1) for x in heads)
+        q, k, v = (x.squeeze(0).unflatten(1, (-1, max_length_q)).transpose(0, 1) for x in heads)
         if _cudnn_serves(q, k, v):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 found = nn.functional.scaled_dot_product_attention(
@@ -119,9 +119,7 @@ def varlen_attention(
                 )
             return found.transpose(1, 2).flatten(0, 1)[None], None
     output = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        *(x.squeeze(0).transpose(0, 1) for x in heads),
         cu_seq_lens_q,
         cu_seq_lens_q,
         max_length_q,
