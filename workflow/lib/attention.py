@@ -109,25 +109,22 @@ def varlen_attention(
     """
     assert unused.get("softcap") is None, "resolve_training_attention refuses soft-capped scores"
     assert not unused.get("dropout"), "resolve_training_attention refuses attention dropout"
-    heads = (query, key, value)
+    # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2] and sliding_window is None:
-        q, k, v = (x.squeeze(0).unflatten(1, (-1, max_length_q)).transpose(0, 1) for x in heads)
-        if _cudnn_serves(q, k, v):
+        queries, keys, values = (  # (documents, heads, tokens, head_dim)
+            x.unflatten(0, (-1, max_length_q)).transpose(1, 2) for x in (q, k, v)
+        )
+        if _cudnn_serves(queries, keys, values):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 found = nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+                    queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
                 )
             return found.transpose(1, 2).flatten(0, 1)[None], None
     output = varlen_attn(
-        *(x.squeeze(0).transpose(0, 1) for x in heads),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **GROUPED_HEADS,
-    )
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+        scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0), **GROUPED_HEADS,
+    )  # fmt: skip
     assert isinstance(output, torch.Tensor)
     return output[None], None
 

@@ -1,12 +1,12 @@
 """Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's idea, for activations).
 
-Autograd hands every tensor that it saves to `Stash`, which copies it to page-locked memory on streams of its own, and
+Autograd hands every tensor that it saves to `Stash`, which copies it to page-locked memory on a stream of its own, and
 fetches it back ahead of its use. Of the tensors that are on their way, and of those fetched but not yet used, at most
 `window_bytes` are on the device at a time each. With recomputation what is saved of a layer is its input alone.
 What several nodes save, in whatever shapes, travels once.
 
 A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward wants them; the
-two never happen at once and each copy waits for the one before, so a host buffer can be used again as soon as it was read.
+two never happen at once, so one stream orders them, and a host buffer can be used again as soon as it was read.
 On the CPU the same is done without streams, which only moves bytes: for tests.
 """
 
@@ -22,10 +22,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 SMALLEST_SHARE = 128  # of the window: smaller tensors (positions, statistics of rows) cost more to move than to keep
-# A GPU's copy engine goes on with a stream while that has copies waiting. FSDP sends a few KB of addresses to the device around
-# every layer and waits for them: behind five tensors of a 70B layer for 6 ms. So tensors are copied in pieces, each on another stream
-# than the one before and waiting for it, and whoever else wants the engine has it in between. A piece takes 0.3 ms.
-PIECE_BYTES = 2**24
 
 
 @dataclass(eq=False)
@@ -77,10 +73,7 @@ class Stash:
         """window_bytes: of what leaves, and later of what comes, on the device at a time."""
         self.device, self.host_bytes = device, 0
         self._window, self._least = window_bytes, window_bytes // SMALLEST_SHARE
-        self._streams = (
-            [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        )
-        self._last: torch.cuda.Event | None = None  # the end of all copies so far
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: dict[int, list[torch.Tensor]] = {}
         self._saved: list[_Saved] = []
         self._known: dict[tuple[Any, ...], _Saved] = {}
@@ -192,19 +185,15 @@ class Stash:
         self._present += saved.num_bytes
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy bytes behind all that is computed and copied so far, beside what follows; return the event of the end."""
-        if not self._streams:
+        """Copy bytes behind all that is computed so far, beside what follows; return the event of the end."""
+        if self._stream is None:
             target.copy_(source)
             return None
-        self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
-        for to, of in zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True):
-            if self._last is not None:
-                self._streams[0].wait_event(self._last)
-            with torch.cuda.stream(self._streams[0]):
-                to.copy_(of, non_blocking=True)
-            self._last = self._streams[0].record_event()
-            self._streams.reverse()
-        return self._last
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
@@ -216,7 +205,7 @@ class Stash:
         if free:
             return free.pop()
         self.host_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=bool(self._streams))
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
