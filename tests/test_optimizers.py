@@ -44,6 +44,9 @@ def updated(kind: str, world: World) -> list[torch.Tensor]:
         optimizer.param_groups[0]["lr"] = 1e-2 / step
         for param, grad in zip(whole, values(step), strict=True):
             param.grad = cut(grad)
+        if step > 1:  # an update that is left, and made after all
+            for bad in (True, False):
+                optimizer.begin(unless=torch.tensor(bad, device=world.device))
         optimizer.step()
         optimizer.zero_grad()
     assert all(isinstance(param, DTensor) for param in whole)

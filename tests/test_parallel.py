@@ -202,6 +202,21 @@ def test_every_kth_layer_is_recomputed(folder: Path, every: int, chosen: list[in
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
 
+@pytest.mark.parametrize("where", ["nowhere", "configuration", "module"])
+def test_random_numbers_are_kept_for_recomputation_where_any_are_drawn(
+    folder: Path, where: str
+) -> None:
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    if where == "configuration":
+        model.config.attention_dropout = 0.1
+    if where == "module":
+        model.extra = torch.nn.Dropout(0.1)
+    checkpoint_activations_(model, every=1)
+    layers: Any = decoder_layers(model)
+    kept = layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"]
+    assert kept == (where != "nowhere")
+
+
 def test_model_without_known_layers_is_refused(folder: Path) -> None:
     model = build_on_meta(folder / "original", dtype=torch.float32)
     assert len(decoder_layers(model)) == 3

@@ -44,6 +44,12 @@ class FusedLoraLinear(PeftLoraLinear):
             return scaled(self, x, bias=True)
         return nf4_lora_matmul(x, self)
 
+    def get_base_layer(self) -> nn.Module:
+        """Return the linear below. PEFT's own asks each for one below it again, which takes longer than all else here does."""
+        base: nn.Module | None = self._modules["base_layer"]
+        assert base is not None
+        return base
+
     def fused_scale(self) -> float:
         """Return the factor of B A."""
         scale: float = self.scaling[ADAPTER]

@@ -37,6 +37,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
         params = list(params)
         super().__init__(params, {"lr": lr})
         self.count = torch.zeros((), dtype=torch.int64)
+        self._begun = False
         self._shards = {id(param): nn.Parameter(_shard(param)) for param in params}
         held = [shard for shard in self._shards.values() if shard.numel()]
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -60,19 +61,33 @@ class ShardwiseAdam(torch.optim.Optimizer):
                 state[name] = found[moment][: len(state[name])]
         return found
 
-    @torch.no_grad()
+    def begin(self, *, unless: torch.Tensor) -> None:
+        """Start the update where the device can be told to leave it: torch's own, so that the device need not wait for the host.
+
+        unless: () bool on the device. `step` completes the update; without it nothing has happened if `unless` is true.
+        """
+        self._begun = isinstance(self._inner, _TorchAdamW)
+        if self._begun:
+            self._update(unless)
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every shard that has a gradient."""
+        """Update every shard that has a gradient, if `begin` has not."""
         assert closure is None, "a closure's gradients would be summed over no process"
+        if not self._begun:
+            self._update(None)
+        self._begun = False
+        self.count += 1
+        for shard in self._shards.values():
+            shard.grad = None
+
+    @torch.no_grad()
+    def _update(self, unless: torch.Tensor | None) -> None:
         (own,) = self.param_groups
         for param in own["params"]:
             shard = self._shards[id(param)]
             shard.data = _shard(param)
             shard.grad = None if param.grad is None else local(param.grad).contiguous()
-        self._inner.step(int(self.count), lr=own["lr"])
-        self.count += 1
-        for shard in self._shards.values():
-            shard.grad = None
+        self._inner.step(int(self.count), lr=own["lr"], unless=unless)
 
     def pieces(self, param: nn.Parameter, *, rank: int) -> dict[str, Piece]:
         """Return this process's part of a parameter's moments, and of their scales (processes, blocks); the live tensors."""
@@ -113,23 +128,24 @@ class ShardwiseAdam(torch.optim.Optimizer):
 
 
 class _TorchAdamW:
-    """torch's own, fused on GPUs."""
+    """torch's own, fused."""
 
     def __init__(self, shards: list[nn.Parameter], settings: dict[str, Any]) -> None:
-        fused = any(shard.is_cuda for shard in shards)
-        self._adamw = torch.optim.AdamW(shards, **settings, fused=fused)
+        self._adamw = torch.optim.AdamW(shards, **settings, fused=True)
         for shard in shards:
-            step = torch.zeros((), device=shard.device if fused else "cpu")
+            step = torch.zeros((), device=shard.device)
             self._adamw.state[shard] = {"step": step, **{m: torch.zeros_like(shard) for m in MOMENTS}}  # fmt: skip
         self._count = 0
 
-    def step(self, count: int, *, lr: float) -> None:
-        """Update the shards that have a gradient, which have been updated `count` times."""
-        if count != self._count:  # a checkpoint was read
+    def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
+        """Update the shards that have a gradient, which have been updated `count` times; not if `unless` is true."""
+        if count != self._count:  # a checkpoint was read, or the update before was left
             for state in self._adamw.state.values():
                 state["step"].fill_(count)
         (group,) = self._adamw.param_groups
         group["lr"] = lr
+        # what torch.amp.GradScaler tells a fused optimizer
+        self._adamw.found_inf = None if unless is None else unless.float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._count = count + 1
 
@@ -152,8 +168,9 @@ class _BitsandbytesAdamW:
         if paged and torch.cuda.is_available():
             torch.cuda.synchronize()  # filled with zeros by then: before a checkpoint is read into it
 
-    def step(self, count: int, *, lr: float) -> None:
+    def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update the shards that have a gradient, which have been updated `count` times."""
+        assert unless is None, "bitsandbytes updates always"
         (group,) = self._adamw.param_groups
         group["lr"] = lr
         for state in self._adamw.state.values():

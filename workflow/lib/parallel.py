@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,12 +128,29 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
-    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own switch (non-reentrant)."""
+    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own switch (non-reentrant).
+
+    The state of the random numbers is kept for it where any may be drawn.
+    """
     # renamed in Transformers 5.2x; the old name warns there and will go in v6
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, "preserve_rng_state": _may_draw(model)})
     for number, layer in enumerate(decoder_layers(model)):
         setattr(layer, "gradient_checkpointing", number % every == 0)  # noqa: B010
+
+
+def _may_draw(model: PreTrainedModel) -> bool:
+    """Whether a layer drops anything by chance: by a module, or by what its configuration says."""
+    modules = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    return modules or _drops(model.config.to_dict())
+
+
+def _drops(config: dict[str, Any]) -> bool:
+    """Whether a configuration, or one within it, has a share of anything to drop."""
+    return any(
+        _drops(value) if isinstance(value, dict) else "drop" in str(key) and value not in (None, 0)
+        for key, value in config.items()
+    )
 
 
 def shard_(

@@ -83,7 +83,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def steps(
     training: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardwiseAdam,
     store: TokenStore,
     train: TrainConfig,
     *,
@@ -177,7 +177,7 @@ class _Taken:
 
 def optimizer_step(
     training: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardwiseAdam,
     batches: Iterable[MicroBatch],
     *,
     trained_tokens: int,
@@ -201,6 +201,8 @@ def optimizer_step(
             scale.unscale_(training)
         total_norm = clip_gradients(optimizer, max_norm=max_norm)
         dist.all_reduce(total)
+        healthy = total.isfinite() & total_norm.isfinite() & (total_norm > 0)
+        optimizer.begin(unless=~healthy)
         loss, norm = float(total), float(total_norm)
         if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
             break
