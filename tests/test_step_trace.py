@@ -1,6 +1,7 @@
 """The traced allocations against those of the engine itself, recorded on the CPU as it trains a tiny model."""
 
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models import quantized, tiny_llama
 from tests.preflight_examples import SEVEN, setup
-from workflow.lib.batches import make_batch
+from workflow.lib.batches import MicroBatch, make_batch
 from workflow.lib.config import LoraSettings
 from workflow.lib.lora import init_adapters_, inject_adapters
 from workflow.lib.loss import CausalLMForTraining
@@ -21,6 +22,7 @@ from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.parallel import checkpoint_activations_
 from workflow.lib.shapes import ModelShape, read_shape
 from workflow.lib.step_trace import step_trace
+from workflow.lib.training import backward
 
 ROWS, SEQ_LEN = 2, 64
 ATTENTION_ONLY = SEVEN[:4]
@@ -63,6 +65,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, quantized(source, folder / "nf4")
 
 
+def random_batch() -> MicroBatch:
+    ids = np.random.default_rng(0).integers(0, 101, size=(ROWS, SEQ_LEN))
+    places = np.tile(np.arange(SEQ_LEN), (ROWS, 1))
+    return make_batch(ids, places, places > 0, device=torch.device("cpu"))
+
+
 def recorded(base: Path, *, targets: tuple[str, ...], dora: bool, every: int) -> int:
     """The peak of a micro-batch on the CPU in bf16 above what lies there before, bytes."""
     model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
@@ -74,13 +82,33 @@ def recorded(base: Path, *, targets: tuple[str, ...], dora: bool, every: int) ->
     load_weights_(model, base)
     init_adapters_(training, seed=0, base=base)
     training.train()
-    ids = np.random.default_rng(0).integers(0, 101, size=(ROWS, SEQ_LEN))
-    places = np.tile(np.arange(SEQ_LEN), (ROWS, 1))
-    batch = make_batch(ids, places, places > 0, device=torch.device("cpu"))
+    batch = random_batch()
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
         loss = training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
         loss.backward()
     return seen.peak
+
+
+def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path, Path]) -> None:
+    """With recomputation its graph would hold hidden states until the next one has its loss."""
+    _, base = folders
+    model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
+    training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=4)))
+    checkpoint_activations_(model, every=1)
+    materialize_(training, transformers_model=model, device=torch.device("cpu"))
+    load_weights_(model, base)
+    init_adapters_(training, seed=0, base=base)
+    batches, left = [random_batch(), random_batch()], []
+
+    def taken() -> Iterator[MicroBatch]:
+        for batch in batches:
+            yield batch
+            gradients = [p.grad for p in training.parameters() if p.grad is not None]
+            left.append(seen.now - sum(grad.untyped_storage().nbytes() for grad in gradients))
+
+    with Recorder([*training.parameters(), *training.buffers()]) as seen:
+        backward(training, taken(), trained_tokens=9, factor=1.0, device=torch.device("cpu"))
+    assert max(left) < ROWS * SEQ_LEN * model.config.hidden_size  # half a hidden state in bf16
 
 
 def traced(shape: ModelShape, chosen: Setup) -> int:

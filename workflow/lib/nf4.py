@@ -231,7 +231,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 class NF4LoraMatMul(torch.autograd.Function):
     """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without memory, and A x.
 
-    Saves x (..., in) and A x (..., r) alone.
+    Saves x (..., in), or what it was normed from, and A x (..., r) alone.
     """
 
     @staticmethod
@@ -241,14 +241,15 @@ class NF4LoraMatMul(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         low = low_rank(adapted([layer]), rows)
         ctx.layer = layer
-        ctx.save_for_backward(rows, low)
+        ctx.norm, kept = keepable(x)
+        ctx.save_for_backward(kept, low)
         ctx.mark_non_differentiable(low)
         ctx.set_materialize_grads(False)  # else backward gets zeros (T, r) for A x
         return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), low
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_x, of_adapter = _gradients(ctx, [ctx.layer], grads[:1])
+        grad_x, of_adapter = _gradients(ctx, [ctx.layer], grads[:1], norm=ctx.norm)
         return grad_x, None, *of_adapter
 
 

@@ -196,7 +196,7 @@ def optimizer_step(
     while True:
         seed_dropout(seed, step=step, rank=world.rank)
         factor = 1.0 if scale is None else scale.factor
-        total = _backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
+        total = backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
         if scale is not None:
             scale.unscale_(training)
         total_norm = clip_gradients(optimizer, max_norm=max_norm)
@@ -217,7 +217,7 @@ def optimizer_step(
     return loss, norm
 
 
-def _backward(
+def backward(
     training: nn.Module,
     batches: Iterable[MicroBatch],
     *,
@@ -228,13 +228,21 @@ def _backward(
     """Accumulate gradients times `factor` over this process's micro-batches; return its part of the loss () float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
-        summed = training(
-            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
-        )  # fmt: skip
-        part = summed / trained_tokens
-        (part if factor == 1.0 else part * factor).backward()
-        total += part.detach()
+        total += _part(training, batch, trained_tokens=trained_tokens, factor=factor)
     return total
+
+
+def _part(
+    training: nn.Module, batch: MicroBatch, *, trained_tokens: int, factor: float
+) -> torch.Tensor:
+    """Accumulate a micro-batch's gradients; return its part of the loss (). Its graph goes with this call: it holds hidden states."""
+    summed = training(
+        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
+    )  # fmt: skip
+    part = summed / trained_tokens
+    (part if factor == 1.0 else part * factor).backward()
+    found: torch.Tensor = part.detach()
+    return found
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
