@@ -15,9 +15,6 @@ from workflow.lib.replay import replay
 from workflow.lib.shapes import ModelShape
 from workflow.lib.step_trace import step_trace
 
-# Reserved memory of these two is more than the replay's, by 20% and 7%; why is not known.
-UNEXPLAINED = {("1b_eager", 2), ("70b_rank_64", 2)}
-
 
 @pytest.fixture(scope="module")
 def measured() -> list[Row]:
@@ -32,10 +29,9 @@ def test_allocated_peak_is_what_gpus_measured(measured: list[Row]) -> None:
 
 
 def test_reserved_peak_is_near_what_gpus_measured(measured: list[Row]) -> None:
-    errors = {(row.case, row.processes): row.reserved_error for row in measured}
-    assert median(map(abs, errors.values())) <= 0.01
-    far = {name for name, error in errors.items() if abs(error) > 0.06}
-    assert far <= UNEXPLAINED
+    errors = [abs(row.reserved_error) for row in measured]
+    assert median(errors) <= 0.01
+    assert max(errors) <= 0.06
 
 
 def test_page_shows_the_measurements_beside_what_is_predicted_now(measured: list[Row]) -> None:
