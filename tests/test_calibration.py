@@ -12,9 +12,9 @@ from tests.preflight_examples import llama_70b, machine, setup
 from tests.test_memory import measured_case
 from workflow.lib.benchmark_cases import model_config
 from workflow.lib.benchmark_config import BenchmarkConfig
-from workflow.lib.calibration import Timing, fit, read_timings, serves, timing_of
+from workflow.lib.calibration import KINDS, Timing, fit, read_timings, serves, timing_of
 from workflow.lib.communication import fabric_of, micro_batch_traffic
-from workflow.lib.duration import H200, Constants, gpu_seconds, micro_batch_work
+from workflow.lib.duration import H200, Constants, gpu_parts, gpu_seconds, micro_batch_work
 from workflow.lib.errors import UserError
 from workflow.lib.gpus import BY_NAME
 from workflow.lib.memory_terms import Setup
@@ -26,10 +26,13 @@ EARLY = Path(__file__).parent / "measured_h200.jsonl"
 FOLDER = Path(__file__).parent / "gpu" / "measurements"
 # What the shipped constants are fitted to; timings of a later engine need another fit, so they are named here with it.
 FITTED = (
-    "llama2-70b-wide_2xh200_2026-11-22.jsonl", "llama-70b_2xh200-capped_2026-11-22.jsonl",
-    "llama2-70b-wide_1xh200_2026-11-22.jsonl", "llama3-8b_1xh200_2026-11-22.jsonl",
-    "memory_fused_2xh200_2026-11-21.jsonl",
+    "llama2-70b-wide_2xh200_2026-11-22.jsonl", "llama2-70b-wide-again_2xh200_2026-11-22.jsonl",
+    "llama-70b_2xh200-capped_2026-11-22.jsonl", "llama2-70b-wide_1xh200_2026-11-22.jsonl",
+    "llama3-8b_1xh200_2026-11-22.jsonl", "memory_2xh200_2026-11-22.jsonl",
 )  # fmt: skip
+# Left out: activations on the host when bytes that two nodes saved still travelled twice, and a step that Python decided, whose
+# launches have become fewer.
+OTHERWISE_NOW = {("offloaded", "e6a3b18"), ("offloaded_half", "e6a3b18"), ("flash", "e854bc4", 1)}
 # Of an engine without kernels of its own. Its constants are other ones; that one half of its timings tells the other is a
 # statement about the model.
 BEFORE = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
@@ -68,11 +71,12 @@ def early_timings() -> list[Timing]:
 def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
     """Those of `tests/gpu/measurements` of fused layers or of others.
 
-    Without LoRA dropout, which takes PEFT's own forward, and without 2 layers on the host measured by 2 steps alone, which took 1.7 times
-    as long as without: 4 of 8 layers, measured by 7 steps, took 1.003 times as long.
+    Without LoRA dropout, which takes PEFT's own forward.
     """
     rows = [json.loads(row) for name in names for row in (FOLDER / name).read_text().splitlines()]
-    rows = [row for row in rows if row.get("setup") and row["case"] != "70b_offloaded_layers_half"]
+    rows = [
+        row for row in rows if row.get("setup") and not OTHERWISE_NOW & {_of(row)[:2], _of(row)}
+    ]
     whole = [row | {"status": "measured", "shape": asdict(shape_of(row))} for row in rows]
     return [
         timing_of(row, GPU)
@@ -81,6 +85,10 @@ def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
         and (row["setup"]["fused_layers"] or row["case"] == "not_fused") == fused
         and not row["setup"]["dropout"]
     ]
+
+
+def _of(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["case"], row["versions"]["commit"], row["processes"]
 
 
 def recent_timings() -> list[Timing]:
@@ -158,6 +166,22 @@ def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from() -> 
     timings = made_up(SLOWER)
     assert max(errors(timings, H200)) > 0.2
     assert max(errors(timings, fit(timings, GPU, start=H200))) < 0.03
+
+
+def test_profile_brings_parts_nearer_which_a_step_alone_does_not() -> None:
+    timings = made_up(SLOWER)[:2]
+    profiled = [
+        replace(each, parts_s={name: parts_of(each)[name] for name in KINDS}) for each in timings
+    ]
+    alone, together = (
+        [error for each in profiled for error in each.part_errors(GPU, fit(known, GPU, start=H200))]
+        for known in (timings, profiled)
+    )
+    assert max(map(abs, together)) < 0.6 * max(map(abs, alone))
+
+
+def parts_of(timing: Timing) -> dict[str, float]:
+    return gpu_parts(timing.work, GPU, constants=SLOWER, traffic=timing.traffic)
 
 
 def test_one_disturbed_measurement_hardly_moves_the_fit() -> None:

@@ -29,6 +29,7 @@ def published_setup(sharding: str, kept: str, attention: str, rows: str) -> Setu
         dropout=True,
         activation_checkpointing=0 if kept else 1,
         attention=attention,
+        fused_layers=True,
     )
 
 

@@ -2,15 +2,16 @@
 
 Each measured step is one equation for nine constants, which no single step tells apart. So the fit starts from known
 constants and leaves them only as far as the measurements ask for: it minimizes the mean
-pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a small pull to the start. Constants
+pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a small pull to the start. Where a step was
+profiled, the parts that its kernels tell apart count too, so that they add up for the right reasons. Constants
 are searched by their logarithms, one after the other, with a step that halves (pattern search, Hooke and Jeeves 1961).
 """
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from workflow.lib.shapes import Linear, ModelShape
 
 USUAL_ERROR = 0.05  # relative; larger ones count linearly
 PULL = 0.002  # of a constant that is e times its start, against 1 of a timing that is off by the usual error
+PROFILED = 0.02  # what the parts of a profile count together, against 1 of the steps
+# Part of the prediction -> its kind of kernels in a profile (`profiling.KINDS`).
+KINDS = {"products": "products", "attention": "attention", "dequantization": "dequantization", "elementwise": "elementwise and reductions"}  # fmt: skip
 FIRST_STEP, LAST_STEP = 0.2, 0.004  # of the logarithm of a constant
 
 
@@ -42,6 +46,13 @@ class Timing:
     traffic: Traffic
     micro_batches: int
     step_s: float
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    """Of the step, those of `KINDS` that a profile has told."""
+
+    def part_errors(self, gpu: GpuModel, constants: Constants) -> list[float]:
+        """Relative errors of the profiled parts."""
+        parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
+        return [self.micro_batches * parts[name] / s - 1 for name, s in self.parts_s.items()]
 
     def gpu_bound(self, gpu: GpuModel, constants: Constants) -> float:
         """How many times as long as Python launches the GPU computes."""
@@ -95,7 +106,13 @@ def timing_of(line: dict[str, Any], gpu: GpuModel) -> Timing:
         traffic=micro_batch_traffic(shape, setup, fabric),
         micro_batches=sizes["accumulation"],
         step_s=tokens / line["measured"]["tokens_per_s_per_process"],
+        parts_s=_profiled_parts(line["measured"].get("profile")),
     )
+
+
+def _profiled_parts(profile: dict[str, Any] | None) -> dict[str, float]:
+    kinds = profile["kinds"] if profile else {}
+    return {part: kinds[kind] for part, kind in KINDS.items() if kinds.get(kind, 0) > 0}
 
 
 def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, Setup]:
@@ -145,8 +162,16 @@ def _around(
 def _loss(
     timings: Sequence[Timing], gpu: GpuModel, constants: Constants, start: Constants
 ) -> float:
-    errors = (math.log1p(timing.error(gpu, constants)) / USUAL_ERROR for timing in timings)
-    fitted = statistics.fmean(math.hypot(1, error) - 1 for error in errors)
+    fitted = _mean_loss([timing.error(gpu, constants) for timing in timings])
+    parts = [error for timing in timings for error in timing.part_errors(gpu, constants)]
+    if parts:
+        fitted += PROFILED * _mean_loss(parts)
     origin = asdict(start)
     pulls = (math.log(value / origin[name]) ** 2 for name, value in asdict(constants).items())
     return fitted + PULL * sum(pulls)
+
+
+def _mean_loss(errors: Sequence[float]) -> float:
+    """Return the mean pseudo-Huber loss of relative errors."""
+    scaled = (math.log1p(error) / USUAL_ERROR for error in errors)
+    return statistics.fmean(math.hypot(1, error) - 1 for error in scaled)

@@ -46,15 +46,15 @@ class Constants:
 
 # Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how well.
 H200 = Constants(
-    product_share=0.66,
-    attention_share=0.186,
-    dequantization_share=0.597,
-    elementwise_traffic=5.3,
-    launch_s=4.45e-3,
-    sharded_launch_s=4.71e-3,
-    gather_traffic=18.1,
-    host_share=0.615,
-    lookup_bandwidth=6.14e9,
+    product_share=0.67,
+    attention_share=0.375,
+    dequantization_share=0.453,
+    elementwise_traffic=9.0,
+    launch_s=2.42e-3,
+    sharded_launch_s=2.5e-3,
+    gather_traffic=10.0,
+    host_share=0.631,
+    lookup_bandwidth=4.63e9,
 )
 # Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved, more than all of it, because
 # what they keep is also read and written less often. 8 layers of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
