@@ -24,7 +24,7 @@ from workflow.lib.export import (
     read_sharded_adapter,
     save_adapter,
 )
-from workflow.lib.inference import load_adapter, load_base
+from workflow.lib.inference import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.parallel import process_group
 from workflow.lib.parity import compare_logits, save_logits, trained_logits
@@ -206,8 +206,9 @@ def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
     base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
     tuned = load_adapter(base, run / "exported")
     parity = compare_logits(
-        tuned, run / "parity.safetensors", compute_dtype=torch.float32, device=CPU
-    )
+        tuned, run / "parity.safetensors",
+        exported=run / "exported" / ADAPTER_WEIGHTS, compute_dtype=torch.float32, device=CPU,
+    )  # fmt: skip
     assert parity["identical_values"]
     assert parity["passed"]
     assert parity["adapter_effect"] > 100 * parity["tolerance"]

@@ -122,6 +122,17 @@ def test_card_states_the_runs_facts(run: Path, line: str) -> None:
     assert line in model_card(read(run)).splitlines()
 
 
+def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
+    edit(
+        run / "finetune" / "summary.json",
+        lambda d: d["settings"]["lora"].update(modules_to_save=["embed_tokens", "lm_head"]),
+    )
+    assert (
+        r"<code>v\_proj</code>; <code>embed\_tokens</code> and <code>lm\_head</code> trained whole |"
+        in model_card(read(run))
+    )
+
+
 @pytest.mark.parametrize(
     ("ends", "words"),
     [

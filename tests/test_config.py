@@ -190,8 +190,8 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
         (
             "lora",
             "modules_to_save",
-            ["lm_head"],
-            "modules_to_save is not supported: adapters alone",
+            ["lm_head", ""],
+            "modules_to_save has an empty name: name lm_head, embed_tokens or both",
         ),
         ("lora", "target_modules", [], "target_modules has an empty name or none at all"),
         ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),

@@ -12,7 +12,7 @@ from workflow.lib.loss import (
     OutputHead,
     output_head,
 )
-from workflow.lib.slices import CHUNK_ROWS
+from workflow.lib.slices import CHUNK_ROWS, GRADIENT_ROWS
 
 HIDDEN = 13
 ROWS = {
@@ -175,3 +175,23 @@ def test_another_document_of_the_row_has_no_influence(training: CausalLMForTrain
     before = training(ids, places, chosen, targets)
     ids[1, :7] = 0
     assert torch.equal(training(ids, places, chosen, targets), before)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("rows", [0, 5, CHUNK_ROWS + 3])
+def test_gradient_of_a_trained_head_is_torchs(rows: int, softcap: float | None) -> None:
+    """Over several pieces of the vocabulary, none of them whole, and several chunks of rows; of no rows it is zero."""
+    torch.manual_seed(0)
+    module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5)
+    hidden, targets = draw(rows)
+    hidden.requires_grad_()
+    (7 * LinearCrossEntropy(OutputHead(module, 0.5, softcap))(hidden, targets)).backward()
+    exact, leaf = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).double(), hidden.detach().double()
+    exact.load_state_dict(module.state_dict())
+    logits = 0.5 * exact(leaf.requires_grad_())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    (7 * nn.functional.cross_entropy(logits, targets, reduction="sum")).backward()
+    pairs = (hidden, leaf), (module.weight, exact.weight), (module.bias, exact.bias)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)

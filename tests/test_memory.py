@@ -161,11 +161,51 @@ def test_stored_terms_of_a_tiny_model_by_hand() -> None:
         "nf4_scales": 3 * 7 * 2 * 512,
         "nf4_tables": 3 * 7 * (512 + 1024 + 512),
         "embedding_and_head": 2 * (51 * 30 * 2 + 12),  # 3060 -> 3072
+        "module_weights": 0,
         "norms_and_biases": 3 * 2 * 512 + 512,
         "lora_weights": 3 * 14 * 512,
         "adam_moments": 2 * 3 * 14 * 512,
         "inputs": 61 * (32 + 2 * 10 * 2),
     }
+
+
+def test_trained_tables_take_16_bytes_a_weight_of_their_slices_by_hand() -> None:
+    """Two slices of 51 x 30: 6120 -> 6144 bytes in fp32; three more times of it are gradients and moments."""
+    for chosen, tables in (
+        (setup(processes=2, trains_head=True), 1),
+        (setup(processes=2, trains_head=True, trains_embedding=True), 2),
+    ):
+        stored = stored_terms(tiny, chosen)
+        frozen = stored_terms(tiny, replace(chosen, trains_head=False, trains_embedding=False))
+        assert stored["module_weights"] == tables * 6144
+        assert stored["adam_moments"] - frozen["adam_moments"] == 2 * tables * 6144
+        assert stored["embedding_and_head"] == (2 - tables) * 3072
+        assert predict(tiny, chosen).phases["optimizer_step"]["module_gradients"] == tables * 6144
+
+
+def test_gradient_of_a_trained_head_is_made_while_that_of_earlier_micro_batches_lies_there() -> (
+    None
+):
+    loss = predict(tiny, setup(trains_head=True, accumulates=True)).phases["loss"]
+    assert loss["module_gradients"] == loss["new_module_gradients"] == 6144
+    # a copy in bf16 (3060 -> 3072), two slices' products of 2048 rows, and a piece of the gradient
+    chunk = 2 * 512 * 51 * 2
+    assert loss["module_workspace"] == 3072 + chunk + 51 * 30 * 2
+
+
+@settings(deadline=None)
+@given(
+    shape=small_shapes, chosen=setups, modules=st.sampled_from([(True, False), (False, True), (True, True)])
+)  # fmt: skip
+def test_trained_modules_never_take_less_and_are_explained(
+    shape: ModelShape, chosen: Setup, modules: tuple[bool, bool]
+) -> None:
+    untied = replace(shape, tied_embeddings=False)
+    trained = replace(chosen, trains_head=modules[0], trains_embedding=modules[1])
+    assert peak(untied, trained) >= peak(untied, chosen)
+    for terms in predict(untied, trained).phases.values():
+        assert all(size > 0 for size in terms.values())
+        assert set(terms) <= set(EXPLANATIONS)
 
 
 def test_saved_activations_of_a_tiny_layer_by_hand() -> None:

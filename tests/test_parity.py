@@ -12,7 +12,7 @@ from tests.finished import finished
 from tests.models import adapted, random_store
 from workflow.lib.artifacts import read_json
 from workflow.lib.export import read_sharded_adapter, save_adapter
-from workflow.lib.inference import load_adapter, load_base
+from workflow.lib.inference import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.parity import (
     POSITIONS,
@@ -44,12 +44,13 @@ def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
     return load_adapter(base, folder)
 
 
-def compare(model: Any, path: Path) -> dict[str, Any]:
-    return compare_logits(model, path, compute_dtype=torch.float32, device=CPU)
+def compare(model: Any, path: Path, exported: Path) -> dict[str, Any]:
+    file = exported / ADAPTER_WEIGHTS
+    return compare_logits(model, path, exported=file, compute_dtype=torch.float32, device=CPU)
 
 
 def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> None:
-    parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors")
+    parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors", tmp_path)
     assert parity["passed"]
     assert parity["identical_values"]
     assert parity["max_abs_difference"] <= parity["tolerance"] == 1e-4 * parity["max_abs_logit"]
@@ -64,7 +65,7 @@ def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> No
     altered = read_sharded_adapter(run / "finetune" / "adapter")[A]
     altered[1, 5] *= 1 + change
     parity = compare(
-        reloaded(run, tmp_path, **{A: altered}), run / "finetune" / "parity.safetensors"
+        reloaded(run, tmp_path, **{A: altered}), run / "finetune" / "parity.safetensors", tmp_path
     )
     assert not parity["identical_values"]
     assert not parity["passed"]
@@ -78,10 +79,18 @@ def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
     for module in model.modules():
         if hasattr(module, "lora_A"):
             module.scaling["default"] *= 1.01
-    parity = compare(model, run / "finetune" / "parity.safetensors")
+    parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
     assert parity["identical_values"]
     assert not parity["passed"]
     assert parity["max_abs_difference"] > parity["tolerance"]
+
+
+def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path: Path) -> None:
+    model = reloaded(run, tmp_path)
+    model.get_parameter(A.replace(".weight", ".default.weight")).data[1, 5] += 2**-12
+    parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
+    assert not parity["identical_values"]
+    assert not parity["passed"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -96,7 +105,7 @@ def test_logits_that_are_not_finite_fail(
     if where != "recorded":
         model.get_base_model().lm_head.weight.data[7] = value
     save_file(changed, tmp_path / "parity.safetensors")
-    parity = compare(model, tmp_path / "parity.safetensors")
+    parity = compare(model, tmp_path / "parity.safetensors", tmp_path)
     assert parity["passed"] is False
 
 

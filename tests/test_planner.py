@@ -475,7 +475,7 @@ def test_flash_needs_a_half_type() -> None:
 def test_embedding_is_on_the_host_where_it_spares_a_gpu(
     wanted: bool | str, where: Machine, offloaded: bool
 ) -> None:
-    assert offloads_embedding(wanted, llama_8b, where) is offloaded
+    assert offloads_embedding(wanted, llama_8b, where, trained=False) is offloaded
 
 
 @pytest.mark.parametrize(
@@ -491,7 +491,64 @@ def test_embedding_on_the_host_that_saves_nothing_is_refused(
 ) -> None:
     shape = replace(llama_8b, tied_embeddings=tied)
     with pytest.raises(UserError, match=f"hardware.offload_embedding = True: {why}"):
-        offloads_embedding(True, shape, where)
+        offloads_embedding(True, shape, where, trained=False)
+
+
+@pytest.mark.parametrize("wanted", ["auto", False])
+def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
+    found = decided(
+        lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": wanted}
+    )
+    setup = found.chosen.setup
+    assert (setup.offload_embedding, setup.trains_embedding, setup.trains_head) == (False, True, False)  # fmt: skip
+    assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.setup.offload_embedding
+
+
+def test_trained_embedding_on_the_host_is_refused() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"hardware\.offload_embedding = True: lora\.modules_to_save trains the embedding.* "
+        r"or take embed_tokens out of lora\.modules_to_save",
+    ):
+        decided(lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": True})
+
+
+def test_modules_of_a_tied_model_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"lora\.modules_to_save = \['lm_head'\]: this model ties its output head"
+    ):
+        decided(replace(llama_8b, tied_embeddings=True), lora={"modules_to_save": ["lm_head"]})
+
+
+def test_run_with_trained_modules_needs_memory_and_disk_for_them() -> None:
+    """16 bytes a weight of the slices at least, and 12 in every checkpoint."""
+    frozen, trained = (
+        decided(lora={"modules_to_save": names}, hardware={"offload_embedding": False})
+        for names in ([], ["lm_head", "embed_tokens"])
+    )
+    weights = 2 * llama_8b.vocab_size * llama_8b.hidden_size
+    at_rest = [
+        sum(found.chosen.prediction.phases["optimizer_step"].values()) - stored_inputs(found)
+        for found in (frozen, trained)
+    ]
+    assert at_rest[1] - at_rest[0] == (16 - 2) * weights // 2  # of two slices, and 2 bytes frozen
+    kept = run_config().train.keep_checkpoints + 1
+    disk = {key: trained.disk_bytes[key] - frozen.disk_bytes[key] for key in frozen.disk_bytes}
+    assert disk["checkpoints"] == 12 * kept * weights
+    assert disk["adapter"] == 2 * 4 * weights
+
+
+def stored_inputs(found: Decision) -> int:
+    return found.chosen.prediction.phases["optimizer_step"]["inputs"]
+
+
+def test_frozen_modules_are_a_remedy() -> None:
+    run = run_config(lora={"modules_to_save": ["lm_head", "embed_tokens"]})
+    chosen = make_setup(run, llama_8b, machine())
+    options = remedies(llama_8b, chosen, machine(), run.hardware, global_batch_size=16)
+    (option,) = [remedy for remedy in options if "modules_to_save" in str(remedy)]
+    assert option.peak_bytes < memory.predict(llama_8b, chosen).peak_bytes
+    assert not any("offload_embedding" in str(remedy) for remedy in options)
 
 
 def test_host_holds_the_embedding_once_and_the_rows_of_each_process() -> None:

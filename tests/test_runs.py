@@ -45,6 +45,12 @@ def run_with(section: str | None = None, **changes: Any) -> RunConfig:
     return run
 
 
+def test_run_without_trained_modules_is_the_run_that_it_was_before_there_were_such() -> None:
+    assert "modules_to_save" not in stage_json("finetune", run_with())
+    chosen = run_with("lora", modules_to_save=["lm_head"])
+    assert '"modules_to_save":["lm_head"]' in stage_json("finetune", chosen)
+
+
 def test_equal_settings_give_equal_keys() -> None:
     assert {n: key(run_with()) for n, key in KEYS.items()} == {
         n: key(run_with()) for n, key in KEYS.items()
@@ -73,6 +79,8 @@ def test_equal_settings_give_equal_keys() -> None:
         ("quantize", {"block_size": 128}, {"base", "fingerprint"}),
         ("quantize", {"double_quant": False}, {"base", "fingerprint"}),
         ("lora", {"r": 3}, {"fingerprint"}),
+        ("lora", {"modules_to_save": ["lm_head"]}, {"fingerprint"}),
+        ("lora", {"modules_to_save": []}, set()),
         ("lora", {"target_modules": ["q_proj"]}, {"fingerprint"}),
         ("hardware", {"gpus": 0, "cpu_processes": 3}, set()),
         ("hardware", {"offload_layers": 2}, set()),

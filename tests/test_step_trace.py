@@ -71,10 +71,23 @@ def random_batch() -> MicroBatch:
     return make_batch(ids, places, places > 0, device=torch.device("cpu"))
 
 
-def recorded(base: Path, *, targets: tuple[str, ...], dora: bool, every: int) -> int:
-    """The peak of a micro-batch on the CPU in bf16 above what lies there before, bytes."""
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A vocabulary that outgrows all else."""
+    folder = tmp_path_factory.mktemp("wide")
+    source = tiny_llama(
+        folder / "original", hidden_size=128, intermediate_size=384, num_attention_heads=4,
+        num_key_value_heads=1, vocab_size=9001,
+    )  # fmt: skip
+    return source, quantized(source, folder / "nf4")
+
+
+def recorded(
+    base: Path, *, targets: tuple[str, ...], dora: bool, every: int, modules: tuple[str, ...] = (), batches: int = 1
+) -> int:  # fmt: skip
+    """The peak of so many micro-batches on the CPU in bf16 above what lies there before, bytes."""
     model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
-    lora = LoraSettings(r=4, target_modules=targets, use_dora=dora)
+    lora = LoraSettings(r=4, target_modules=targets, use_dora=dora, modules_to_save=modules)
     training = CausalLMForTraining(inject_adapters(model, lora))
     if every:
         checkpoint_activations_(model, every=every)
@@ -84,8 +97,10 @@ def recorded(base: Path, *, targets: tuple[str, ...], dora: bool, every: int) ->
     training.train()
     batch = random_batch()
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
-        loss = training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
-        loss.backward()
+        for _ in range(batches):
+            loss = training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+            loss.backward()
+            del loss
     return seen.peak
 
 
@@ -141,3 +156,21 @@ def test_peak_above_the_weights_is_that_of_the_engine(
     )  # fmt: skip
     found = traced(read_shape(source), chosen)
     assert found == pytest.approx(recorded(base, **wanted), rel=0.02)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids=str
+)
+def test_peak_with_trained_modules_is_that_of_the_engine(
+    wide: tuple[Path, Path], modules: tuple[str, ...], batches: int
+) -> None:
+    source, base = wide
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={},
+        targets=SEVEN, activation_checkpointing=True, accumulates=batches > 1,
+        trains_head="lm_head" in modules, trains_embedding="embed_tokens" in modules,
+    )  # fmt: skip
+    found = traced(read_shape(source), chosen)
+    measured = recorded(base, targets=SEVEN, dora=False, every=1, modules=modules, batches=batches)
+    assert found == pytest.approx(measured, rel=0.02)

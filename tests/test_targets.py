@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from workflow.lib.config import LoraSettings
 from workflow.lib.errors import UserError
-from workflow.lib.targets import adapter_ranks, adapter_scale
+from workflow.lib.targets import adapter_ranks, adapter_scale, modules_to_save
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "names": {"target_modules": ("q_proj", "down_proj")},
@@ -108,3 +108,36 @@ def test_pattern_that_matches_no_adapter_is_refused() -> None:
         "model.layers.0.self_attn.q_proj. Correct or remove it."
     )
     assert "lora.alpha_pattern: 'mlp'" in refusal(alpha_pattern={"mlp": 4.0})
+
+
+PATHS = {"embedding": "gpt_neox.embed_in", "head": "embed_out"}
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        ((), set()),
+        (("embed_out",), {"embed_out"}),
+        (("embed_in", "embed_out"), {"embed_out", "gpt_neox.embed_in"}),
+        (("gpt_neox.embed_in",), {"gpt_neox.embed_in"}),
+    ],
+)
+def test_modules_are_found_by_the_end_of_their_path(
+    names: tuple[str, ...], chosen: set[str]
+) -> None:
+    lora = LoraSettings(modules_to_save=names)
+    assert modules_to_save(lora, tied=False, **PATHS) == chosen
+
+
+@pytest.mark.parametrize("name", ["lm_head", "norm", "out", "neox.embed_in"])
+def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None:
+    with pytest.raises(
+        UserError,
+        match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and embed_in. Name embed_out",
+    ):
+        modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), tied=False, **PATHS)
+
+
+def test_tied_modules_are_refused() -> None:
+    with pytest.raises(UserError, match="ties its output head to its input embedding"):
+        modules_to_save(LoraSettings(modules_to_save=("embed_out",)), tied=True, **PATHS)

@@ -71,14 +71,32 @@ def sliced(case: str, world: World) -> dict[str, Any]:
     (7 * loss).backward()
     with torch.no_grad():
         silent = head_loss(hidden, targets)
+    trained = of_trained(head_loss, hidden, targets)
     embedding = nn.Embedding(*whole.module.weight.shape)
     embedding.weight = module.weight
     ids = rows_of(2, len(whole.module.weight))[1].roll(world.rank)
     return {
-        "loss": loss.detach(), "gradient": hidden.grad, "without gradients": (silent.requires_grad, silent),
+        "trained": trained, "loss": loss.detach(), "gradient": hidden.grad, "without gradients": (silent.requires_grad, silent),
         "logits": head_loss(hidden[:, None].detach(), None)[:, 0], "ids": ids,
-        "rows": ExchangedRows(embedding, group)(ids),
+        "rows": ExchangedRows(embedding, group, torch.float32)(ids),
     }  # fmt: skip
+
+
+def of_trained(
+    head_loss: SlicedCrossEntropy, hidden: torch.Tensor, targets: torch.Tensor
+) -> dict[str, Any]:
+    """Loss and gradients of the same with a trained head, twice one after the other."""
+    masters = dict(head_loss.head.module.named_parameters())
+    for master in masters.values():
+        master.requires_grad_()
+    leaf = hidden.detach().clone().requires_grad_()
+    for _ in range(2):
+        loss = head_loss(leaf, targets)
+        (3.5 * loss).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in masters.items()}
+    for master in masters.values():
+        master.requires_grad_(False)
+    return {"loss": loss.detach(), "gradient": leaf.grad, "of head": gradients}
 
 
 class LargestTensor(TorchDispatchMode):
@@ -184,6 +202,25 @@ def test_each_process_has_loss_and_gradient_of_its_own_rows(
         torch.testing.assert_close(7 * result["loss"].double(), expected, rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(
             result["gradient"], hidden.grad, rtol=1e-4, atol=1e-5, check_dtype=False
+        )
+
+
+def test_trained_head_has_the_same_loss_and_its_gradient_of_all_rows(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    """Each slice that of the rows of all processes, in fp64; twice half of the gradient is the whole."""
+    exact = replace(whole_head(case), module=whole_head(case).module.double().requires_grad_())
+    for rank in range(PROCESSES):
+        hidden, targets = rows_of(rank, len(exact.module.weight))
+        logits = exact_logits(exact, hidden.double())
+        (7 * nn.functional.cross_entropy(logits, targets, reduction="sum")).backward()
+    for report in found:
+        frozen, trained = report["heads"][case], report["heads"][case]["trained"]
+        assert torch.equal(trained["loss"], frozen["loss"])
+        torch.testing.assert_close(trained["gradient"], frozen["gradient"], rtol=1e-5, atol=1e-5)
+        expected = {name: p.grad for name, p in exact.module.named_parameters()}
+        torch.testing.assert_close(
+            trained["of head"], expected, rtol=1e-4, atol=1e-4, check_dtype=False
         )
 
 

@@ -6,6 +6,7 @@ what neither tells. All of the text that comes from elsewhere is written so that
 
 import html
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -136,7 +137,7 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
     named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
     return [
         ("Base model", f"{code(summary.settings.model.source)}, NF4 with bitsandbytes"),
-        ("Adapter", f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets {named}"),
+        ("Adapter", f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets {named}{_whole(summary.settings.lora.modules_to_save)}"),
         ("Trainable parameters", f"{count(summary.trainable_parameters)} of {count(summary.total_parameters)}"),
         ("Optimizer steps", f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} tokens"),
         ("Peak learning rate", f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}"),
@@ -146,6 +147,11 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
         ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
         ("Versions", ", ".join(f"{text(name)} {text(version)}" for name, version in sorted(summary.provenance.packages.items()))),
     ]  # fmt: skip
+
+
+def _whole(modules: Sequence[str]) -> str:
+    """Return what is trained whole beside the adapter, as the end of its line."""
+    return f"; {' and '.join(map(code, modules))} trained whole" if modules else ""
 
 
 def _table(facts: list[tuple[str, str]]) -> str:

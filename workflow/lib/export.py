@@ -86,13 +86,18 @@ def merged_tensors(
     nf4: CheckpointReader,
     onto: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and bf16 tensor of the merged model, `merged_weight` where there is an adapter.
+    """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a module's own where it was trained whole.
 
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32, rounded once.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
+    whole = {name for name in adapter if ".lora_" not in name}
     for name in original.names():
+        if f"{PREFIX}{name}" in whole:
+            whole.discard(f"{PREFIX}{name}")
+            yield name, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)
+            continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
         quantized = f"{path}.{STATE_SUFFIX}" in nf4
@@ -106,9 +111,9 @@ def merged_tensors(
             scale = adapter_scale(adapter_config, path)
             weight = merged_weight(weight.float(), adapter, key, scale=scale)
         yield name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
-    if pending:
+    if pending | whole:
         raise UserError(
-            f"the adapter has tensors for {min(pending)}, which the model has not. Check model.source."
+            f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check model.source."
         )
 
 

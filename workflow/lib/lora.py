@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from workflow.lib.artifacts import short_hash
 from workflow.lib.config import LoraSettings
 from workflow.lib.dora import NF4Dora, scaled
-from workflow.lib.model import checkpoint_name, local, local_range, read_row_norms
+from workflow.lib.model import checkpoint_name, is_adapter, local, local_range, read_row_norms
 from workflow.lib.nf4 import NF4Linear, nf4_linears, nf4_lora_matmul
 from workflow.lib.targets import adapter_ranks
+from workflow.lib.unfrozen import unfreeze_
 from workflow.lib.weights import CheckpointReader
 
 PREFIX = "base_model.model."  # PEFT's, of every name
@@ -110,12 +111,15 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
 
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap a meta-device NF4 model with LoRA; only adapters require gradients, in fp32.
+    """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require gradients, in fp32.
 
-    Raises `UserError` if a name or pattern of the settings matches no linear layer.
+    Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module that can be trained whole.
     """
     config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
     peft_model = adapted(model, config)
+    unfreeze_(model, settings)
+    # Only now: PEFT itself would keep a frozen copy beside each.
+    config.modules_to_save = sorted({*settings.modules_to_save}) or None
     for param in trainable_parameters(peft_model).values():
         assert param.dtype == torch.float32, (
             "PEFT gives adapters the fp32 type of the packed weights' view"
@@ -132,7 +136,7 @@ def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapter's parameters by the name that PEFT's exported file uses, in the model's order."""
+    """Return the parameters of adapter and trained modules by the name that PEFT's exported file uses, in the model's order."""
     return {
         peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
@@ -141,7 +145,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def peft_name(name: str) -> str:
     """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
     start = name.index(PREFIX)
-    short = name[start:].replace(f".{ADAPTER}.", ".")
+    short = name[start:].replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
     # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
     return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
 
@@ -151,11 +155,11 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
     """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number of processes.
 
     Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw. DoRA's
-    magnitudes are the row norms of the NF4 weights in the folder `base`.
+    magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are trained whole keep the base's values.
     """
     _init_magnitudes_(model, base)
     for name, param in trainable_parameters(model).items():
-        if name.endswith(".lora_magnitude_vector"):
+        if name.endswith(".lora_magnitude_vector") or not is_adapter(name):
             continue
         if ".lora_B." in name:
             local(param).zero_()

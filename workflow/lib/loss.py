@@ -1,11 +1,11 @@
 """Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole batch never exist.
 
-The head is frozen, so the gradient with respect to the hidden states is computed chunk by chunk in the
-forward, and the head's weight is not needed in backward: FSDP can free it at once. The idea is that of
+The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that of a head which is trained
+(`lora.modules_to_save`) is summed there, so backward needs no logits. The idea is that of
 fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from workflow.lib.attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.embedding import embed_rows
 from workflow.lib.loss_scale import LossScale
-from workflow.lib.slices import chunk_rows
+from workflow.lib.slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.stash import Stash
+from workflow.lib.unfrozen import MasterRows, trained_parts
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _number(config: PretrainedConfig, key: str) -> float:
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum of -log softmax(logits)[target] over rows. Uses the model's own frozen head, which FSDP groups with it."""
+    """Sum of -log softmax(logits)[target] over rows. Uses the model's own head."""
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__()
@@ -79,7 +80,9 @@ class LinearCrossEntropy(nn.Module):
         """
         if targets is None:
             return self.head.logits(hidden)
-        loss: torch.Tensor = _ChunkedLoss.apply(hidden, targets, self.head)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, self.head, *trained_parts(self.head.module)
+        )
         return loss
 
 
@@ -90,26 +93,32 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         targets: torch.Tensor,
         head: OutputHead,
+        *masters: torch.Tensor,
     ) -> torch.Tensor:
         wants_grad = ctx.needs_input_grad[0]
+        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         size = chunk_rows(1, vocab_size=head.vocab_size)
         # The head runs even for no rows: FSDP counts on it.
         for start in range(0, max(1, hidden.shape[0]), size):
             rows = slice(start, start + size)
-            loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
+            if trained is None:
+                loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
+            else:
+                loss, chunk_grad = _trained_chunk(hidden[rows], targets[rows], head, trained)
             total += loss
             if grad is not None:
                 assert chunk_grad is not None
                 grad[rows] = chunk_grad
-        ctx.grad = grad
+        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
-        return grad.mul_(grads[0]), None, None
+        of_head, ctx.of_head = ctx.of_head, []
+        return grad.mul_(grads[0]), None, None, *(x.mul_(grads[0]) for x in of_head)
 
 
 def _chunk(
@@ -125,6 +134,39 @@ def _chunk(
         loss = nn.functional.cross_entropy(head.logits(leaf), targets, reduction="sum")
         grad = torch.autograd.grad(loss, leaf)[0] if wants_grad else None
     return loss.detach(), grad
+
+
+class TrainedHead:
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their gradients in fp32, summed over chunks of rows."""
+
+    def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self.weight, *self._bias = (master.to(dtype) for master in masters)
+        self.gradients = [torch.zeros_like(master) for master in masters]
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a gradient."""
+        return nn.functional.linear(hidden, self.weight, *self._bias).requires_grad_()
+
+    def backward(self, hidden: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        """Add what the slope (rows, vocab) of a product means for weight and bias; return the gradient of the hidden states."""
+        weight, *bias = self.gradients
+        for start in range(0, len(weight), GRADIENT_ROWS):
+            part = slice(start, start + GRADIENT_ROWS)
+            weight[part] += slope[:, part].T @ hidden
+        for gradient in bias:
+            gradient += slope.sum(dim=0, dtype=torch.float32)
+        return slope @ self.weight
+
+
+def _trained_chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: OutputHead, trained: TrainedHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's summed loss and its gradient with respect to `hidden`; add that of the head to `trained`."""
+    product = trained.product(hidden)
+    with torch.enable_grad():
+        loss = nn.functional.cross_entropy(head.finished(product), targets, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, product)
+    return loss.detach(), trained.backward(hidden, slope)
 
 
 class CausalLMForTraining(nn.Module):
@@ -144,7 +186,10 @@ class CausalLMForTraining(nn.Module):
         self.loss_scale: LossScale | None = None
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Embedding rows (n, hidden) of ids (n,), where the embedding has no table of its own."""
+        """Embedding rows (n, hidden) of ids (n,), where the embedding has no whole and frozen table of its own."""
+        embedding = causal_lm.get_input_embeddings()
+        if embedding.weight.requires_grad:
+            self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
 
     def forward(
         self,

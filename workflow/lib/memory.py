@@ -12,6 +12,7 @@ from workflow.lib.memory_terms import (
     Setup,
     Terms,
     dequantized_weight,
+    exchanged_gradients,
     fetched_layers,
     fuses_feed_forward,
     gathered_bytes,
@@ -25,6 +26,7 @@ from workflow.lib.memory_terms import (
     saved_activations,
     sharded_bytes,
     stored_terms,
+    table_slice,
 )
 from workflow.lib.shapes import ModelShape
 
@@ -50,6 +52,10 @@ EXPLANATIONS = {
     "nf4_tables": "code tables of every linear, replicated",
     "embedding_and_head": "embedding (unless it is on the host) and output head in the compute type, sliced",
     "norms_and_biases": "norms and biases in the compute type, sharded",
+    "module_weights": "embedding or head that is trained whole: masters in fp32, sliced",
+    "module_gradients": "gradients of embedding or head in fp32, sliced",
+    "new_module_gradients": "those of the micro-batch in progress, before they are added to earlier ones",
+    "module_workspace": "a trained head in the compute type, and what its gradient is made from",
     "lora_weights": "adapter masters A and B in fp32, sharded",
     "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
     "lora_gradients": "adapter gradients in fp32, sharded",
@@ -111,8 +117,9 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     held = _held(shape, setup)
     hidden = _hidden(shape, setup)
     fetched = {"fetched_layers": fetched_layers(shape, setup)}
+    wide = _wide_rows(shape, setup)
     return {
-        "look_up_embedding": through | {"hidden_states": 2 * hidden},
+        "look_up_embedding": through | {"hidden_states": 2 * hidden + wide},
         "gather_first_layer": through
         | fetched
         | {"gathered_layer": unit, "gather_buffer": unit, "hidden_states": hidden},
@@ -134,13 +141,15 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     """The first layer that backward visits has all inputs still there, the last one all gradients already."""
     unit, held = _layer_unit(shape, setup), _held(shape, setup)
-    gradients = {"lora_gradients": _gradients(shape, setup)}
+    gradients = _all_gradients(shape, setup)
     kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
     first = _with_recomputed(kept[0], shape, setup, layer=shape.num_layers - 1)
     last = _with_recomputed(kept[1], shape, setup, layer=0)
     work = _backward_work(shape, setup) | {"fetched_layers": fetched_layers(shape, setup)}
+    of_head = setup.trains_head * table_slice(shape, setup, width=4)
     return {
-        "backward_first_layer": _throughout(shape, setup)
+        "backward_first_layer": {"module_gradients": of_head}
+        | _throughout(shape, setup)
         | (held or {"gathered_layer": unit, "gather_buffer": unit})
         | work
         | first,
@@ -149,8 +158,26 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
         | {"gathered_layers" if held else "gathered_layer": unit}  # nothing is left to prefetch
         | work
         | last,
+        "embedding_gradient": _embedding_gradient(shape, setup) | gradients,
         "optimizer_step": gradients,
     }
+
+
+def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
+    """A trained embedding's, made when all layers are done: of the micro-batch's rows, which several processes exchange."""
+    if not setup.trains_embedding:
+        return {}
+    return {
+        "hidden_states": 2 * _hidden(shape, setup) + _wide_rows(shape, setup),
+        "gathered_rows": exchanged_gradients(shape, setup),
+        "new_module_gradients": setup.accumulates * table_slice(shape, setup, width=4),
+    }
+
+
+def _wide_rows(shape: ModelShape, setup: Setup) -> int:
+    """A trained embedding's rows in fp32, where one process looks them up itself."""
+    alone = setup.trains_embedding and setup.slices == 1 and setup.compute_bytes < 4
+    return 4 * setup.tokens * shape.hidden_size if alone else 0
 
 
 def _layer_unit(shape: ModelShape, setup: Setup) -> int:
@@ -182,7 +209,12 @@ def _gradients(shape: ModelShape, setup: Setup) -> int:
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
     """What lies there from the start of forward to the end of backward: gradients of earlier micro-batches."""
-    return {"lora_gradients": _gradients(shape, setup)} if setup.accumulates else {}
+    return _all_gradients(shape, setup) if setup.accumulates else {}
+
+
+def _all_gradients(shape: ModelShape, setup: Setup) -> Terms:
+    of_modules = setup.trained_tables * table_slice(shape, setup, width=4)
+    return {"lora_gradients": _gradients(shape, setup), "module_gradients": of_modules}
 
 
 def _held(shape: ModelShape, setup: Setup) -> Terms:

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workflow.lib.shapes import Linear, ModelShape
-from workflow.lib.slices import chunk_rows, stashed_layers, vocabulary_slices
+from workflow.lib.slices import (
+    GRADIENT_ROWS,
+    chunk_rows,
+    exchanged_rows,
+    stashed_layers,
+    vocabulary_slices,
+)
 
 ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
 NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
@@ -61,6 +67,10 @@ class Setup:
     """`train.optimizer`."""
     offload_layers: int = 0
     """Decoder layers whose packed weights wait in host memory."""
+    trains_head: bool = False
+    """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
+    trains_embedding: bool = False
+    """The same of the embedding, which is then on the device."""
 
     @property
     def tokens(self) -> int:
@@ -70,6 +80,11 @@ class Setup:
     def rank_of(self, target: str) -> int:
         """Rank of the adapters of the linears of this name."""
         return self.ranks.get(target, self.rank)
+
+    @property
+    def trained_tables(self) -> int:
+        """How many of embedding and head are trained whole."""
+        return self.trains_head + self.trains_embedding
 
     @property
     def shards(self) -> int:
@@ -116,6 +131,13 @@ def lora_parameters(shape: ModelShape, setup: Setup) -> int:
     return shape.num_layers * sum(rows * width for rows, width in tensors) // 4
 
 
+def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
+    """Elements of all adapters and of the tables that are trained whole."""
+    return (
+        lora_parameters(shape, setup) + setup.trained_tables * shape.vocab_size * shape.hidden_size
+    )
+
+
 def _adapter_tensors(shape: ModelShape, setup: Setup) -> list[Tensor]:
     """A, B and magnitudes of one decoder layer, fp32."""
     tensors: list[Tensor] = []
@@ -160,14 +182,13 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
         term: sharded_bytes(tensors, processes=p)
         for term, tensors in layer_tensors(shape, setup).items()
     }
-    table = (shape.vocab_size, shape.hidden_size * c)
-    tables = [table] if shape.tied_embeddings or setup.offload_embedding else [table, table]
     head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
     return dict(setup.fixed) | {
         "nf4_weights": (layers - setup.offload_layers) * per_layer["nf4_weights"],
         "nf4_scales": (layers - setup.offload_layers) * per_layer["nf4_scales"],
         "nf4_tables": layers * len(shape.linears) * sum(_rounded(size) for size in CODE_TABLES),
-        "embedding_and_head": sharded_bytes(tables, processes=setup.slices),
+        "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
+        "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
         "norms_and_biases": layers * per_layer["norms_and_biases"]
         + sharded_bytes([(shape.hidden_size, c)], processes=p),
         "lora_weights": layers * per_layer["lora_weights"],
@@ -177,22 +198,43 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     }
 
 
+def frozen_tables(shape: ModelShape, setup: Setup) -> int:
+    """How many of embedding and head are on the device and are not trained."""
+    tables = 1 if shape.tied_embeddings or setup.offload_embedding else 2
+    return tables - setup.trained_tables
+
+
+def table_slice(shape: ModelShape, setup: Setup, *, width: int) -> int:
+    """Bytes of a slice of embedding or head, of `width` bytes an element."""
+    table = (shape.vocab_size, shape.hidden_size * width)
+    return sharded_bytes([table], processes=setup.slices)
+
+
 def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
-    """Bytes of both moments of all adapters on the device, and of those that the driver pages to the host."""
+    """Bytes of both moments of all that is trained on the device, and of those that the driver pages to the host."""
     sizes = dict.fromkeys((False, True), 0)
-    for num_bytes, leaves in moment_tensors(shape, setup):
-        sizes[leaves] += 2 * shape.num_layers * num_bytes
+    of_layers = [(shape.num_layers * size, leaves) for size, leaves in layer_moments(shape, setup)]
+    for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)]:
+        sizes[leaves] += 2 * num_bytes
     return sizes[False], sizes[True]
 
 
-def moment_tensors(shape: ModelShape, setup: Setup) -> Iterator[tuple[int, bool]]:
-    """Yield the bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host.
+def layer_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+    """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host."""
+    return list(_moments(_adapter_tensors(shape, setup), setup, cuts=setup.shards))
 
-    Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales.
-    """
+
+def module_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+    """The same of the tables that are trained whole."""
+    table = (shape.vocab_size, 4 * shape.hidden_size)
+    return list(_moments([table] * setup.trained_tables, setup, cuts=setup.slices))
+
+
+def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[tuple[int, bool]]:
+    """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales."""
     paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
-    for rows, width in _adapter_tensors(shape, setup):
-        elements = math.ceil(rows / setup.shards) * width // 4
+    for rows, width in tensors:
+        elements = math.ceil(rows / cuts) * width // 4
         yield _rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
         if eight:
             yield _rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
@@ -375,12 +417,40 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
     """
     c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
-    hidden = {"hidden_states": (4 + 3 * c) * t * h}
+    hidden = {"hidden_states": (4 + 3 * c) * t * h} | _trained_head_terms(shape, setup)
     if setup.slices > 1:
         return hidden | _sliced_loss_terms(shape, setup)
     width = 16 if shape.logit_softcap else 12
     rows = min(t, chunk_rows(1, vocab_size=shape.vocab_size))
     return hidden | {"logits": width * rows * shape.vocab_size}
+
+
+def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Of a trained head: its copy in the compute type, the product that its gradient is made from, and a piece of that; its gradient in fp32."""
+    if not setup.trains_head:
+        return {}
+    c, columns = setup.compute_bytes, math.ceil(shape.vocab_size / setup.slices)
+    size = chunk_rows(setup.slices, vocab_size=shape.vocab_size)
+    product = c * setup.slices * min(setup.tokens, size) * columns
+    copy = table_slice(shape, setup, width=c) if c < 4 else 0
+    return {
+        "module_workspace": copy + product + gradient_piece(shape, setup),
+        "new_module_gradients": table_slice(shape, setup, width=4),
+    }
+
+
+def gradient_piece(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of what is made of a trained head's gradient at a time (`loss.TrainedHead`)."""
+    rows = min(GRADIENT_ROWS, math.ceil(shape.vocab_size / setup.slices))
+    return setup.compute_bytes * rows * shape.hidden_size
+
+
+def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent, in fp32, and without the rows of others."""
+    if setup.slices == 1:
+        return 0
+    rows = setup.slices * min(setup.tokens, exchanged_rows(setup.slices))
+    return (setup.compute_bytes + 8) * rows * shape.hidden_size
 
 
 def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:

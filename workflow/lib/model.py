@@ -184,13 +184,18 @@ def load_weights_(
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and parameter of everything that is neither adapter nor packed NF4 data."""
+    """Return name and parameter of everything that is neither adapter nor packed NF4 data, masters of trained modules too."""
     packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
     return [
         (name, param)
         for name, param in model.named_parameters()
-        if id(param) not in packed and not param.requires_grad
+        if id(param) not in packed and not is_adapter(name)
     ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to PEFT's adapter and not to the base."""
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -205,8 +210,8 @@ def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Strip PEFT's wrapper level from a name inside the Transformers model."""
-    return name.replace(".base_layer", "")
+    """Strip PEFT's wrapper levels from a name inside the Transformers model."""
+    return name.replace(".base_layer", "").replace(".original_module", "")
 
 
 def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from workflow.lib.artifacts import atomic_path
@@ -77,18 +77,28 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if bool(tensor.isfinite().all()) else math.inf
 
 
+def _holds(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a PEFT model has these tensors and no others, each as its type represents it."""
+    held: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return held.keys() == stored.keys() and all(
+        torch.equal(tensor.cpu(), stored[name].to(tensor.dtype)) for name, tensor in held.items()
+    )
+
+
 @torch.no_grad()
 def compare_logits(
-    model: Any, path: Path, *, compute_dtype: torch.dtype, device: torch.device
+    model: Any, path: Path, *, exported: Path, compute_dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Compare a stock PEFT model with the record at `path`; return the fields of `parity.json`.
 
+    exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is to hold them (whole modules in their compute type).
     `adapter_effect` is how far the adapter moves the logits: a difference far below it cannot be the base model's.
     """
     model.eval()
-    reloaded_adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
     with safe_open(path, framework="pt") as file:
-        identical = torch.equal(file.get_tensor("digest"), adapter_digest(reloaded_adapter))
+        digest = file.get_tensor("digest")
+    stored = load_file(exported)
+    identical = torch.equal(digest, adapter_digest(stored)) and _holds(model, stored)
     difference = effect = largest = 0.0
     agreeing = positions = rows = 0
     for ids, trained in _records(path):

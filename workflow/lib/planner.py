@@ -19,7 +19,9 @@ from workflow.lib.memory_terms import (
     offloaded_bytes,
 )
 from workflow.lib.shapes import ModelShape
-from workflow.lib.targets import adapter_ranks
+from workflow.lib.targets import adapter_ranks, modules_to_save
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # of all families that `shapes` knows
 
 # Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB after
 # the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL included.
@@ -194,6 +196,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
 
     Raises `UserError` if a LoRA target is no linear of the model.
     """
+    trained = modules_to_save(run.lora, embedding=EMBEDDING, head=HEAD, tied=shape.tied_embeddings)
     ranks = _largest_ranks(adapter_ranks(run.lora, linears=shape.linear_paths()))
     cuda = machine.device == "cuda"
     dtype = compute_dtype(run.model.compute_dtype, machine)
@@ -217,7 +220,11 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
-        offload_embedding=offloads_embedding(run.hardware.offload_embedding, shape, machine),
+        offload_embedding=offloads_embedding(
+            run.hardware.offload_embedding, shape, machine, trained=EMBEDDING in trained
+        ),
+        trains_head=HEAD in trained,
+        trains_embedding=EMBEDDING in trained,
         optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         fixed={"cublas_workspace": memory.CUBLAS_BYTES} if cuda else {"process": CPU_PROCESS_BYTES},
@@ -284,11 +291,22 @@ def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) ->
     return int(wanted)
 
 
-def offloads_embedding(wanted: bool | str, shape: ModelShape, machine: Machine) -> bool:
-    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs.
+def offloads_embedding(
+    wanted: bool | str, shape: ModelShape, machine: Machine, *, trained: bool
+) -> bool:
+    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs, unless the table is trained.
 
-    Raises `UserError` if that is set where it would save nothing.
+    Raises `UserError` if that is set for a table that is trained, or where it would save nothing.
     """
+    if trained and wanted is True:
+        raise setting_error(
+            "hardware.offload_embedding",
+            True,
+            "lora.modules_to_save trains the embedding, whose table is then on the devices",
+            f"Set it to auto or false, or take {EMBEDDING.rpartition('.')[2]} out of lora.modules_to_save",
+        )
+    if trained:
+        return False
     if wanted == "auto":
         return machine.device == "cuda" and machine.processes > 1
     if wanted and machine.device == "cpu":

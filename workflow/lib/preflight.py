@@ -11,7 +11,7 @@ from workflow.lib.artifacts import read_json
 from workflow.lib.config import HardwareConfig, RunConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.memory import EXPLANATIONS, GIB
-from workflow.lib.memory_terms import Setup, lora_parameters, offload_window
+from workflow.lib.memory_terms import Setup, offload_window, trainable_parameters
 from workflow.lib.planner import (
     Budget,
     Machine,
@@ -256,7 +256,7 @@ def document(
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,
             "quantized_parameters": shape.quantized_weights,
-            "trainable_parameters": lora_parameters(shape, setup),
+            "trainable_parameters": trainable_parameters(shape, setup),
         },
     }
 

@@ -54,6 +54,8 @@ class AdapterSettings(Record, extra="allow"):
     """Section `lora` as it was trained; `r` is the rank."""
 
     r: int
+    modules_to_save: tuple[str, ...] = ()
+    """Written only where there are some."""
 
 
 class TrainedSettings(Record):

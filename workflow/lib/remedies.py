@@ -30,6 +30,7 @@ NEAREST = (
     "lora.r",
     "data.seq_len",
     "lora.use_dora",
+    "lora.modules_to_save",
 )
 
 
@@ -113,7 +114,11 @@ def _options(
 
 
 def _switches(setup: Setup, machine: Machine, *, tied: bool) -> Iterator[Option]:
-    if machine.device == "cuda" and not setup.offload_embedding and not tied:
+    if setup.trained_tables:
+        frozen = replace(setup, trains_head=False, trains_embedding=False)
+        yield "lora.modules_to_save = []", frozen
+    movable = not (setup.offload_embedding or setup.trains_embedding or tied)
+    if machine.device == "cuda" and movable:
         yield "hardware.offload_embedding = true", replace(setup, offload_embedding=True)
     if setup.optimizer == "adamw":
         yield "train.optimizer = adamw_8bit", replace(setup, optimizer="adamw_8bit")

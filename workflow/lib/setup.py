@@ -106,6 +106,7 @@ def build_training_model(
     if config.train.fused_layers:
         fuse_layers_(model)
     if plan["offload_embedding"]:
+        assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
     if plan["activation_checkpointing"]:
         checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))

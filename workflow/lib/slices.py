@@ -5,6 +5,7 @@ import math
 CHUNK_ROWS = 1024  # rows that travel, and whose logits exist, at a time
 CHUNK_LOGITS = 2**26  # at most: 256 MiB in fp32, of which there are two or three copies
 FEWEST_ROWS = 128  # of one process in a chunk: with fewer the network's latency would count
+GRADIENT_ROWS = 8192  # of a trained head: so much of its gradient is made in the compute type before it is added in fp32
 # What travels grows with the number of slices, what is stored shrinks with it. A head in 8 slices is small already.
 ENOUGH_SLICES = 8
 

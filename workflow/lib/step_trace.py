@@ -12,11 +12,15 @@ from workflow.lib.linear_trace import WORK, Backward
 from workflow.lib.memory_terms import (
     CODE_TABLES,
     Setup,
+    frozen_tables,
+    gradient_piece,
+    layer_moments,
     layer_tensors,
     layers_of_stash,
-    moment_tensors,
+    module_moments,
     offload_window,
     sharded_bytes,
+    table_slice,
 )
 from workflow.lib.shapes import ModelShape
 from workflow.lib.sharding_trace import PACKED, FetchedLayers, ShardedLayers
@@ -51,18 +55,20 @@ class _Run:
         self._fetched = FetchedLayers(tape, shape, setup)
         self._layer = LayerTrace(tape, shape, setup, tokens=setup.tokens)
         self._hidden = setup.compute_bytes * setup.tokens * shape.hidden_size
+        self._master = table_slice(shape, setup, width=4)  # of a trained table; its gradient too
         self._workspaces = 0
         self._inputs: list[int] = []
         self._looked_up: list[int] = []
+        self._module_gradients: dict[str, int] = {}
 
     def load(self) -> None:
         """Parameters and buffers, as `materialize_` makes them."""
         tape, shape, setup = self._tape, self._shape, self._setup
         tape.phase(LOAD)
-        table = (shape.vocab_size, shape.hidden_size * setup.compute_bytes)
-        tables = 1 if shape.tied_embeddings or setup.offload_embedding else 2
-        for _ in range(tables):
-            tape.new(sharded_bytes([table], processes=setup.slices), "embedding_and_head")
+        for _ in range(frozen_tables(shape, setup)):
+            tape.new(table_slice(shape, setup, width=setup.compute_bytes), "embedding_and_head")
+        for _ in range(setup.trained_tables):
+            tape.new(self._master, "module_weights")
         groups = layer_tensors(shape, setup)
         on_host = set(spread(setup.offload_layers, shape.num_layers))
         for number in range(shape.num_layers):
@@ -125,15 +131,18 @@ class _Run:
             self._layers.after_backward(number, self._taken_gradients())
         self._layers.end_backward()
         tape.free(*unexplained)
-        tape.free(*tables)
-        if grad >= 0:
+        if self._setup.trains_embedding:
+            self._embedding_backward(grad)
+        elif grad >= 0:
             tape.free(grad)
+        tape.free(*tables)
 
     def make_optimizer(self) -> None:
         """AdamW makes its moments at once."""
         self._tape.phase(LOAD)
-        tensors = list(moment_tensors(self._shape, self._setup))
-        for num_bytes, leaves in tensors * (2 * self._shape.num_layers):
+        of_layer = layer_moments(self._shape, self._setup)
+        tensors = of_layer * self._shape.num_layers + module_moments(self._shape, self._setup)
+        for num_bytes, leaves in tensors * 2:
             if not leaves:
                 self._tape.new(num_bytes, "adam_moments")
 
@@ -141,7 +150,8 @@ class _Run:
         """Gradients and the batch are let go."""
         self._tape.phase("optimizer_step")
         self._layers.drop_gradients()
-        self._tape.free(*self._inputs)
+        self._tape.free(*self._inputs, *self._module_gradients.values())
+        self._module_gradients = {}
         self._inputs = []
 
     def _keeper(self) -> Keeper:
@@ -179,7 +189,7 @@ class _Run:
     def _embedded(self) -> int:
         """Rows of the embedding: of the batch, exchanged, or looked up at once; the family's own embedding runs on them."""
         tape, setup = self._tape, self._setup
-        if setup.shards == 1 and not setup.offload_embedding:
+        if setup.shards == 1 and not setup.offload_embedding and not setup.trains_embedding:
             return tape.new(self._hidden, "hidden_states")
         whole = []
         if not setup.offload_embedding:
@@ -194,19 +204,50 @@ class _Run:
 
     def _exchanged_rows(self) -> list[int]:
         tape, row = self._tape, self._setup.compute_bytes * self._shape.hidden_size
+        if self._setup.slices == 1:  # of a trained table, in fp32
+            return [tape.new(4 * self._setup.tokens * self._shape.hidden_size, "hidden_states")]
         rows = []
         for count in _chunks(self._setup.tokens, exchanged_rows(self._setup.slices)):
             everyone = tape.new(self._setup.slices * count * row, "gathered_rows")
+            if self._setup.trains_embedding:
+                tape.moment(self._setup.slices * count * 4 * self._shape.hidden_size, "gathered_rows")  # fmt: skip
             rows.append(tape.new(count * row, "hidden_states"))
             tape.free(everyone)
         return rows
+
+    def _embedding_backward(self, grad: int) -> None:
+        """Of the family's embedding, then of the rows that it was given; lets go of `grad`."""
+        tape, setup, h = self._tape, self._setup, self._shape.hidden_size
+        rows = tape.new(self._hidden, "hidden_states")
+        tape.free(grad)
+        if setup.slices == 1:
+            wide = tape.new(4 * setup.tokens * h, "hidden_states")
+            tape.free(rows)
+            table = tape.new(self._master, "module_gradients")
+            tape.free(wide)
+        else:
+            table = tape.new(self._master, "module_gradients")
+            for count in _chunks(setup.tokens, exchanged_rows(setup.slices)):
+                elements = setup.slices * count * h
+                sizes = (setup.compute_bytes * elements, 4 * elements, 4 * elements)
+                travelling = [tape.new(size, "gathered_rows") for size in sizes]
+                tape.free(*travelling)
+            tape.free(rows)
+        self._add_gradient("embedding", table)
+
+    def _add_gradient(self, module: str, gradient: int) -> None:
+        """Take a micro-batch's gradient of a module, or add it to the one of earlier micro-batches."""
+        if module in self._module_gradients:
+            self._tape.free(gradient)
+        else:
+            self._module_gradients[module] = gradient
 
     def _forward_layer(self, number: int, x: int, keep: Keeper) -> tuple[int, Backward]:
         """A layer's forward, which lets go of its input, and its backward; with recomputation it keeps the input alone."""
         layers, layer = self._layers, self._layer
         layers.before_forward(number)
         self._fetched.enter(number, following=number + 1)
-        wants_x = number > 0  # the embedding is frozen
+        wants_x = number > 0 or self._setup.trains_embedding
         if isinstance(keep, Dropped) or not self._setup.recomputes(number):
             y, backward = layer.layer(x, keep, wants_x=wants_x)
             layers.after_forward(number)
@@ -239,16 +280,19 @@ class _Run:
         chosen = tape.new(self._hidden, "hidden_states")
         grad_chosen = tape.new(self._hidden, "hidden_states")
         chunk = self._sliced_chunk if self._setup.slices > 1 else self._chunk
+        trained = self._begin_head_gradient(keep)
         grads: list[int] = []  # of the chunk before, which is held until the next one's is there
         size = chunk_rows(self._setup.slices, vocab_size=self._shape.vocab_size)
         for rows in _chunks(self._setup.tokens, size):
             grads.append(chunk(rows))
             tape.free(*grads[:-1])
             del grads[:-1]
-        tape.free(hidden, chosen, *grads, *self._looked_up)
+        tape.free(hidden, chosen, *grads, *self._looked_up, *trained[1:])
         self._looked_up = []
 
         def backward(_: int) -> int:
+            if trained:
+                self._add_gradient("head", trained[0])
             grad = tape.new(self._hidden, "hidden_states")
             tape.free(grad_chosen)
             return norm_backward(grad)
@@ -257,13 +301,22 @@ class _Run:
             tape.free(grad_chosen)
         return backward
 
+    def _begin_head_gradient(self, keep: Keeper) -> list[int]:
+        """`loss.TrainedHead`: the gradient, and the copy in the compute type; nothing of a frozen head, or where no gradient is made."""
+        if not self._setup.trains_head or isinstance(keep, Dropped):
+            return []
+        c = self._setup.compute_bytes
+        copy = [table_slice(self._shape, self._setup, width=c)] if c < 4 else []
+        copies = [self._tape.new(size, "module_workspace") for size in copy]
+        return [self._tape.new(self._master, "module_gradients"), *copies]
+
     def _chunk(self, rows: int) -> int:
         """`loss._chunk`: log-softmax and its gradient, in fp32; returns the gradient of the rows."""
         tape, c = self._tape, self._setup.compute_bytes
         wide, low = 4 * rows * self._shape.vocab_size, c * rows * self._shape.vocab_size
         product = tape.new(low, "logits")
         logits = tape.new(wide, "logits")
-        tape.free(product)
+        kept = self._kept_product(product)
         cap = [tape.new(wide, "logits")] if self._shape.logit_softcap else []
         log_softmax = tape.new(wide, "logits")
         tape.free(logits)
@@ -272,9 +325,21 @@ class _Run:
         tape.free(slope, log_softmax)
         of_product = tape.new(low, "logits")
         tape.free(of_logits, *cap)
+        self._add_piece()
         grad = tape.new(c * rows * self._shape.hidden_size, "hidden_states")
-        tape.free(of_product)
+        tape.free(of_product, *kept)
         return grad
+
+    def _kept_product(self, product: int) -> list[int]:
+        """The head's product, which the gradient of a trained head is made from; of a frozen one it is let go."""
+        if self._setup.trains_head:
+            return [product]
+        self._tape.free(product)
+        return []
+
+    def _add_piece(self) -> None:
+        if self._setup.trains_head:
+            self._tape.moment(gradient_piece(self._shape, self._setup), "module_workspace")
 
     def _sliced_chunk(self, rows: int) -> int:
         """`vocabulary._chunk`: the rows of all slices, and this slice's logits, which become probabilities in place."""
@@ -284,17 +349,18 @@ class _Run:
         states = tape.new(c * everyone * h, "gathered_rows")
         product = tape.new(c * everyone * columns, "logits")
         logits = tape.new(4 * everyone * columns, "logits")
-        tape.free(product)
+        kept = self._kept_product(product)
         cap = [tape.new(4 * everyone * columns, "logits")] if self._shape.logit_softcap else []
         tape.moment(4 * everyone * columns, "logits")
         of_product = tape.new(c * everyone * columns, "logits")
         tape.free(*cap)
+        self._add_piece()
         low = tape.new(c * everyone * h, "gathered_rows")
         tape.free(of_product)
         grad = tape.new(4 * everyone * h, "gathered_rows")
         tape.free(low)
         own = tape.new(4 * rows * h, "gathered_rows")
-        tape.free(states, logits, grad)
+        tape.free(states, logits, grad, *kept)
         return own
 
 

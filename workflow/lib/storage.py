@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workflow.lib.memory_terms import MOMENT_BLOCK_SIZE, Setup, layer_tensors, lora_parameters
+from workflow.lib.memory_terms import MOMENT_BLOCK_SIZE, Setup, layer_tensors, trainable_parameters
 from workflow.lib.shapes import ModelShape
 
 
@@ -18,14 +18,14 @@ def disk_bytes(
     """Return the bytes of every artifact of a run (headers and JSON are not counted).
 
     Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
-    is the fp32 adapter and both moments (in fp32, or 8 bits with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
+    is the fp32 adapter with modules that are trained whole, and both moments (in fp32, or 8 bits with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
     are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
     tensors = layer_tensors(shape, setup)
     quantized = sum(
         rows * width for term in ("nf4_weights", "nf4_scales") for rows, width in tensors[term]
     )
-    adapter = 4 * lora_parameters(shape, setup)
+    adapter = 4 * trainable_parameters(shape, setup)
     eight = setup.optimizer.endswith("8bit")
     moments = adapter // 2 + 2 * adapter // MOMENT_BLOCK_SIZE if eight else 2 * adapter
     heldout = manifest["splits"]["heldout"]

@@ -37,6 +37,34 @@ def adapter_scale(lora: Mapping[str, object], path: str) -> float:
     return alpha / (rank**0.5 if lora["use_rslora"] else rank)
 
 
+def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool) -> set[str]:
+    """Return the paths of those of a model's `embedding` and `head` that are trained whole.
+
+    embedding, head: paths as `model.embed_tokens`; tied: whether they share one table. Raises `UserError` for another
+    module, or for a tied table, of which PEFT would export a copy for each name.
+    """
+    offered = [path.rpartition(".")[2] for path in (head, embedding)]
+    chosen = set()
+    for name in lora.modules_to_save:
+        found = [path for path in (embedding, head) if _is_target((name,), path)]
+        if not found:
+            raise setting_error(
+                "lora.modules_to_save",
+                name,
+                f"only the output head and the input embedding can be trained whole; in this model they are {' and '.join(offered)}",
+                f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by lora.target_modules",
+            )
+        chosen |= {*found}
+    if chosen and tied:
+        raise setting_error(
+            "lora.modules_to_save",
+            list(lora.modules_to_save),
+            "this model ties its output head to its input embedding: PEFT would train and export two tables that drift apart",
+            "Remove it, or choose a model.source with a head of its own",
+        )
+    return chosen
+
+
 def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:
     if targets == "all-linear":
         return True

@@ -1,10 +1,9 @@
 """Settings of the base model, its quantization, the adapter, the optimization and the hardware."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from workflow.lib.section import Name, Section, Share
 
@@ -66,17 +65,8 @@ class LoraSettings(Section):
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
     """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353). Slower, and takes more memory."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adapters_alone(cls, document: Any) -> Any:
-        """Refuse PEFT's setting of modules that are trained whole, which would else be an unknown key like any other."""
-        if isinstance(document, Mapping) and "modules_to_save" in document:
-            raise ValueError(
-                "modules_to_save is not supported: adapters alone are trained, and embedding, head and norms stay as they are "
-                "(the processes share slices of the former two). Remove it, and name linear layers in target_modules"
-            )
-        return document
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapter and exported with it, by the names that PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both; of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs."""
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
@@ -90,6 +80,22 @@ class LoraSettings(Section):
                 if isinstance(expression, str):
                     _check_expression(key, expression)
         return self
+
+    @model_validator(mode="after")
+    def _modules_have_names(self) -> "LoraSettings":
+        if not all(self.modules_to_save):
+            raise ValueError(
+                "modules_to_save has an empty name: name lm_head, embed_tokens or both, or leave the list empty"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `modules_to_save` where there are none: runs that were made before it existed stay the same runs."""
+        document: dict[str, Any] = serialize(self)
+        if not document.get("modules_to_save"):
+            document.pop("modules_to_save", None)
+        return document
 
 
 class TrainConfig(Section):

@@ -35,6 +35,7 @@ from workflow.lib.optimizers import ShardwiseAdam
 from workflow.lib.parallel import World
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.tokens import TokenStore
+from workflow.lib.unfrozen import sum_copies_
 
 logger = logging.getLogger("workflow")
 
@@ -197,6 +198,7 @@ def optimizer_step(
         seed_dropout(seed, step=step, rank=world.rank)
         factor = 1.0 if scale is None else scale.factor
         total = backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
+        sum_copies_(training)
         if scale is not None:
             scale.unscale_(training)
         total_norm = clip_gradients(optimizer, max_norm=max_norm)
@@ -248,12 +250,26 @@ def _part(
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
     """Scale the gradients so that their global norm is at most `max_norm` (None: leave them); return the norm before. Collective."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    groups = _by_mesh(params)
+    norms = [_total_norm(group) for group in groups]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
-        clip_grads_with_norm_(params, max_norm, norm)
+        for group in groups:
+            clip_grads_with_norm_(group, max_norm, norm)
     return norm
+
+
+def _by_mesh(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters that are cut over the same processes together: of others torch takes no common norm."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return list(groups.values())
+
+
+def _total_norm(params: list[nn.Parameter]) -> torch.Tensor:
+    norm = get_total_norm([p.grad for p in params if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:

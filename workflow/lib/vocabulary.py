@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from workflow.lib.loss import CausalLMForTraining, LinearCrossEntropy, OutputHead
+from workflow.lib.loss import CausalLMForTraining, LinearCrossEntropy, OutputHead, TrainedHead
 from workflow.lib.model import local, local_range
 from workflow.lib.slices import chunk_rows, exchanged_rows, vocabulary_slices
+from workflow.lib.unfrozen import trained_parts
 
 # Named anew in torch 2.13; the old names warn there.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,7 +45,7 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
     shared = SlicedHead(weight, bias, group)
     model.set_output_embeddings(shared)
     training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
-    training.rows_of = ExchangedRows(embedding, group)
+    training.rows_of = ExchangedRows(embedding, group, model.config.dtype)
     return {p for p in (embedding.weight, weight, bias) if p is not None}
 
 
@@ -61,7 +62,7 @@ def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a frozen meta-device table as a parameter of which this process holds rows, cut as FSDP2 cuts."""
+    """Return a meta-device table as a parameter of which this process holds rows, cut as FSDP2 cuts."""
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     whole = DTensor.from_local(
         table.detach()[:0], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
@@ -70,7 +71,7 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     mine = DTensor.from_local(
         table.detach()[start:stop], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
     )  # fmt: skip
-    return nn.Parameter(mine, requires_grad=False)
+    return nn.Parameter(mine, requires_grad=table.requires_grad)
 
 
 class SlicedHead(nn.Module):
@@ -85,8 +86,8 @@ class SlicedHead(nn.Module):
 
     def slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this process's part (rows, slice) of the logits of hidden states (rows, hidden)."""
-        bias = None if self.bias is None else local(self.bias)
-        return nn.functional.linear(hidden, local(self.weight), bias)
+        bias = None if self.bias is None else local(self.bias).to(hidden.dtype)
+        return nn.functional.linear(hidden, local(self.weight).to(hidden.dtype), bias)
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,9 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         """
         if targets is None:
             return self.head.logits(hidden)
-        loss: torch.Tensor = _SlicedLoss.apply(hidden, targets, self.head, self._group)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, self.head, self._group, *trained_parts(self.head.module)
+        )
         return loss
 
 
@@ -130,8 +133,10 @@ class _SlicedLoss(torch.autograd.Function):
         targets: torch.Tensor,
         head: OutputHead,
         group: dist.ProcessGroup,
+        *masters: torch.Tensor,
     ) -> torch.Tensor:
         wants_grad = ctx.needs_input_grad[0]
+        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         most = agreed_most(len(targets))
@@ -140,18 +145,19 @@ class _SlicedLoss(torch.autograd.Function):
             rows = slice(start, min(start + size, most))
             count = rows.stop - start
             given = _padded(hidden[rows], count, fill=0), _padded(targets[rows], count, fill=NOBODY)
-            loss, chunk_grad = _chunk(*given, head, group, wants_grad=wants_grad)
+            loss, chunk_grad = _chunk(*given, head, group, trained=trained, wants_grad=wants_grad)
             total += loss
             if grad is not None:
                 assert chunk_grad is not None
                 grad[rows] = chunk_grad[: len(grad[rows])]
-        ctx.grad = grad
+        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
-        return grad.mul_(grads[0]), None, None, None
+        of_head, ctx.of_head = ctx.of_head, []
+        return grad.mul_(grads[0]), None, None, None, *(x.mul_(grads[0]) for x in of_head)
 
 
 def _chunk(
@@ -160,14 +166,23 @@ def _chunk(
     head: OutputHead,
     group: dist.ProcessGroup,
     *,
+    trained: TrainedHead | None,
     wants_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed loss of this process's rows, and their gradient. All processes give equally many rows."""
+    """Return the summed loss of this process's rows, and their gradient; add that of the head to `trained`.
+
+    All processes give equally many rows.
+    """
     assert isinstance(head.module, SlicedHead)
     everyone = _gathered(targets, group)
+    states = _gathered(hidden.detach(), group)
     with torch.set_grad_enabled(wants_grad):
-        leaf = _gathered(hidden.detach(), group).requires_grad_(wants_grad)
-        logits = head.finished(head.module.slice_logits(leaf))
+        if trained is None:
+            leaf = states.requires_grad_(wants_grad)
+            logits = head.finished(head.module.slice_logits(leaf))
+        else:
+            leaf = trained.product(states)
+            logits = head.finished(leaf)
     places = _Places(everyone, local_range(head.module.weight))
     log_sums, chosen = _over_slices(logits.detach(), places, group)
     losses = (log_sums - chosen).masked_fill(everyone == NOBODY, 0.0)
@@ -177,7 +192,10 @@ def _chunk(
     slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
     places.subtract_one_(slope)
     slope.masked_fill_((everyone == NOBODY)[:, None], 0.0)
-    part = torch.autograd.grad(logits, leaf, slope)[0].float()  # of this slice; added up in fp32
+    part = torch.autograd.grad(logits, leaf, slope)[0]
+    if trained is not None:
+        part = trained.backward(states, part)
+    part = part.float()  # of this slice; added up in fp32
     own = torch.empty_like(part[: len(targets)])
     REDUCE_SCATTER(own, part, group=group)
     return loss, own
@@ -215,31 +233,101 @@ def _over_slices(
 
 
 class ExchangedRows:
-    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each adds the rows that it has."""
+    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each adds the rows that it has.
 
-    def __init__(self, embedding: nn.Module, group: dist.ProcessGroup) -> None:
-        self._embedding, self._group = embedding, group
+    Of a trained table backward sends the rows' gradients the same way, and the owners of the rows add them up in fp32.
+    """
 
-    @torch.no_grad()
+    def __init__(self, embedding: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        """dtype: of the rows."""
+        self._embedding, self._group, self._dtype = embedding, group, dtype
+        self._padding = getattr(embedding, "padding_idx", None)
+
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective."""
-        chunks = torch.split(ids, exchanged_rows(self._group.size()))
-        return torch.cat([self._looked_up(chunk) for chunk in chunks])
-
-    def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and so is the backward of trained ones."""
         table = self._embedding.weight
         assert isinstance(table, DTensor)
-        start, stop = local_range(table)
+        if table.requires_grad:
+            rows: torch.Tensor = _TrainedRows.apply(table.to_local(), ids, self, local_range(table))  # type: ignore[no-untyped-call]
+            return rows
+        return self.looked_up(local(table), ids, local_range(table))
+
+    @torch.no_grad()
+    def looked_up(
+        self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the rows of ids, of which this process has those of `ranges` in `table`. Collective."""
+        return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(rows, exchanged_rows(self._group.size()))
+
+    def _chunk(
+        self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        start, stop = ranges
         everyone = _gathered(ids, self._group)
-        rows = local(table).new_zeros(len(everyone), table.shape[1])
+        rows = table.new_zeros(len(everyone), table.shape[1])
         if start < stop:
-            absent = (everyone < start) | (everyone >= stop)
-            places = (everyone - start).clamp(0, stop - start - 1)
-            torch.index_select(local(table), 0, places, out=rows)
+            absent, places = _located(everyone, ranges)
+            torch.index_select(table, 0, places, out=rows)
             rows.masked_fill_(absent[:, None], 0.0)
+        rows = rows.to(self._dtype)
         own = torch.empty_like(rows[: len(ids)])
         REDUCE_SCATTER(own, rows, group=self._group)  # exact: all but one are 0
         return own
+
+    def gradient(
+        self, grad: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the gradient (stop - start, hidden) fp32 of this process's rows of the table. Collective.
+
+        grad: (n, hidden), of this process's rows of ids (n,).
+        """
+        start, stop = ranges
+        total = grad.new_zeros(stop - start, grad.shape[1], dtype=torch.float32)
+        for some, own in zip(self._split(ids), self._split(grad), strict=True):
+            everyone, rows = _gathered(some, self._group), _gathered(own.contiguous(), self._group)
+            if start == stop:
+                continue
+            absent, places = _located(everyone, ranges)
+            if self._padding is not None:  # torch gives its row no gradient
+                absent |= everyone == self._padding
+            _add_rows_(total, places, rows.float().masked_fill_(absent[:, None], 0.0))
+        return total
+
+
+class _TrainedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: torch.Tensor,
+        ids: torch.Tensor,
+        exchange: ExchangedRows,
+        ranges: tuple[int, int],
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.ids, ctx.ranges = exchange, ids, ranges
+        return exchange.looked_up(table, ids, ranges)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.exchange.gradient(grads[0], ctx.ids, ctx.ranges), None, None, None
+
+
+def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which ids (n,) lie outside of the rows `ranges`, and the place of each among them (any, if outside)."""
+    start, stop = ranges
+    return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
+
+
+def _add_rows_(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each row at its place, duplicates in the same order every time."""
+    if total.is_cuda:
+        total.index_put_(
+            (places,), rows, accumulate=True
+        )  # sorts first; index_add_ is atomic there
+    else:
+        total.index_add_(0, places, rows)  # one after the other; index_put_ is atomic there
 
 
 def agreed_most(count: int) -> int:

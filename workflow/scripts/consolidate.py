@@ -17,6 +17,7 @@ from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.export import merged_tensors, read_sharded_adapter, save_adapter, write_merged
 from workflow.lib.inference import (
+    ADAPTER_WEIGHTS,
     choose_device,
     load_adapter,
     load_base,
@@ -67,8 +68,9 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[st
     )
     model = load_adapter(base, adapter)
     parity = compare_logits(
-        model, args.finetune / "parity.safetensors", compute_dtype=dtype, device=model.device
-    )
+        model, args.finetune / "parity.safetensors",
+        exported=adapter / ADAPTER_WEIGHTS, compute_dtype=dtype, device=model.device,
+    )  # fmt: skip
     if not parity["passed"]:
         values = "its values are the same" if parity["identical_values"] else "its values differ"
         raise UserError(
