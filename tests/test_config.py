@@ -29,7 +29,7 @@ def message(document: Mapping[str, Any]) -> list[str]:
     with pytest.raises(UserError) as refusal:
         load_config(document)
     headline, *lines = str(refusal.value).splitlines()
-    assert headline == "config.yaml is not valid:"
+    assert headline == "the settings are not valid:"
     return [line.strip() for line in lines]
 
 

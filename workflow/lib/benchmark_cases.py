@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from workflow.lib.artifacts import read_json, short_hash
 from workflow.lib.benchmark_config import BenchmarkConfig
 from workflow.lib.catalog import known_config, nearest_models
-from workflow.lib.config import RunConfig, load_config, merge
+from workflow.lib.config import NOT_VALID, RunConfig, load_config, merge
 from workflow.lib.config_errors import explain
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.section import Section
@@ -203,7 +203,7 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
     try:
         return load_config(merge(document, request.settings) | {"runs": {"case": {}}})[1]["case"]
     except UserError as error:
-        reason = str(error).removeprefix("config.yaml is not valid:").strip()
+        reason = str(error).removeprefix(NOT_VALID).strip()
         raise UserError(f"case {request.name}: {reason}") from None
 
 

@@ -36,6 +36,8 @@ __all__ = [
 ]  # fmt: skip
 
 SectionT = TypeVar("SectionT", bound=Section)
+# Of all files and options together: which of them a setting stands in, only Snakemake knows.
+NOT_VALID = "the settings are not valid:"
 
 
 class RunConfig(Section):
@@ -110,7 +112,7 @@ def _validate(model: type[SectionT], document: Mapping[str, Any], *, prefix: str
         return model.model_validate(dict(document))
     except ValidationError as error:
         lines = [prefix + line for line in explain(model, document, error)]
-        raise UserError("config.yaml is not valid:\n  " + "\n  ".join(lines)) from None
+        raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines)) from None
 
 
 def json_schema() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 
 from workflow.lib.catalog import known_config, nearest_models
-from workflow.lib.config import RunConfig, load_config
+from workflow.lib.config import NOT_VALID, RunConfig, load_config
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.hub import Source
 from workflow.lib.hub_errors import explained_errors
@@ -90,7 +90,7 @@ def settings_of(
     try:
         return load_config(document)[1][NAME]
     except UserError as error:  # there is no file that could be changed
-        reason = str(error).removeprefix("config.yaml is not valid:").strip()
+        reason = str(error).removeprefix(NOT_VALID).strip()
         raise UserError(reason.replace(" Change it in config.yaml.", "")) from None
 
 
