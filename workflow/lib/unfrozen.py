@@ -46,7 +46,7 @@ class MasterRows:
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
 
-    Raises `UserError` if one is neither head nor embedding, the two share a table, or the embedding is of a kind that is not known.
+    Raises `UserError` if one is neither head nor embedding, the two share a table, or PEFT would find another module by the name.
     """
     if not settings.modules_to_save:
         return
