@@ -264,3 +264,15 @@ def test_model_larger_than_the_first_gpu_goes_on_to_the_second(folder, monkeypat
     with torch.no_grad():
         # the same kernels on two equal GPUs, but PEFT may move the adapter's sums to another stream
         torch.testing.assert_close(both(IDS.cuda()).logits, one(IDS.cuda()).logits)
+
+
+@pytest.mark.parametrize("part", ["base", "adapter"])
+def test_file_that_was_cut_is_named_with_what_mends_it(folder, tmp_path, part):
+    cut = tmp_path / part
+    shutil.copytree(folder / part, cut)
+    (file,) = cut.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError) as caught:
+        load_adapter(load(cut if part == "base" else folder / "base"), cut)
+    assert str(caught.value).startswith(f"{file} is not a whole safetensors file (")
+    assert str(caught.value).endswith(f"Delete the folder {cut}; it is made again.")

@@ -27,6 +27,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from workflow.lib.artifacts import read_json
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.gpus import automatic_dtype, dtype_lack
+from workflow.lib.weights import check_whole, open_whole
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 FLASH_AVAILABLE = {
@@ -119,6 +120,7 @@ def load_base(
     """
     if not (base_dir / "config.json").is_file():
         raise UserError(f"{base_dir} holds no model (config.json is not there).")
+    check_whole(base_dir)
     model, report = _from_pretrained(
         base_dir,
         device_map="sequential" if device == torch.device("cuda") else {"": device},
@@ -190,6 +192,7 @@ def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (adapter_dir / name).is_file():
             raise UserError(f"{adapter_dir} holds no exported adapter ({name} is not there).")
+    open_whole(adapter_dir / ADAPTER_WEIGHTS, made_here=True)
     try:
         tuned: PeftModel = PeftModel.from_pretrained(
             model, str(adapter_dir), is_trainable=False, torch_device=model.device.type

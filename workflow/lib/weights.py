@@ -38,7 +38,7 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
             f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
             "(model.source); other formats can be converted with save_pretrained of Transformers."
         )
-    with _open(folder / single) as file:
+    with open_whole(folder / single) as file:
         return dict.fromkeys(file.keys(), single)
 
 
@@ -53,11 +53,21 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open(path: Path) -> Any:
+def check_whole(folder: Path) -> None:
+    """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or longer than its header says."""
+    for name in sorted({*shard_of_tensor(folder).values()}):
+        open_whole(folder / name, made_here=True)
+
+
+def open_whole(path: Path, *, made_here: bool = False) -> Any:
+    """Return an open safetensors file; raises `UserError` if it is shorter or longer than its header says.
+
+    made_here: a stage has made it, as it has a folder with `quantization.json`.
+    """
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        made_here = (path.parent / QUANTIZATION).is_file()
+        made_here = made_here or (path.parent / QUANTIZATION).is_file()
         change = f"Delete the folder {path.parent}; it is made again" if made_here else "Download it again"  # fmt: skip
         raise UserError(f"{path} is not a whole safetensors file ({error}). {change}.") from None
 
@@ -119,7 +129,7 @@ class CheckpointReader:
 
     def _open_whole(self, shard: str) -> Any:
         """Open a shard, after a look whether it holds what the index says."""
-        file = _open(self._folder / shard)
+        file = open_whole(self._folder / shard)
         promised = {name for name, holder in self._shards.items() if holder == shard}
         absent = promised.difference(file.keys())
         if absent:
