@@ -18,6 +18,7 @@ from workflow.lib.inference import (
     resolve_attention,
     resolve_dtype,
 )
+from workflow.lib.sharded import load_sharded_adapter
 
 CPU = torch.device("cpu")
 IDS = torch.randint(6, VOCAB_SIZE, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -266,13 +267,25 @@ def test_model_larger_than_the_first_gpu_goes_on_to_the_second(folder, monkeypat
         torch.testing.assert_close(both(IDS.cuda()).logits, one(IDS.cuda()).logits)
 
 
+def load_whole(base, adapter):
+    return load_adapter(load(base), adapter)
+
+
+def load_slices(base, adapter):
+    """Ask for them; files are looked at before any process is."""
+    build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+    return load_sharded_adapter(base, adapter, world=None, **build)
+
+
+@pytest.mark.parametrize("load_tuned", [load_whole, load_slices])
 @pytest.mark.parametrize("part", ["base", "adapter"])
-def test_file_that_was_cut_is_named_with_what_mends_it(folder, tmp_path, part):
+def test_file_that_was_cut_is_named_with_what_mends_it(folder, tmp_path, part, load_tuned):
     cut = tmp_path / part
     shutil.copytree(folder / part, cut)
     (file,) = cut.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
+    base, adapter = (cut if part == name else folder / name for name in ("base", "adapter"))
     with pytest.raises(UserError) as caught:
-        load_adapter(load(cut if part == "base" else folder / "base"), cut)
+        load_tuned(base, adapter)
     assert str(caught.value).startswith(f"{file} is not a whole safetensors file (")
     assert str(caught.value).endswith(f"Delete the folder {cut}; it is made again.")

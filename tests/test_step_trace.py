@@ -57,10 +57,14 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("traced")
+    return made(tmp_path_factory.mktemp("traced"), vocab_size=101)
+
+
+def made(folder: Path, *, vocab_size: int) -> tuple[Path, Path]:
+    """Return a model and its NF4 base."""
     source = tiny_llama(
         folder / "original", hidden_size=128, intermediate_size=384, num_attention_heads=4,
-        num_key_value_heads=1, vocab_size=101,
+        num_key_value_heads=1, vocab_size=vocab_size,
     )  # fmt: skip
     return source, quantized(source, folder / "nf4")
 
@@ -74,12 +78,7 @@ def random_batch() -> MicroBatch:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A vocabulary that outgrows all else."""
-    folder = tmp_path_factory.mktemp("wide")
-    source = tiny_llama(
-        folder / "original", hidden_size=128, intermediate_size=384, num_attention_heads=4,
-        num_key_value_heads=1, vocab_size=9001,
-    )  # fmt: skip
-    return source, quantized(source, folder / "nf4")
+    return made(tmp_path_factory.mktemp("wide"), vocab_size=9001)
 
 
 def recorded(

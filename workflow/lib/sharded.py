@@ -24,7 +24,7 @@ from workflow.lib.model import (
     materialize_,
 )
 from workflow.lib.parallel import World, shard_for_inference_
-from workflow.lib.weights import CheckpointReader
+from workflow.lib.weights import CheckpointReader, check_whole
 
 
 def load_sharded_base(
@@ -34,6 +34,7 @@ def load_sharded_base(
 
     Raises `UserError` if the folder does not hold every tensor of the model.
     """
+    check_whole(folder)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
     shard_for_inference_(model, world.mesh)
     materialize_(model, transformers_model=model, device=world.device)
@@ -50,6 +51,8 @@ def load_sharded_adapter(
     PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`), which has the adapter.
     Raises `UserError` also if adapter and model do not fit tensor by tensor.
     """
+    check_whole(folder)
+    check_whole(adapter, single=ADAPTER_WEIGHTS)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
     config = LoraConfig.from_pretrained(str(adapter))
     config.inference_mode = False  # no gradient is ever asked for, but it tells adapter from base

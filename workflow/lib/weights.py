@@ -53,11 +53,11 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def check_whole(folder: Path) -> None:
+def check_whole(folder: Path, *, single: str = SINGLE) -> None:
     """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or longer than its header says."""
     for path in sorted(folder.glob("*.safetensors")):
         open_whole(path, made_here=True)
-    shard_of_tensor(folder)
+    shard_of_tensor(folder, single=single)
 
 
 def open_whole(path: Path, *, made_here: bool = False) -> Any:
