@@ -1,6 +1,7 @@
 """Near-duplicates of splits on disk: the same are found however few keys are in memory at a time."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ def split_of(folder: Path, name: str, documents: list[npt.NDArray[np.uint32]]) -
     for first in range(0, len(documents), PER_SHARD):
         rows = [Row(n, {}) for n in range(first, min(first + PER_SHARD, len(documents)))]
         stem = folder / f"{name}-{first}"
-        encode_rows(rows, encode=encode, seq_len=1000, overlong="drop", stem=stem)
+        encode_rows(
+            rows, begin=lambda row: partial(encode, row), seq_len=1000, overlong="drop", stem=stem
+        )
         facts = read_facts(stem)
         shards.append(Shard(stem, 0, first, facts.rows_read, facts.documents, facts.tokens))
     corpus = Corpus(sources=[], files=[], shards=shards, rows_read=len(documents))

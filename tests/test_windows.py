@@ -1,5 +1,6 @@
 """Packing in windows: every document once, whatever the number of windows."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,13 @@ def split_of(folder: Path) -> Split:
     for number in range(SHARDS):
         rows = [Row(1000 * (29 * number + place), {}) for place in range(29)]
         stem = folder / f"train-{number}"
-        encode_rows(rows, encode=encode, seq_len=SEQ_LEN, overlong="drop", stem=stem)
+        encode_rows(
+            rows,
+            begin=lambda row: partial(encode, row),
+            seq_len=SEQ_LEN,
+            overlong="drop",
+            stem=stem,
+        )
         facts = read_facts(stem)
         shards.append(Shard(stem, 0, 29 * number, 29, facts.documents, facts.tokens))
     corpus = Corpus(sources=[], files=[], shards=shards, rows_read=29 * SHARDS)

@@ -152,15 +152,15 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
     """Return what writes the shard of a task."""
     settings, encoder = encoding.settings, encoding.encoder
 
-    def encode_row(source: int, row: Row) -> Encoded:
+    def begin(source: int, row: Row) -> Callable[[], Encoded]:
         format, columns = encoding.formats[source], encoding.columns[source]
-        return encoder.encode(to_sample(row.value, format=format, columns=columns))
+        return encoder.begin(to_sample(row.value, format=format, columns=columns))
 
     def encode(task: ChunkTask) -> Path:
         if task.chunk is not None:
             encode_rows(
                 task.chunk.rows(),
-                encode=partial(encode_row, task.source),
+                begin=partial(begin, task.source),
                 seq_len=settings.seq_len,
                 overlong=settings.overlong,
                 stem=task.stem,

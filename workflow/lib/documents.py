@@ -6,6 +6,7 @@ system may take its memory back at any time.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,23 @@ COLUMNS = {
     "ordinal": "<u8",
     "digest": "<u8",
 }
-OPEN_SHARDS = 32  # shards whose arrays stay mapped between two documents
+OPEN_SHARDS = 128  # shards whose arrays stay mapped between two documents; each has up to two files
+
+
+class _OpenShard:
+    """A shard's arrays while they are mapped, and where each document begins in them."""
+
+    def __init__(self, shard: Shard, lengths: npt.NDArray[np.uint32]) -> None:
+        self._shard, self._offsets = shard, offsets_of(lengths)
+        self.ids = shard.ids()
+
+    @cached_property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        return self._shard.mask()
+
+    def span(self, place: int) -> slice:
+        """Return where document `place` of the shard lies."""
+        return slice(int(self._offsets[place]), int(self._offsets[place + 1]))
 
 
 class Documents:
@@ -43,17 +60,23 @@ class Documents:
         self.ordinals: npt.NDArray[np.uint64] = columns["ordinal"]
         self.digests: npt.NDArray[np.uint64] = columns["digest"]
         self.shard_offsets = np.cumsum([0, *(shard.documents for shard in shards)])
-        self._open: OrderedDict[int, tuple[Any, Any, Any]] = OrderedDict()
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self.shard_offsets[-1])
 
     def __getitem__(self, index: int) -> Document:
         """Return document `index`: (token ids uint32, loss mask bool), shape (length,), mapped."""
-        shard, place = self._locate(index)
-        ids, mask, offsets = self._opened(shard)
-        span = slice(int(offsets[place]), int(offsets[place + 1]))
-        return ids[span], mask[span]
+        number, place = self._locate(index)
+        shard = self._opened(number)
+        span = shard.span(place)
+        return shard.ids[span], shard.mask[span]
+
+    def ids(self, index: int) -> npt.NDArray[np.uint32]:
+        """Return the token ids of document `index`, shape (length,), mapped; the file of masks stays closed."""
+        number, place = self._locate(index)
+        shard = self._opened(number)
+        return shard.ids[shard.span(place)]
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return the number of the file, and of the row in it, that document `index` came from."""
@@ -72,10 +95,10 @@ class Documents:
         shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
         return shard, index - int(self.shard_offsets[shard])
 
-    def _opened(self, number: int) -> tuple[Any, Any, Any]:
+    def _opened(self, number: int) -> _OpenShard:
         if number not in self._open:
-            shard = self.shards[number]
-            self._open[number] = (shard.ids(), shard.mask(), offsets_of(shard.table()["length"]))
+            first, last = self.shard_offsets[number : number + 2]
+            self._open[number] = _OpenShard(self.shards[number], self.lengths[first:last])
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)

@@ -40,6 +40,7 @@ KEYS_AT_ONCE = 2**21  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
 Places = npt.NDArray[np.int64]
+_NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: floa
     mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
     count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
     places = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
-    sample = [np.asarray(train[int(place)][0]) for place in places]
+    sample = [train.documents.ids(int(train.chosen[place])) for place in places]
     lengths = np.array([len(ids) for ids in sample])
     hashes, owners = shingles(np.concatenate(sample), lengths, table=table)
     ignored = widespread(hashes, owners, share=WIDESPREAD_SHARE)
@@ -195,6 +196,7 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
             compared.add(places[order[repeats]], places[partners])
+    compared.measured()
     return int(compared.found.sum())
 
 
@@ -218,6 +220,7 @@ def _between(
         for at in (np.minimum(first, len(ranked) - 1), np.maximum(last, 0)):
             hits = np.flatnonzero((ranked[at] == mine.keys) & (mine.keys > 0))
             found += compared.add(mine.places[hits], others.places[order[at[hits]]])
+    found += compared.measured()
     chosen, of_train = heldout.first_of_row, train.first_of_row
     return [
         (int(chosen[place]), int(of_train[partner]), measured)
@@ -226,7 +229,7 @@ def _between(
 
 
 class _Comparison:
-    """Measures proposed pairs of a document of one split and one of another.
+    """Measures proposed pairs of a document of one split and one of another, many at once.
 
     found: whether each document of the first is known to resemble one of the second, shape (documents,).
     """
@@ -234,14 +237,27 @@ class _Comparison:
     def __init__(self, first: Split, second: Split, measure: Measure) -> None:
         self._splits = (first, second)
         self._measure = measure
+        self._proposed: list[npt.NDArray[np.int64]] = []
+        self._tokens = 0
         self.found = np.zeros(len(first.first_of_row), dtype=np.bool_)
 
     def add(self, places: Places, partners: Places) -> list[tuple[int, int, float]]:
-        """Measure pairs, except of documents that are equal or found already; return new near-duplicates once each."""
+        """Take pairs, except of documents that are equal or found already; return new near-duplicates once each.
+
+        Few pairs wait for more, and for `measured` in the end.
+        """
         new = ~self.found[places] & (self._digests(0, places) != self._digests(1, partners))
-        pairs = np.unique(np.stack([places[new], partners[new]], axis=1), axis=0)
-        tokens = self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
-        return [pair for some in stretches(tokens) for pair in self._measured(pairs[some])]
+        pairs = np.stack([places[new], partners[new]], axis=1)
+        self._proposed.append(pairs)
+        self._tokens += int(self._pair_lengths(pairs).sum())
+        return self.measured() if self._tokens >= TOKENS_AT_ONCE else []
+
+    def measured(self) -> list[tuple[int, int, float]]:
+        """Measure the pairs that wait; return new near-duplicates once each."""
+        pairs = np.unique(np.concatenate([_NO_PAIRS, *self._proposed]), axis=0)
+        self._proposed, self._tokens = [], 0
+        tokens = self._pair_lengths(pairs)
+        return [pair for some in stretches(tokens) for pair in self._of(pairs[some])]
 
     def _digests(self, side: int, places: Places) -> Hashes:
         split = self._splits[side]
@@ -252,7 +268,10 @@ class _Comparison:
         split = self._splits[side]
         return split.documents.lengths[split.first_of_row[places]].astype(np.int64)
 
-    def _measured(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
+    def _pair_lengths(self, pairs: npt.NDArray[np.int64]) -> Places:
+        return self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
+
+    def _of(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
         """Yield the first near-duplicate of each document among these pairs, and note it in `found`."""
         left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
         for place, partner in pairs.tolist():
@@ -264,7 +283,7 @@ class _Comparison:
     def _shingles(self, side: int, places: Places) -> dict[int, Hashes]:
         """Return the shingles of documents by place, each once, ascending."""
         split = self._splits[side]
-        texts = [np.asarray(split.documents[int(split.first_of_row[place])][0]) for place in places]
+        texts = [split.documents.ids(int(split.first_of_row[place])) for place in places]
         lengths = np.array([len(text) for text in texts])
         hashes, owners = self._measure.shingles(np.concatenate(texts), lengths)
         edges = np.searchsorted(owners, np.arange(len(places) + 1))

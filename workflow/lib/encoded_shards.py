@@ -9,7 +9,7 @@ leaves half written fails its checksum, and is encoded once more.
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from workflow.lib.messages import RowError
 from workflow.lib.rows import BrokenRow, Row
 
 SHARD_VERSION = 2  # to be raised when the same chunk and settings give another shard
+# Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
+ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
 # One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the file.
@@ -75,12 +77,12 @@ class ShardBuilder:
         self._table: list[tuple[int, ...]] = []
         self.facts = ShardFacts()
 
-    def add(self, row: Row | BrokenRow, encode: Callable[[Row], Encoded]) -> None:
-        """Turn a row into documents, or drop it with a reason."""
+    def add(self, row: Row | BrokenRow, begun: Callable[[], Encoded] | RowError) -> None:
+        """Turn a row into the documents that `begun` returns, or drop it with a reason."""
         try:
-            if isinstance(row, BrokenRow):
-                raise RowError(row.reason)
-            self._keep(row.number, encode(row))
+            if isinstance(begun, RowError):
+                raise begun
+            self._keep(row.number, begun())
         except RowError as error:
             self._drop(row, error)
         self.facts.rows_read += 1
@@ -154,18 +156,31 @@ def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list
 
 
 def encode_rows(
-    rows: Iterable[Row | BrokenRow],
+    rows: Sequence[Row | BrokenRow],
     *,
-    encode: Callable[[Row], Encoded],
+    begin: Callable[[Row], Callable[[], Encoded]],
     seq_len: int,
     overlong: Overlong,
     stem: Path,
 ) -> None:
-    """Write the shard of a chunk's rows to `stem`."""
+    """Write the shard of a chunk's rows to `stem`; all rows of a block are begun, then ended (`SampleEncoder.begin`)."""
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
-    for row in rows:
-        builder.add(row, encode)
+    for start in range(0, len(rows), ROWS_BEGUN):
+        block = rows[start : start + ROWS_BEGUN]
+        for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):
+            builder.add(row, begun)
     builder.save(stem)
+
+
+def _begun(
+    row: Row | BrokenRow, begin: Callable[[Row], Callable[[], Encoded]]
+) -> Callable[[], Encoded] | RowError:
+    if isinstance(row, BrokenRow):
+        return RowError(row.reason)
+    try:
+        return begin(row)
+    except RowError as error:
+        return error
 
 
 @dataclass(frozen=True)
