@@ -20,17 +20,16 @@ from tests.preflight_examples import (
     llama_shape,
     setup,
 )
+from workflow.lib.layer_tensors import gathered_bytes, sharded_bytes
 from workflow.lib.memory import EXPLANATIONS, GIB, predict
 from workflow.lib.memory_terms import (
     Setup,
     fetched_layers,
-    gathered_bytes,
     hosted_slice,
     lora_parameters,
     moment_bytes,
     offloaded_bytes,
     saved_activations,
-    sharded_bytes,
     stored_terms,
 )
 from workflow.lib.shapes import ModelShape
@@ -488,3 +487,10 @@ def test_preflight_imports_neither_torch_nor_transformers() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("every", [False, True, 2, 4])
+def test_recomputed_layers_are_as_many_as_are_named(every: bool | int) -> None:
+    chosen = setup(activation_checkpointing=every)
+    for count in range(9):
+        assert chosen.recomputed_layers(count) == sum(map(chosen.recomputes, range(count)))

@@ -51,6 +51,21 @@ class _Pool:
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
 
+    def take_best(self, size: int) -> Block | None:
+        """Remove and return the smallest free block that holds `size`. One that can grow counts with what it can grow to."""
+        free = self.free
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            return None
+        block = self.at[free[place][1]]
+        while _growth(block) and place + 1 < len(free):
+            following = self.at[free[place + 1][1]]
+            if _room(following) >= _room(block):
+                break
+            block, place = following, place + 1
+        del free[place], self.at[block.address]
+        return block
+
 
 class CachingAllocator:
     """Serves requests; counts what is in use and what is taken from the GPU, bytes, and the peaks of both.
@@ -73,13 +88,16 @@ class CachingAllocator:
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = _Pool(SMALL_PAGE if small else LARGE_PAGE)
-        block = _best_fit(pool, size) or self._grown(pool, size)
-        pool.remove(block)
+        block = pool.take_best(size)
+        if block is None:
+            block = self._grown(pool, size)
+            pool.remove(block)
         if block.size > size:
             pool.add(_split(block, size))
         block.used = True
         self.allocated += size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def release(self, block: Block) -> None:
@@ -140,7 +158,7 @@ class CachingAllocator:
 
 def rounded(num_bytes: int) -> int:
     """Return the bytes that a request counts as allocated."""
-    return max(ROUNDING, -(-num_bytes // ROUNDING) * ROUNDING)
+    return (-(-num_bytes // ROUNDING) or 1) * ROUNDING
 
 
 def _asked(size: int) -> int:
@@ -150,24 +168,15 @@ def _asked(size: int) -> int:
     return LARGE_PAGE if size < LARGE_PAGE // 2 else -(-size // SMALL_PAGE) * SMALL_PAGE
 
 
-def _best_fit(pool: _Pool, size: int) -> Block | None:
-    """Return the smallest free block that holds `size`. One that can grow counts with what it can grow to."""
-    place = bisect_left(pool.free, (size, 0))
-    if place == len(pool.free):
-        return None
-    block = pool.at[pool.free[place][1]]
-    while place + 1 < len(pool.free):
-        following = pool.at[pool.free[place + 1][1]]
-        if _room(following) >= _room(block):
-            break
-        block, place = following, place + 1
-    return block
+def _growth(block: Block) -> int:
+    """Size of the addresses without memory behind a block."""
+    after = block.next
+    return after.size if after is not None and not after.mapped else 0
 
 
 def _room(block: Block) -> int:
-    """Size of a free block, and of the addresses without memory behind it."""
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)
+    """Size of a free block, and of what it can grow by."""
+    return block.size + _growth(block)
 
 
 def _first_room(pool: _Pool, size: int) -> Block:

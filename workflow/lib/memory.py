@@ -5,7 +5,6 @@ peak is the largest phase. What a term counts, and what was measured, stands in
 `workflow/docs/memory-model.md`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workflow.lib.memory_terms import (
@@ -15,7 +14,6 @@ from workflow.lib.memory_terms import (
     exchanged_gradients,
     fetched_layers,
     fuses_feed_forward,
-    gathered_bytes,
     last_hosted_layer,
     layer_tensors,
     layer_workspace,
@@ -24,7 +22,6 @@ from workflow.lib.memory_terms import (
     mask_bytes,
     offload_window,
     saved_activations,
-    sharded_bytes,
     stored_terms,
     table_slice,
 )
@@ -187,15 +184,13 @@ def _layer_unit(shape: ModelShape, setup: Setup) -> int:
 
 
 def _gathered(shape: ModelShape, setup: Setup) -> int:
-    groups = layer_tensors(shape, setup).values()
-    return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
+    return sum(layer_tensors(shape, setup).gathered.values())
 
 
 def _gathered_light(shape: ModelShape, setup: Setup) -> int:
     """What is gathered of a layer whose packed weights come from the host."""
-    tensors = layer_tensors(shape, setup)
-    groups = (tensors["norms_and_biases"], tensors["lora_weights"])
-    return sum(gathered_bytes(group, processes=setup.shards) for group in groups)
+    gathered = layer_tensors(shape, setup).gathered
+    return gathered["norms_and_biases"] + gathered["lora_weights"]
 
 
 def _hidden(shape: ModelShape, setup: Setup) -> int:
@@ -203,8 +198,7 @@ def _hidden(shape: ModelShape, setup: Setup) -> int:
 
 
 def _gradients(shape: ModelShape, setup: Setup) -> int:
-    tensors = layer_tensors(shape, setup)["lora_weights"]
-    return shape.num_layers * sharded_bytes(tensors, processes=setup.shards)
+    return shape.num_layers * layer_tensors(shape, setup).sharded["lora_weights"]
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
@@ -229,20 +223,21 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
 def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     """What forward leaves on the device for the backward of `num_layers` layers."""
     away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
-    here = sorted({*range(num_layers)} - {*away})
-    kept = _kept_of(here, shape, setup)
+    inputs_away = setup.recomputed_among(away)
+    inputs_here = setup.recomputed_layers(num_layers) - inputs_away
+    kept = _kept_of(num_layers - len(away), shape, setup, inputs=inputs_here)
     window = offload_window(shape, setup)
     if window is None:
         return kept
-    leaving = sum(_kept_of(away, shape, setup).values())
+    leaving = sum(_kept_of(len(away), shape, setup, inputs=inputs_away).values())
     return kept | {"offloaded_activations": min(window, leaving)}
 
 
-def _kept_of(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
-    inputs = sum(map(setup.recomputes, layers))
+def _kept_of(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -> Terms:
+    """What so many layers keep, `inputs` of them their input alone."""
     return {
         "layer_inputs": inputs * _hidden(shape, setup),
-        "saved_activations": (len(layers) - inputs) * saved_activations(shape, setup),
+        "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
     }
 
 
@@ -277,7 +272,6 @@ def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
 
     A fused feed-forward makes all but the gradient of the product in place.
     """
-    adapters = layer_tensors(shape, setup)["lora_weights"]
     hidden = setup.compute_bytes
     work = layer_workspace(shape, setup, wide=2, hidden_bytes=hidden)
     if fuses_feed_forward(shape, setup) and "dequantized_weight" not in work:
@@ -286,5 +280,5 @@ def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
     return work | {
         "attention_mask": mask_bytes(setup),
         "hidden_states": _hidden(shape, setup),
-        "gathered_gradients": 2 * gathered_bytes(adapters, processes=setup.shards),
+        "gathered_gradients": 2 * layer_tensors(shape, setup).gathered["lora_weights"],
     }

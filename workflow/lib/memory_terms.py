@@ -2,15 +2,24 @@
 
 Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
 width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
-G of the P processes share embedding and head. FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
+G of the P processes share embedding and head. How tensors are cut and rounded, `layer_tensors` says.
 Which terms meet at one moment, `memory` says.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from workflow.lib.layer_tensors import (
+    LayerKind,
+    LayerTensors,
+    Tensor,
+    layer_tensors_of,
+    rounded,
+    sharded_bytes,
+)
 from workflow.lib.shapes import Linear, ModelShape
 from workflow.lib.slices import (
     GRADIENT_ROWS,
@@ -20,8 +29,6 @@ from workflow.lib.slices import (
     vocabulary_slices,
 )
 
-ROUNDING = 512  # bytes; c10/cuda/CUDACachingAllocator, kMinBlockSize
-NESTED_BLOCK_SIZE = 256  # bitsandbytes' block of the second quantization (functional.quantize_4bit)
 MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
 
@@ -81,6 +88,11 @@ class Setup:
         """Rank of the adapters of the linears of this name."""
         return self.ranks.get(target, self.rank)
 
+    @functools.cached_property
+    def adapters(self) -> tuple[tuple[str, int], ...]:
+        """Targets with their ranks."""
+        return tuple((target, self.rank_of(target)) for target in self.targets)
+
     @property
     def trained_tables(self) -> int:
         """How many of embedding and head are trained whole."""
@@ -101,33 +113,22 @@ class Setup:
         every = int(self.activation_checkpointing)
         return every > 0 and layer % every == 0
 
+    def recomputed_among(self, layers: Sequence[int]) -> int:
+        """How many of these layers backward recomputes."""
+        every = int(self.activation_checkpointing)
+        if every < 2:
+            return every * len(layers)
+        return sum(layer % every == 0 for layer in layers)
+
     def recomputed_layers(self, num_layers: int) -> int:
-        """How many of the first `num_layers` layers backward recomputes."""
-        return sum(self.recomputes(layer) for layer in range(num_layers))
-
-
-Tensor = tuple[int, int]  # rows, bytes of a row
-
-
-def _rounded(num_bytes: int) -> int:
-    return math.ceil(num_bytes / ROUNDING) * ROUNDING
-
-
-def sharded_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
-    """Bytes of the largest shard of tensors that FSDP2 cuts along dim 0: ceil(rows / P) rows of each."""
-    return sum(_rounded(math.ceil(rows / processes) * width) for rows, width in tensors)
-
-
-def gathered_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
-    """Bytes of the same tensors gathered, with the padding that makes the shards equal; 0 for one process."""
-    if processes == 1:
-        return 0
-    return sum(_rounded(math.ceil(rows / processes) * processes * width) for rows, width in tensors)
+        """How many of the first `num_layers` layers backward recomputes: as many as `recomputes` names."""
+        every = int(self.activation_checkpointing)
+        return math.ceil(num_layers / every) if every > 0 else 0
 
 
 def lora_parameters(shape: ModelShape, setup: Setup) -> int:
     """Elements of all A (r, in_features), B (out_features, r) and magnitudes (out_features,)."""
-    tensors = _adapter_tensors(shape, setup)
+    tensors = layer_tensors(shape, setup).by_term["lora_weights"]
     return shape.num_layers * sum(rows * width for rows, width in tensors) // 4
 
 
@@ -138,55 +139,34 @@ def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
     )
 
 
-def _adapter_tensors(shape: ModelShape, setup: Setup) -> list[Tensor]:
-    """A, B and magnitudes of one decoder layer, fp32."""
-    tensors: list[Tensor] = []
-    for linear in _targets(shape, setup):
-        rank = setup.rank_of(linear.name)
-        tensors += [(rank, 4 * linear.in_features), (linear.out_features, 4 * rank)]
-        tensors += [(linear.out_features, 4)] if setup.dora else []
-    return tensors
-
-
 def _targets(shape: ModelShape, setup: Setup) -> list[Linear]:
     return [linear for linear in shape.linears if linear.name in setup.targets]
 
 
-def layer_tensors(shape: ModelShape, setup: Setup) -> dict[str, list[Tensor]]:
-    """Return the tensors of one decoder layer by term; NF4 data are 1-D float32 views of bytes."""
-    scales = [t for linear in shape.linears for t in _scales(linear, setup)]
-    return {
-        "nf4_weights": [_view(math.ceil(x.num_weights / 2)) for x in shape.linears],
-        "nf4_scales": scales,
-        "norms_and_biases": [(n, setup.compute_bytes) for n in shape.layer_vectors],
-        "lora_weights": _adapter_tensors(shape, setup),
-    }
-
-
-def _view(num_bytes: int) -> Tensor:
-    return math.ceil(num_bytes / 4), 4
-
-
-def _scales(linear: Linear, setup: Setup) -> list[Tensor]:
-    """absmax: fp32 per block; or with double quantization 8 bits per block, and fp32 per 256 blocks."""
-    blocks = math.ceil(linear.num_weights / setup.block_size)
-    if not setup.double_quant:
-        return [(blocks, 4)]
-    return [_view(blocks), (math.ceil(blocks / NESTED_BLOCK_SIZE), 4)]
+def layer_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
+    """Return the tensors of one decoder layer."""
+    kind = LayerKind(
+        linears=shape.linears,
+        vectors=shape.layer_vectors,
+        adapters=setup.adapters,
+        dora=setup.dora,
+        block_size=setup.block_size,
+        double_quant=setup.double_quant,
+        compute_bytes=setup.compute_bytes,
+        processes=setup.shards,
+    )
+    return layer_tensors_of(kind)
 
 
 def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
     p, layers, c = setup.shards, shape.num_layers, setup.compute_bytes
-    per_layer = {
-        term: sharded_bytes(tensors, processes=p)
-        for term, tensors in layer_tensors(shape, setup).items()
-    }
+    per_layer = layer_tensors(shape, setup).sharded
     head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
     return dict(setup.fixed) | {
         "nf4_weights": (layers - setup.offload_layers) * per_layer["nf4_weights"],
         "nf4_scales": (layers - setup.offload_layers) * per_layer["nf4_scales"],
-        "nf4_tables": layers * len(shape.linears) * sum(_rounded(size) for size in CODE_TABLES),
+        "nf4_tables": layers * len(shape.linears) * sum(rounded(size) for size in CODE_TABLES),
         "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
         "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
         "norms_and_biases": layers * per_layer["norms_and_biases"]
@@ -221,7 +201,9 @@ def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
 
 def layer_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
     """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host."""
-    return list(_moments(_adapter_tensors(shape, setup), setup, cuts=setup.shards))
+    return list(
+        _moments(layer_tensors(shape, setup).by_term["lora_weights"], setup, cuts=setup.shards)
+    )
 
 
 def module_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
@@ -235,9 +217,9 @@ def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[
     paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
     for rows, width in tensors:
         elements = math.ceil(rows / cuts) * width // 4
-        yield _rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
+        yield rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
         if eight:
-            yield _rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
+            yield rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
 
 
 def saved_activations(shape: ModelShape, setup: Setup) -> int:
@@ -294,7 +276,7 @@ def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
 def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     """Of these layers those whose input alone is kept, because they are recomputed, and the others."""
     away = layers_of_stash(shape, setup)
-    inputs = sum(map(setup.recomputes, away))
+    inputs = setup.recomputed_among(away)
     return inputs, len(away) - inputs
 
 
@@ -324,9 +306,9 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
 
 def hosted_slice(shape: ModelShape, setup: Setup) -> int:
     """Bytes of one layer's packed weights and scales that a process keeps in host memory (`hosted._HostedLayer`)."""
-    tensors = layer_tensors(shape, setup)
+    tensors = layer_tensors(shape, setup).by_term
     parts = tensors["nf4_weights"] + tensors["nf4_scales"]
-    return _rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
+    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
 
 
 def fetched_layers(shape: ModelShape, setup: Setup) -> int:

@@ -5,6 +5,7 @@ taken and another cannot use, pieces that fit nothing, buffers that meet for a m
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from workflow.lib.caching_allocator import Block, CachingAllocator, rounded
 from workflow.lib.memory_terms import Setup, Terms
@@ -62,10 +63,10 @@ def replay_tape(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
 
 def _terms(tape: Tape, moment: int) -> Terms:
     """Return the bytes by term after the event at `moment`."""
+    past = {event for event in islice(tape.events, moment + 1) if isinstance(event, int)}
     terms: Terms = {}
-    for event in tape.events[: moment + 1]:
-        if isinstance(event, int):
-            tensor, sign = (event, 1) if event >= 0 else (~event, -1)
+    for tensor in past:
+        if tensor >= 0 and ~tensor not in past:
             term = tape.terms[tensor]
-            terms[term] = terms.get(term, 0) + sign * rounded(tape.sizes[tensor])
-    return {term: size for term, size in terms.items() if size > 0}
+            terms[term] = terms.get(term, 0) + rounded(tape.sizes[tensor])
+    return terms

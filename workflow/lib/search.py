@@ -151,14 +151,19 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
 
 
 def _layers_to_host(question: Question, setup: Setup) -> int:
-    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if not even they do."""
+    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if fewer do not.
+
+    Most plans that do not fit need all, so what is one fewer is asked first.
+    """
 
     def holds(count: int) -> bool:
         hosting = replace(setup, offload_layers=count)
         return question.limits.holds(memory.predict(question.shape, hosting).peak_bytes)
 
-    fewer_than_all = range(1, question.shape.num_layers)
-    return 1 + bisect_left(fewer_than_all, True, key=holds)
+    most = question.shape.num_layers - 1
+    if not holds(most):
+        return question.shape.num_layers
+    return 1 + bisect_left(range(1, most), True, key=holds)
 
 
 def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:

@@ -25,7 +25,6 @@ from workflow.lib.loss_scale import LossScale
 from workflow.lib.model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.nf4 import nf4_linears
 from workflow.lib.parallel import (
-    World,
     checkpoint_activations_,
     decoder_layers,
     fair_share,
@@ -37,6 +36,7 @@ from workflow.lib.slices import stashed_layers
 from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
 from workflow.lib.weights import CheckpointReader
+from workflow.lib.world import World
 
 FAMILY_TOKENS = 8  # compared with the family's own forward
 FAMILY_TOLERANCE = (

@@ -7,6 +7,7 @@ start-up checks, whose freed memory it keeps too, and the moments of AdamW. Ever
 import math
 from dataclasses import replace
 
+from workflow.lib.layer_tensors import sharded_bytes
 from workflow.lib.layer_trace import LayerTrace
 from workflow.lib.linear_trace import WORK, Backward
 from workflow.lib.memory_terms import (
@@ -19,7 +20,6 @@ from workflow.lib.memory_terms import (
     layers_of_stash,
     module_moments,
     offload_window,
-    sharded_bytes,
     table_slice,
 )
 from workflow.lib.shapes import ModelShape
@@ -69,7 +69,7 @@ class _Run:
             tape.new(table_slice(shape, setup, width=setup.compute_bytes), "embedding_and_head")
         for _ in range(setup.trained_tables):
             tape.new(self._master, "module_weights")
-        groups = layer_tensors(shape, setup)
+        groups = layer_tensors(shape, setup).by_term
         on_host = set(spread(setup.offload_layers, shape.num_layers))
         for number in range(shape.num_layers):
             for term, tensors in groups.items():

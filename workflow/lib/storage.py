@@ -21,7 +21,7 @@ def disk_bytes(
     is the fp32 adapter with modules that are trained whole, and both moments (in fp32, or 8 bits with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
     are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
-    tensors = layer_tensors(shape, setup)
+    tensors = layer_tensors(shape, setup).by_term
     quantized = sum(
         rows * width for term in ("nf4_weights", "nf4_scales") for rows, width in tensors[term]
     )
