@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.canaries import CANARIES
-from tests.workflow_project import TIMEOUT_S, Project, make_project
+from tests.workflow_project import LONG, TIMEOUT_S, Project, make_project
 from workflow.lib.locks import exclusive
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ LONGEST_FIRST = (
 )  # fmt: skip
 
 
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; all others keep their order."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
@@ -31,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def finished_project(shared_folder: Path) -> Project:
-    """A tiny project after `snakemake all`, one for all processes. Never change it: work in `finished_project.copy(tmp_path)`.
+    """A tiny project after `snakemake all`, trained for `STEPS` steps; one for all processes. Never change it: work in `finished_project.copy(tmp_path)`.
 
     It ran with `CANARIES` in its environment; what the terminal showed is beside it, in `terminal.txt`.
     """
@@ -41,7 +48,7 @@ def finished_project(shared_folder: Path) -> Project:
     with exclusive(lock, doing="running the whole workflow", wait_s=TIMEOUT_S):
         if not terminal.exists():
             shutil.rmtree(root, ignore_errors=True)  # of a process that failed
-            project = replace(make_project(root), environment=CANARIES)
+            project = replace(make_project(root, train=LONG), environment=CANARIES)
             terminal.write_text(project.run("all").output)
     return Project(root)
 

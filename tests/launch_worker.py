@@ -1,6 +1,7 @@
 """A stage for the tests of the launcher, on the command line of all stages: `python -m tests.launch_worker <behaviour> <folder>`."""
 
 import argparse
+import atexit
 import mmap
 import os
 import resource
@@ -17,7 +18,7 @@ from tests.preflight_examples import SMALL_DOCUMENT
 from workflow.lib.diagnosis import explained
 from workflow.lib.errors import BatchMemoryError
 from workflow.lib.heartbeat import Pulse
-from workflow.lib.parallel import die_with_parent, process_group
+from workflow.lib.world import die_with_parent, process_group
 from workflow.scripts.command import run, stage_parser
 
 
@@ -128,6 +129,16 @@ def miss_a_step(rank: int, action: Callable[[], None]) -> None:
             time.sleep(0.2)
 
 
+def fail_beside_a_collective(rank: int, folder: Path) -> None:
+    """Process 1 fails where the other waits for it, and all that tidies up waits too: NCCL's groups, and Python's exit."""
+    torch.distributed.destroy_process_group = oversleep
+    atexit.register(oversleep)
+    with process_group("cpu", timeout_s=300):
+        if rank == 1:
+            fail(be_defect, folder)
+        torch.distributed.all_reduce(torch.ones(3))
+
+
 def tell_process_id(rank: int, folder: Path) -> None:
     die_with_parent()
     (folder / f"{rank}.part").write_text(str(os.getpid()))
@@ -168,6 +179,8 @@ def main(args: argparse.Namespace) -> None:
         if rank == 1:
             fail(FAILURES[behaviour.removeprefix("fail with ")], folder)
         time.sleep(120)
+    elif behaviour == "fail in 1 beside a collective":
+        fail_beside_a_collective(rank, folder)
     elif behaviour.startswith("stop in "):
         stop_in(behaviour.removeprefix("stop in "), rank, folder)
     else:

@@ -8,7 +8,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from workflow.lib.parallel import process_group
+from workflow.lib.world import process_group
 
 if __name__ == "__main__":
     with process_group("cpu", timeout_s=120) as world:

@@ -46,6 +46,7 @@ CAUSES = {
     "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged (first in model.layers.1.mlp, "
     "forward, rows [3, 8] of the tokens, process 1)",
     "fail with a defect": "KeyError: 'a defect'",
+    "fail in 1 beside a collective": "KeyError: 'a defect'",
 }
 
 
@@ -150,7 +151,7 @@ def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
     """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock of the run."""
-    script = "from workflow.lib.parallel import die_with_parent; die_with_parent(); print('lives')"
+    script = "from workflow.lib.world import die_with_parent; die_with_parent(); print('lives')"
     for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
         environment = os.environ | {LAUNCHER_VARIABLE: str(launcher)}
         assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == status

@@ -59,6 +59,10 @@ SETTINGS: dict[str, Any] = {
     "runs": {"demo": {}},
 }
 
+# Long enough to be interrupted between two checkpoints.
+STEPS = 41
+LONG = {"max_steps": STEPS, "checkpoint_every_steps": 4, "grace_seconds": 20.0}
+
 
 @dataclass(frozen=True)
 class Job:

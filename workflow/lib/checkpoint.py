@@ -29,7 +29,6 @@ from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.loss_scale import loss_scale_of
 from workflow.lib.optimizers import ShardwiseAdam
-from workflow.lib.parallel import World
 from workflow.lib.shards import (
     DamagedError,
     Piece,
@@ -40,6 +39,7 @@ from workflow.lib.shards import (
     read_into_,
     write_sharded,
 )
+from workflow.lib.world import World
 
 logger = logging.getLogger("workflow")
 

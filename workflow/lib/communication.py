@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from workflow.lib.gpus import GpuModel
-from workflow.lib.memory_terms import Setup, gathered_bytes, layer_tensors
+from workflow.lib.memory_terms import Setup, layer_tensors
 from workflow.lib.shapes import ModelShape
 
 LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
@@ -41,6 +41,8 @@ class Traffic:
     gathered_bytes: float
     gather_s: float = 0.0
     """Of one layer."""
+    gpus_of_host: int = 1
+    """Of the same run: what they keep in host memory goes through one host's memory."""
 
 
 NO_TRAFFIC = Traffic(0.0, 0.0, 0.0)
@@ -74,16 +76,17 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
     if setup.processes == 1:
         return NO_TRAFFIC
     tensors = layer_tensors(shape, setup)
-    unit = sum(gathered_bytes(group, processes=setup.shards) for group in tensors.values())
+    unit = sum(tensors.gathered.values())
     gather = ring_seconds(unit, fabric, processes=setup.shards)
     gathers = shape.num_layers * (2 if setup.reshard_after_forward else 1)
     vocabulary = _vocabulary_seconds(shape, setup, fabric)
-    reduce = _reduction_seconds(tensors["lora_weights"], setup, fabric)
+    reduce = _reduction_seconds(tensors.by_term["lora_weights"], setup, fabric)
     return Traffic(
         beside_s=gathers * gather + shape.num_layers * reduce + vocabulary,
         exposed_s=vocabulary + gather,
         gathered_bytes=gathers * unit,
         gather_s=gather,
+        gpus_of_host=min(setup.processes, fabric.gpus_per_node),
     )
 
 

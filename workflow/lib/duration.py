@@ -134,6 +134,9 @@ def _stashed_bytes(shape: ModelShape, setup: Setup, *, kept: int) -> int:
 
 
 Parts = dict[str, float]
+# Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of 8 layers' activations of 70B
+# width there, copied 19 GB/s each (November 2026, a virtual machine of 128 cores). A host's memory differs; nobody measured others.
+HOST_MEMORY_BANDWIDTH = 150e9
 
 
 def gpu_parts(
@@ -164,7 +167,8 @@ def _waiting(
     work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
 ) -> Parts:
     """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
-    host = gpu.host_bandwidth * constants.host_share
+    of_all = HOST_MEMORY_BANDWIDTH / traffic.gpus_of_host
+    host = min(gpu.host_bandwidth * constants.host_share, of_all)
     forward_s = work.forward_share * compute_s
     stash_s, both_hosted_s = (
         work.stashed_bytes / host,

@@ -20,11 +20,11 @@ from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.harness import LoadedTasks, load_tasks, run_tasks, task_facts
 from workflow.lib.heldout import choose_documents, heldout_losses
-from workflow.lib.parallel import World
 from workflow.lib.sampling import Prompt, choose_prompts, generate_answers, stop_token_ids
 from workflow.lib.sharing import agreed, shared_out
 from workflow.lib.task_scores import NO_SCORES, TaskScores
 from workflow.lib.tokens import Document, TokenStore
+from workflow.lib.world import World
 
 HELDOUT = "heldout"
 Model = PeftModel | PreTrainedModel

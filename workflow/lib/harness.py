@@ -27,9 +27,9 @@ from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError, setting_error
 from workflow.lib.harness_model import SharingHFLM
 from workflow.lib.local_tasks import local_task_names, refuse_code
-from workflow.lib.parallel import World
 from workflow.lib.sandbox import sandbox_task_templates
 from workflow.lib.task_scores import MetricItems, TaskScores
+from workflow.lib.world import World
 
 logger = logging.getLogger("workflow")
 

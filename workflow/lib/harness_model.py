@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.batch_size import fitting_batch_size, halving
-from workflow.lib.parallel import World
 from workflow.lib.sharing import in_step, is_sharded, shared_out
+from workflow.lib.world import World
 
 _NO_TERMINAL = not sys.stderr.isatty()
 WINDOWS = 64

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 
 from workflow.lib.model import checkpoint_name, read_bytes
 from workflow.lib.nf4 import NF4Linear, nf4_linears
-from workflow.lib.parallel import World, decoder_layers, different_parts, everyones
+from workflow.lib.parallel import decoder_layers, different_parts, everyones
 from workflow.lib.slices import spread
 from workflow.lib.vocabulary import ALL_GATHER
 from workflow.lib.weights import CheckpointReader
+from workflow.lib.world import World
 
 ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices
 

@@ -14,7 +14,7 @@ from torch import nn
 from workflow.lib.batches import MicroBatch
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.model import local
-from workflow.lib.parallel import World
+from workflow.lib.world import World
 
 
 def find_origin(

@@ -1,6 +1,6 @@
-"""Processes and sharding, applied to a finished model from outside.
+"""Sharding over the processes of a run (`world`), applied to a finished model from outside.
 
-`process_group` opens the communication of one torchrun worker. `shard_` is the one place that decides what is shared and
+`shard_` is the one place that decides what is shared and
 how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by rows of the
 vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
 
@@ -11,24 +11,17 @@ FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no
 gradients are summed, not averaged, because the loss is already divided by the global number of trained tokens.
 """
 
-import ctypes
-import datetime
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from workflow.lib.environment import LAUNCHER_VARIABLE
 from workflow.lib.errors import UserError
 from workflow.lib.loss import CausalLMForTraining
 from workflow.lib.model import (
@@ -43,74 +36,7 @@ from workflow.lib.nf4 import NF4Linear, nf4_linears
 from workflow.lib.slices import vocabulary_slices
 from workflow.lib.vocabulary import share_vocabulary_
 from workflow.lib.weights import CheckpointReader
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those of its run."""
-
-    rank: int
-    size: int
-    device: torch.device
-    mesh: DeviceMesh  # ("shard",), or with several replicas ("replicate", "shard")
-    io_group: dist.ProcessGroup  # gloo, for checkpoint traffic beside the training's collectives
-
-    @property
-    def shard_size(self) -> int:
-        """How many processes share one copy of the model."""
-        return self.mesh.size(self.mesh.ndim - 1)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes the files that only one may write."""
-        return self.rank == 0
-
-
-@contextmanager
-def process_group(
-    device_type: str, *, timeout_s: float, shard_size: int | None = None
-) -> Iterator[World]:
-    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...); leave it at the end.
-
-    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the model, all if None.
-    Neighbouring ranks, so those of one node, share one. The process dies with its launcher. Collective.
-    """
-    die_with_parent()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, timeout=timeout, device_id=device if device_type == "cuda" else None
-    )
-    try:
-        mesh = _mesh(device_type, size=size, shard_size=shard_size or size)
-        yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
-    finally:
-        dist.destroy_process_group()
-
-
-def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
-    assert size % shard_size == 0, f"{size} processes cannot form groups of {shard_size}"
-    if shard_size == size:
-        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
-    sizes = (size // shard_size, shard_size)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own.
-
-    If the launcher has died before, while this process was importing, nobody is left to die: then it ends here.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
-        os.kill(os.getpid(), signal.SIGKILL)
+from workflow.lib.world import World
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -21,8 +21,8 @@ from workflow.lib.checkpoint import load_adapter_, save_adapter, saved_steps
 from workflow.lib.config import TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.heldout import choose_documents
-from workflow.lib.parallel import World
 from workflow.lib.tokens import Document, TokenStore
+from workflow.lib.world import World
 
 
 def heldout_rows(documents: Sequence[Document], *, seq_len: int) -> list[list[Document]]:

@@ -23,8 +23,9 @@ from workflow.lib.model import (
     local_range,
     materialize_,
 )
-from workflow.lib.parallel import World, shard_for_inference_
+from workflow.lib.parallel import shard_for_inference_
 from workflow.lib.weights import CheckpointReader, check_whole
+from workflow.lib.world import World
 
 
 def load_sharded_base(

@@ -7,13 +7,8 @@ are there for a moment; in backward the next layer is gathered ahead. Gradients 
 until the next layer's are reduced. With one process nothing of this happens.
 """
 
-from workflow.lib.memory_terms import (
-    Setup,
-    gathered_bytes,
-    hosted_slice,
-    layer_tensors,
-    sharded_bytes,
-)
+from workflow.lib.layer_tensors import gathered_bytes
+from workflow.lib.memory_terms import Setup, hosted_slice, layer_tensors
 from workflow.lib.shapes import ModelShape
 from workflow.lib.slices import spread
 from workflow.lib.tape import COMPUTE, Tape
@@ -28,20 +23,19 @@ class ShardedLayers:
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup) -> None:
         self._tape, self._setup = tape, setup
         self._alone = setup.shards == 1
-        groups = layer_tensors(shape, setup)
+        tensors = layer_tensors(shape, setup)
         self._sizes = {
             hosted: [
                 gathered_bytes([tensor], processes=setup.shards)
-                for term, tensors in groups.items()
+                for term, group in tensors.by_term.items()
                 if not (hosted and term in PACKED)
-                for tensor in tensors
+                for tensor in group
             ]
             for hosted in (False, True)
         }
         self._on_host = set(spread(setup.offload_layers, shape.num_layers))
-        adapters = groups["lora_weights"]
-        self._reduced = gathered_bytes(adapters, processes=setup.shards)
-        self._shard = sharded_bytes(adapters, processes=setup.shards)
+        self._reduced = tensors.gathered["lora_weights"]
+        self._shard = tensors.sharded["lora_weights"]
         self._whole: dict[int, list[int]] = {}
         self._buffers: dict[int, int] = {}
         self._previous: int | None = None  # buffer of the layer before, in forward

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from workflow.lib.errors import UserError, setting_error
-from workflow.lib.parallel import World
+from workflow.lib.world import World
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

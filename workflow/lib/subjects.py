@@ -27,9 +27,9 @@ from workflow.lib.inference import (
     resolve_dtype,
     softcaps_attention,
 )
-from workflow.lib.parallel import World
 from workflow.lib.sharded import load_sharded_adapter, load_sharded_base
 from workflow.lib.sharing import is_sharded
+from workflow.lib.world import World
 
 SCORING_S = 1800.0  # between two forward passes: a task's requests are made, or its answers judged
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from workflow.lib.artifacts import write_jsonl
 from workflow.lib.checkpoint import METRICS, Resumed, rewind_metrics
 from workflow.lib.config import RunConfig, TrainConfig
-from workflow.lib.parallel import World
 from workflow.lib.schedule import step_rows
 from workflow.lib.setup import TrainingModel
 from workflow.lib.tokens import TokenStore
 from workflow.lib.training import StepMetrics, peak_bytes
+from workflow.lib.world import World
 
 logger = logging.getLogger("workflow")
 

@@ -32,10 +32,10 @@ from workflow.lib.lora import trainable_parameters
 from workflow.lib.loss_scale import loss_scale_of
 from workflow.lib.nonfinite import find_origin
 from workflow.lib.optimizers import ShardwiseAdam
-from workflow.lib.parallel import World
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.tokens import TokenStore
 from workflow.lib.unfrozen import sum_copies_
+from workflow.lib.world import World
 
 logger = logging.getLogger("workflow")
 

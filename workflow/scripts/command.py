@@ -11,10 +11,12 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from workflow import scripts
 from workflow.lib.artifacts import unwritable
@@ -28,6 +30,8 @@ from workflow.lib.redaction import redacted, secret_values
 logger = logging.getLogger("workflow")
 
 WAIT_S = 60.0  # for a process that writes the same output
+# A dying process' connections may close before its death can be seen: who lost it waits, so that the launcher sees the cause first.
+PEER_FIRST_S = 2.0
 
 
 def stage_parser(
@@ -66,12 +70,14 @@ def run(
         if is_worker():  # the launcher says it once for all
             keep_to_file()
         logger.error("%s", error)
-        sys.exit(1)
+        fail()
     except PeerLostError as lost:
         if is_worker():
             keep_to_file()
         logger.error("%s", lost, exc_info=is_worker())
-        sys.exit(1)
+        if is_worker():
+            time.sleep(PEER_FIRST_S)
+        fail()
     except StoppedError as stopped:
         logger.warning("%s", stopped)
         sys.exit(os.EX_TEMPFAIL)
@@ -85,7 +91,18 @@ def run(
             logger.error("%s", lack)
         else:
             logger.exception("%s failed unexpectedly", parser.prog)
+        fail()
+
+
+def fail() -> NoReturn:
+    """Exit with status 1; a worker at once: what Python and NCCL tidy up at an exit may wait for processes that wait for this one."""
+    if not is_worker():
         sys.exit(1)
+    with suppress(OSError, ValueError):  # a full disk, a closed pipe
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def tell(mark: str) -> None:

@@ -63,10 +63,10 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
     from workflow.lib import evaluation, inference, outcome, subjects
     from workflow.lib.archive import Archive
     from workflow.lib.heartbeat import JOIN_S, Pulse
-    from workflow.lib.parallel import process_group
     from workflow.lib.sharing import main_first
     from workflow.lib.tokenizer import load_tokenizer, read_chat_template
     from workflow.lib.tokens import TokenStore
+    from workflow.lib.world import process_group
 
     with ExitStack() as stack:
         pulse = stack.enter_context(

@@ -13,10 +13,13 @@ from workflow.lib.artifacts import read_json
 from workflow.lib.diagnosis import damaged_tokens
 from workflow.lib.launch import launch_workers
 from workflow.lib.nodes import find_place
+from workflow.lib.tracking import check_tracking
+from workflow.lib.tracking_config import TrackingConfig
 from workflow.scripts.command import run, stage_parser
 
 
 def main(args: argparse.Namespace) -> None:
+    check_tracking(tracking_settings(args))
     plan, train = read_json(args.preflight)["plan"], args.config["train"]
     launch_workers(
         "workflow.scripts.finetune_worker",
@@ -27,6 +30,13 @@ def main(args: argparse.Namespace) -> None:
         deterministic=train["deterministic"],
         inspect_inputs=lambda: damaged_tokens(args.tokens),
     )
+
+
+def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
+    """Return the settings of the live view: none without `--tracking`."""
+    if args.tracking is None:
+        return TrackingConfig(tensorboard=False)
+    return TrackingConfig.model_validate(args.tracking["tracking"])
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:

@@ -26,12 +26,11 @@ from workflow.lib.checkpoint import (
     resume_,
     save_adapter,
 )
-from workflow.lib.config import RunConfig, TrackingConfig
+from workflow.lib.config import RunConfig
 from workflow.lib.diagnosis import explained
 from workflow.lib.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
 from workflow.lib.locks import exclusive
-from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import save_logits, trained_logits
 from workflow.lib.selection import BestAdapter, open_best, open_heldout
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
@@ -40,8 +39,9 @@ from workflow.lib.summary import Journal, summarize
 from workflow.lib.tokens import TokenStore
 from workflow.lib.tracking import View, live_view
 from workflow.lib.training import make_optimizer, peak_bytes, steps
+from workflow.lib.world import World, process_group
 from workflow.scripts.command import run
-from workflow.scripts.finetune import command_line
+from workflow.scripts.finetune import command_line, tracking_settings
 
 logger = logging.getLogger("workflow")
 
@@ -199,13 +199,6 @@ def shown(
         folder=args.tracking_folder, run=args.run, identity=args.checkpoints.name, rows=journal.rows,
         config=config.model_dump(mode="json", include={"model", "lora", "train"}),
     )  # fmt: skip
-
-
-def tracking_settings(args: argparse.Namespace) -> TrackingConfig:
-    """Return the settings of the live view: none without `--tracking`."""
-    if args.tracking is None:
-        return TrackingConfig(tensorboard=False)
-    return TrackingConfig.model_validate(args.tracking["tracking"])
 
 
 def run_identity(args: argparse.Namespace) -> str:
