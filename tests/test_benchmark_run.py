@@ -26,6 +26,7 @@ from workflow.scripts import benchmark_run
 
 TINY: dict[str, Any] = {
     "model": "model", "seq_len": 24, "steps": 3, "rank": 3, "device": "cpu", "cases": ["flash", "ddp"],
+    "checkpoint_pairs": 2,
 }  # fmt: skip
 
 
@@ -60,6 +61,20 @@ def test_measured_case_has_speed_losses_and_peaks(project: Project) -> None:
     assert found["bytes_read"] > 0
     assert all(check["passed"] for check in found["checks"])
     assert 0 < found["model_flops_utilisation"] < 1.5
+
+
+def test_measured_case_tells_what_a_checkpoint_costs(project: Project) -> None:
+    found = rows(project)["flash"]["measured"]["checkpoint"]
+    assert len(found["blocks_with_s"]) == len(found["blocks_without_s"]) == 2
+    assert found["step_s"] == statistics.median(found["blocks_without_s"]) / 3
+    assert 0 < found["still_s"] < max(found["blocks_with_s"])
+    linears = rows(project)["flash"]["shape"]["linears"]
+    layers, rank = rows(project)["flash"]["shape"]["num_layers"], TINY["rank"]
+    values = layers * rank * sum(one["in_features"] + one["out_features"] for one in linears)
+    assert (
+        3 * 4 * values < found["bytes"] < 2 * 3 * 4 * values
+    )  # the adapter, its two moments; indices
+    assert not list(project.root.glob("results/benchmark/**/*.checkpoints"))
 
 
 def test_case_that_cannot_run_is_a_row_with_its_cause(project: Project) -> None:

@@ -109,3 +109,27 @@ def test_profile_says_where_the_time_of_a_step_goes() -> None:
     assert "| one profiled step, ms | all | products | attention | GPU idle |" in lines
     assert "| `slow x2` | 250.0 | 200.0 | 40.5 | 10.0 |" in lines
     assert not any(line.startswith("| `flash x2` | ") and line.count("|") == 6 for line in lines)
+
+
+def test_page_says_what_a_checkpoint_costs() -> None:
+    """0.8 s every 50 steps of 0.25 s; one that cost less than nothing, by noise, cost nothing."""
+    saving, quick = row("saving", speed=1.0), row("quick", speed=1.0)
+    saving["measured"]["checkpoint"] = {
+        "bytes": 2**30,
+        "step_s": 0.25,
+        "cost_s": 0.8,
+        "still_s": 0.0625,
+    }
+    quick["measured"]["checkpoint"] = {
+        "bytes": 2**20,
+        "step_s": 0.25,
+        "cost_s": -0.01,
+        "still_s": 0.001,
+    }
+    lines = render_page([OURS, saving, quick], figure="x").splitlines()
+    assert "share of the time with one every 50 steps |" in next(
+        x for x in lines if x.startswith("| checkpoints |")
+    )
+    assert "| `saving x2` | 1.00 GiB | 0.250 | 0.800 | 0.062 | 6.4 % |" in lines
+    assert "| `quick x2` | 1 MiB | 0.250 | -0.010 | 0.001 | 0.0 % |" in lines
+    assert not any("checkpoints |" in line for line in render_page(ROWS, figure="x").splitlines())

@@ -80,8 +80,8 @@ LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
     """Change every token of the second document of the first row; return how far each document's logits move, by attention."""
     from workflow.lib.inference import FLASH_AVAILABLE
-    from workflow.lib.parallel import process_group
     from workflow.lib.setup import build_training_model
+    from workflow.lib.world import process_group
 
     names = ["sdpa", "eager"] + ["varlen"] * (device == "cuda")
     names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
@@ -109,6 +109,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
 def test_change_in_one_packed_document_reaches_no_other(base: Path, two_gpus: int) -> None:
     """By every attention that is installed. Two rows, of four documents each; the second of the first row changes."""
     (found,) = run_distributed(differences_by_document, base, world_size=1)
+    print(found)
     assert {"sdpa", "eager", "varlen"} <= found.keys()
     for name, moved in found.items():
         changed = moved.pop(1)
@@ -234,8 +235,8 @@ def test_large_moments_are_paged_and_update_like_torch(two_gpus: int) -> None:
 def resident_bytes(base: Path, count: int) -> int:
     """Return what lies on the GPU after a step with `count` layers on the host."""
     from tests.test_vocabulary import CONFIG, PLAN, batch_of
-    from workflow.lib.parallel import process_group
     from workflow.lib.setup import build_training_model
+    from workflow.lib.world import process_group
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
@@ -257,8 +258,8 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None
 def step_memory(base: Path) -> dict[str, int]:
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond what lies there."""
     from tests.test_vocabulary import CONFIG, PLAN, batch_of
-    from workflow.lib.parallel import process_group
     from workflow.lib.setup import build_training_model
+    from workflow.lib.world import process_group
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
@@ -302,7 +303,7 @@ def gather_random_bytes(storage: torch.dtype) -> float:
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that changed."""
     from torch.distributed.fsdp import fully_shard
 
-    from workflow.lib.parallel import process_group
+    from workflow.lib.world import process_group
 
     with process_group("cuda", timeout_s=120) as world:
         generator = torch.Generator().manual_seed(0)

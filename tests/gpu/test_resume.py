@@ -1,4 +1,7 @@
-"""A run on GPUs that was killed and stopped ends with the bytes of an undisturbed one, with `train.deterministic`."""
+"""A run on GPUs that was killed and stopped ends with the bytes of an undisturbed one, with `train.deterministic`.
+
+Continued by another number of GPUs its losses are those of an undisturbed one, up to rounding.
+"""
 
 import json
 import os
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.test_stages import stage
 from workflow.lib import runs
@@ -21,17 +25,39 @@ pytestmark = pytest.mark.gpu
 STEPS = 30
 TRAIN = {"epochs": None, "max_steps": STEPS, "checkpoint_every_steps": 3, "deterministic": True}
 TIMES = {"tokens_per_s", "elapsed_s", "peak_bytes"}
-_, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}}})
+EXACT = {"model": {"compute_dtype": "float32"}, "train": TRAIN}
+_, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
 
 
-def config(name: str) -> str:
-    return runs.stage_json(name, RUNS["gpu"])
+def config(name: str, run: str = "gpu") -> str:
+    return runs.stage_json(name, RUNS[run])
 
 
-def finetune(folder: Path, *, base: Path, tokens: Path, preflight: Path) -> list[str]:
+def prepare(folder: Path, run: str) -> dict[str, Path]:
+    """Make what training reads, with a plan for all GPUs."""
+    inputs = {name: folder / name for name in ("base", "tokens")}
+    model = Path(RUNS[run].model.source)
+    stage("tokenize_dataset", config("tokenize_dataset", run),
+          "--tokenizer", model, "--output", inputs["tokens"])  # fmt: skip
+    stage(
+        "quantize_base", config("quantize_base", run), "--model", model, "--output", inputs["base"]
+    )
+    return inputs | {"preflight": plan(folder / "preflight.json", run, tokens=inputs["tokens"])}
+
+
+def plan(path: Path, run: str, *, tokens: Path) -> Path:
+    """Plan the run for the GPUs that are visible."""
+    stage("preflight_run", config("preflight_run", run), "--model", Path(RUNS[run].model.source),
+          "--tokens", tokens / "manifest.json", "--output", path, "--run", run)  # fmt: skip
+    return path
+
+
+def finetune(
+    folder: Path, run: str = "gpu", *, base: Path, tokens: Path, preflight: Path
+) -> list[str]:
     """Return the command that trains into `folder`."""
     return [
-        *(sys.executable, "-m", "workflow.scripts.finetune", "--config", config("finetune"), "--run", "gpu"),
+        *(sys.executable, "-m", "workflow.scripts.finetune", "--config", config("finetune", run), "--run", run),
         *("--base", str(base), "--tokens", str(tokens), "--preflight", str(preflight)),
         *("--checkpoints", str(folder / "checkpoints"), "--output", str(folder / "finetune")),
     ]  # fmt: skip
@@ -70,16 +96,10 @@ def adapter(folder: Path) -> dict[str, bytes]:
 def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
     tmp_path: Path, two_gpus: int
 ) -> None:
-    inputs = {name: tmp_path / name for name in ("base", "tokens")}
-    preflight, model = tmp_path / "preflight.json", Path(RUNS["gpu"].model.source)
-    stage("tokenize_dataset", config("tokenize_dataset"),
-          "--tokenizer", model, "--output", inputs["tokens"])  # fmt: skip
-    stage("preflight_run", config("preflight_run"), "--model", model, "--tokens", inputs["tokens"] / "manifest.json",
-          "--output", preflight, "--run", "gpu")  # fmt: skip
-    stage("quantize_base", config("quantize_base"), "--model", model, "--output", inputs["base"])
+    inputs = prepare(tmp_path, "gpu")
     undisturbed, disturbed = (tmp_path / name for name in ("undisturbed", "disturbed"))
-    subprocess.run(finetune(undisturbed, **inputs, preflight=preflight), check=True)
-    command = finetune(disturbed, **inputs, preflight=preflight)
+    subprocess.run(finetune(undisturbed, **inputs), check=True)
+    command = finetune(disturbed, **inputs)
     checkpoints = disturbed / "checkpoints"
     assert interrupt(command, checkpoints, number=signal.SIGKILL, worker=True) == 1
     assert interrupt(command, checkpoints, number=signal.SIGTERM, worker=False) == os.EX_TEMPFAIL
@@ -89,5 +109,30 @@ def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
     assert len(summary["resumed_from_steps"]) == 2
     assert [row["step"] for row in metrics(disturbed)] == list(range(1, STEPS + 1))
     assert metrics(disturbed) == metrics(undisturbed)
-    assert len(adapter(undisturbed)) == summary["processes"] == two_gpus
+    assert len(adapter(undisturbed)) == summary["processes"] == torch.cuda.device_count()
     assert adapter(disturbed) == adapter(undisturbed)
+
+
+def test_losses_of_4_then_2_gpus_are_those_of_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped on four GPUs, planned anew and continued on two, in float32: sums in another order."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, this machine shows {torch.cuda.device_count()}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    inputs = prepare(tmp_path, "exact")
+    undisturbed, elastic = (tmp_path / name for name in ("undisturbed", "elastic"))
+    subprocess.run(finetune(undisturbed, "exact", **inputs), check=True)
+    command = finetune(elastic, "exact", **inputs)
+    stopped = interrupt(command, elastic / "checkpoints", number=signal.SIGTERM, worker=False)
+    assert stopped == os.EX_TEMPFAIL
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    inputs["preflight"] = plan(tmp_path / "of-two.json", "exact", tokens=inputs["tokens"])
+    subprocess.run(finetune(elastic, "exact", **inputs), check=True)
+    summary = json.loads((elastic / "finetune" / "summary.json").read_text())
+    assert summary["processes"] == 2
+    assert len(summary["resumed_from_steps"]) == 1
+    losses, expected = ([row["loss"] for row in metrics(x)] for x in (elastic, undisturbed))
+    print(json.dumps({"losses": losses, "of four alone": expected}))
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(expected, rel=1e-4)

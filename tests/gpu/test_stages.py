@@ -4,15 +4,30 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from workflow.lib import runs
 from workflow.lib.artifacts import read_json
-from workflow.lib.config import load_config
+from workflow.lib.config import RunConfig, load_config
 
 pytestmark = pytest.mark.gpu
+
+
+TRAIN = {"epochs": None, "max_steps": 60, "learning_rate": 1e-3}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "one": {"processes": 1, "shard": False, "batch_size": 8},
+    "copies": {"processes": 2, "shard": False, "batch_size": 3},
+    "slices": {"processes": 2, "shard": True, "batch_size": "auto"},
+}
+_, NAMED = load_config({"runs": {"gpu": {"train": TRAIN}}})
+RUN = NAMED["gpu"]
+
+
+def config(name: str, run: RunConfig = RUN) -> str:
+    return runs.stage_json(name, run)
 
 
 def stage(name: str, config: str, *arguments: str | Path) -> None:
@@ -29,35 +44,62 @@ def stage(name: str, config: str, *arguments: str | Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(
-    tmp_path: Path, two_gpus: int
-) -> None:
-    _, named = load_config(
-        {"runs": {"gpu": {"train": {"epochs": None, "max_steps": 60, "learning_rate": 1e-3}}}}
-    )
-    run = named["gpu"]
-    tokens, base, preflight = tmp_path / "tokens", tmp_path / "base", tmp_path / "preflight.json"
-    finetune, export = tmp_path / "finetune", tmp_path / "export"
-    model = Path(run.model.source)
-
-    def config(name: str) -> str:
-        return runs.stage_json(name, run)
-
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, two_gpus: int) -> Path:
+    """The demo, trained on all GPUs and exported."""
+    folder = tmp_path_factory.mktemp("demo")
+    tokens, base, preflight = folder / "tokens", folder / "base", folder / "preflight.json"
+    model = Path(RUN.model.source)
     stage("tokenize_dataset", config("tokenize_dataset"),
           "--tokenizer", model, "--output", tokens)  # fmt: skip
     stage("preflight_run", config("preflight_run"), "--model", model, "--tokens", tokens / "manifest.json",
           "--output", preflight, "--run", "gpu")  # fmt: skip
     stage("quantize_base", config("quantize_base"), "--model", model, "--output", base)
     stage("finetune", config("finetune"), "--run", "gpu", "--base", base, "--tokens", tokens, "--preflight", preflight,
-          "--checkpoints", tmp_path / "checkpoints-0", "--output", finetune)  # fmt: skip
-    stage("consolidate", config("consolidate"), "--finetune", finetune, "--base", base, "--model", model,
-          "--output", export)  # fmt: skip
-    summary, parity = read_json(finetune / "summary.json"), read_json(export / "parity.json")
+          "--checkpoints", folder / "checkpoints-0", "--output", folder / "finetune")  # fmt: skip
+    stage("consolidate", config("consolidate"), "--finetune", folder / "finetune", "--base", base, "--model", model,
+          "--output", folder / "export")  # fmt: skip
+    return folder
+
+
+def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder: Path) -> None:
+    summary, parity = (
+        read_json(folder / "finetune" / "summary.json"),
+        read_json(folder / "export" / "parity.json"),
+    )
     print(json.dumps({"summary": summary, "parity": parity}))
     assert summary["processes"] == torch.cuda.device_count()
     assert summary["final_loss"] < summary["first_loss"] - 0.3
     assert all(check["passed"] for check in summary["checks"])
     assert parity["passed"]
-    assert parity["adapter_effect"] > 10 * parity["max_abs_difference"]
-    # The closed form may be 2% under (docs/memory-model.md); here it was 0.2% on 2 x H200.
-    assert summary["peak_bytes"]["measured"] <= 1.02 * summary["peak_bytes"]["predicted"]
+    assert summary["peak_bytes"]["kind"] == "cuda_allocated"
+    assert summary["peak_bytes"]["measured"] <= 1.05 * summary["peak_bytes"]["predicted"]
+
+
+def evaluated(folder: Path, division: str) -> dict[str, Any]:
+    """Evaluate the export as a user would; return the tuned model's results."""
+    settings = RUN.evaluate.model_copy(update=DIVISIONS[division])
+    export, out = folder / "export" / "adapter", folder / division
+    out.mkdir()
+    stage("evaluate_run", config("evaluate_run", RUN.model_copy(update={"evaluate": settings})), "--run", "gpu",
+          "--base", folder / "base", "--adapter", export, "--tokens", folder / "tokens", "--archive", out / "archive",
+          "--output-base", out / "base.json", "--output-tuned", out / "tuned.json")  # fmt: skip
+    found: dict[str, Any] = read_json(out / "tuned.json")
+    return found
+
+
+def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder: Path) -> None:
+    """In bfloat16, whose rounding depends on the shapes of products: slices, copies, other batches."""
+    one, copies, slices = (evaluated(folder, name) for name in DIVISIONS)
+    for name, other in (("copies", copies), ("slices", slices)):
+        scores = {
+            (task, metric): (found["value"], other["tasks"][task]["metrics"][metric]["value"])
+            for task, of in one["tasks"].items()
+            for metric, found in of["metrics"].items()
+        }
+        print(name, one["heldout"]["loss"], other["heldout"]["loss"], scores)
+        assert other["heldout"]["trained_tokens"] == one["heldout"]["trained_tokens"]
+        assert other["heldout"]["loss"] == pytest.approx(one["heldout"]["loss"], rel=2e-3)
+        assert scores
+        for expected, value in scores.values():
+            assert value == pytest.approx(expected, abs=0.03)  # 5 of 176 items

@@ -38,6 +38,8 @@ class BenchmarkConfig(Section):
     """Compare every gathered tensor with the checkpoint before the first step, as a training run does."""
     profile: bool = False
     """Record one step more, by torch's profiler: where its time goes, by kinds of kernels."""
+    checkpoint_pairs: int = Field(0, ge=0, le=1000)
+    """Also measure what a checkpoint costs: so many pairs of blocks of `steps` steps, one of each pair with a checkpoint; 0 = no."""
     cases: tuple[Name, ...] | Literal["all"] = (
         "fsdp",
         "checkpointing",

@@ -13,12 +13,14 @@ from matplotlib.figure import Figure
 
 from workflow.lib.formats import GIB, MIB, count, general, loss, share
 from workflow.lib.paper_figures import COLORS, axes_of_rows, save_figure
+from workflow.lib.train_config import TrainConfig
 
 Row = dict[str, Any]
 DATE_CHARS = len("2026-11-21")
 CONDITIONS = ("seq_len", "micro_batch_size", "accumulation", "documents", "rank", "steps", "layers", "vocab_size")  # fmt: skip
 SHOWN_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn", "accelerate", "trl", "liger_kernel")  # fmt: skip
 SHOWN_CAUSE_CHARS = 240
+CHECKPOINT_EVERY: int = TrainConfig.model_fields["checkpoint_every_steps"].default
 
 
 def page_name(rows: Sequence[Row]) -> str:
@@ -63,7 +65,7 @@ def render_page(rows: Sequence[Row], *, figure: str) -> str:
     title = f"{_model(rows)}, {hardware(rows)}, {_date(rows)}"
     parts = [f"# {title}\n", _conditions(rows)]
     if done:
-        parts += [_table(done), _ratios(done), _scaling(done), _memory(done), _profiles(done), f"![Speed and memory of every case]({figure})\n"]  # fmt: skip
+        parts += [_table(done), _ratios(done), _scaling(done), _memory(done), _profiles(done), _checkpoints(done), f"![Speed and memory of every case]({figure})\n"]  # fmt: skip
     parts += [_causes([row for row in rows if not row["measured"]]), _repeat()]
     return "\n".join(part for part in parts if part)
 
@@ -193,6 +195,25 @@ def _profiles(rows: Sequence[Row]) -> str:
         lines.append(f"| `{label}` | " + " | ".join(f"{1000 * s:.1f}" for s in seconds) + " |")
     note = "\nKinds on several streams overlap, so they may add up to more than the step.\n"
     return "\n".join(lines) + "\n" + note
+
+
+def _checkpoints(rows: Sequence[Row]) -> str:
+    """What a checkpoint costs, of the cases that measured it."""
+    costs = {_label(row): row["measured"].get("checkpoint") for row in rows}
+    lines = [
+        f"| `{label}` | {gib(found['bytes'])} | {found['step_s']:.3f} | {found['cost_s']:.3f} | {found['still_s']:.3f} "
+        f"| {share(max(0.0, found['cost_s']) / (CHECKPOINT_EVERY * found['step_s']))} |"
+        for label, found in costs.items()
+        if found
+    ]
+    if not lines:
+        return ""
+    head = (
+        "| checkpoints | size | a step without, s | a checkpoint adds, s | of that training stands still, s "
+        f"| share of the time with one every {CHECKPOINT_EVERY} steps |\n|---|---|---|---|---|---|"
+    )
+    note = "\nMedians of alternating blocks of steps with and without one; it is waited for until it is on disk, as training does not.\n"
+    return "\n".join([head, *lines]) + "\n" + note
 
 
 def _causes(rows: Sequence[Row]) -> str:

@@ -18,21 +18,22 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.attention import resolve_training_attention
+from workflow.lib.checkpoint_cost import measure_checkpoints
 from workflow.lib.config import RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.heartbeat import Pulse
 from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
-from workflow.lib.parallel import World, process_group
 from workflow.lib.profiling import profiled
 from workflow.lib.random_base import random_rows
 from workflow.lib.setup import build_training_model, startup_checks
-from workflow.lib.training import make_optimizer, steps
+from workflow.lib.training import StepMetrics, make_optimizer, steps
+from workflow.lib.world import World, process_group
 
 STEP_S = 60.0  # a later step may always take so long
 OUT_OF_MEMORY = "out of GPU memory"
 # Of what processes have seen, the row has the largest value of these, and that of the main process of those.
 LARGEST = ("allocated_bytes", "reserved_bytes", "setup_allocated_bytes", "host_bytes", "load_s", "bytes_read")  # fmt: skip
-OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "profile", "checks")
+OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "profile", "checkpoint", "checks")
 GEMM_REPEATS = 5
 GEMM_IN_A_ROW = 10  # so that what Python takes to start one is hidden, as in training
 GEMM_WARM_UP_S = 1.0  # until clocks have settled
@@ -52,6 +53,10 @@ class Job:
     check_bytes: bool
     profile: bool
     """Record one step more by kernels (`profiling`)."""
+    checkpoint_pairs: int
+    """Pairs of blocks that tell what a checkpoint costs (`checkpoint_cost`)."""
+    scratch: str
+    """A folder to be made, for checkpoints."""
     products: list[list[int]]
     """Linears of the model as [out_features, in_features, how many]."""
     peer: dict[str, Any] | None
@@ -78,6 +83,8 @@ class Observed:
     attention: str = ""
     profile: dict[str, Any] | None = None
     """Where the time of one more step goes; None if that was not asked for."""
+    checkpoint: dict[str, Any] | None = None
+    """What a checkpoint costs; None if that was not asked for."""
     checks: list[dict[str, Any]] = field(default_factory=list)
 
     def start_training(self) -> None:
@@ -179,10 +186,14 @@ def _train(
         seen.checks = startup_checks(model, store, base, world)
     optimizer = make_optimizer(model.training, settings)
     count = plan["num_steps"]
-    training = steps(
-        model.training, optimizer, store, settings, first_step=0, num_steps=count + job.profile,
-        micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
-    )  # fmt: skip
+
+    def training_steps(first: int, last: int) -> Iterator[StepMetrics]:
+        return steps(
+            model.training, optimizer, store, settings, first_step=first, num_steps=last,
+            micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
+        )  # fmt: skip
+
+    training = training_steps(0, count + job.profile)
     seen.start_training()
     for metrics in islice(training, count):
         pulse.step(metrics.step + 1)
@@ -192,6 +203,21 @@ def _train(
     seen.end_training()
     if job.profile:
         seen.profile = profiled(lambda: next(training), device=world.device)
+    if job.checkpoint_pairs:
+        done = count + job.profile
+        more = training_steps(done, done + 2 * job.checkpoint_pairs * count)
+        seen.checkpoint = measure_checkpoints(
+            _watched(more, pulse), model.training, optimizer, folder=Path(job.scratch),
+            pairs=job.checkpoint_pairs, block=count, world=world,
+            saving=lambda: pulse.phase("saving", num_bytes=model.state_bytes()),
+        )  # fmt: skip
+
+
+def _watched(training: Iterator[StepMetrics], pulse: Pulse) -> Iterator[int]:
+    """Take steps and tell `pulse`; yield their numbers."""
+    for metrics in training:
+        yield metrics.step
+        pulse.step(metrics.step + 1)
 
 
 @torch.no_grad()

@@ -192,7 +192,10 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
     folder = kept_folder(args)
     try:
         folder.mkdir(exist_ok=True)
-        jobs = {key: asdict(job_of(args, prepared)) for key, prepared in ready.items()}
+        jobs = {
+            key: asdict(job_of(args, prepared, scratch=folder / f"{key}.checkpoints"))
+            for key, prepared in ready.items()
+        }
         write_json(folder / "jobs.json", jobs)
         options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
         options += ["--log", str(args.log)] if args.log else []
@@ -207,8 +210,8 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
     return UserError("its workers ended without a word and without a measurement")
 
 
-def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
-    """Return what the workers are asked to do."""
+def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Job:
+    """Return what the workers are asked to do; scratch: a folder that they may make."""
     sizes, shape = prepared.request.sizes, prepared.facts["shape"]
     return Job(
         base=str(find_base(args.bases, prepared)),
@@ -219,6 +222,8 @@ def job_of(args: argparse.Namespace, prepared: Prepared) -> Job:
         vocab_size=shape["vocab_size"],
         check_bytes=sizes.check_bytes,
         profile=sizes.profile,
+        checkpoint_pairs=sizes.checkpoint_pairs,
+        scratch=str(scratch),
         products=[
             [linear["out_features"], linear["in_features"], shape["num_layers"]]
             for linear in shape["linears"]

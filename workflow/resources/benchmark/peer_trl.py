@@ -43,8 +43,8 @@ from workflow.lib.measuring import (
     synchronize,
     together,
 )
-from workflow.lib.parallel import die_with_parent
 from workflow.lib.random_base import random_rows
+from workflow.lib.world import die_with_parent
 from workflow.scripts.command import run, stage_parser
 
 FSDP = {
