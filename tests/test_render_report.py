@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -196,3 +197,41 @@ def test_browser_would_report_a_blocked_script(
     found = visit(browser, injected)
     assert any("Content Security Policy" in line for line in found.console)
     assert found.dialogs == []
+
+
+PRINTED = """() => {
+  const rgb = (value) => value.match(/[0-9.]+/g).slice(0, 3).map(Number);
+  const seen = (element) => element.checkVisibility({ contentVisibilityAuto: true, visibilityProperty: true })
+    && element.getBoundingClientRect().height > 0;
+  const style = getComputedStyle(document.body);
+  return {
+    paper: rgb(style.backgroundColor), ink: rgb(style.color),
+    navigation: [...document.querySelectorAll("nav, .modebar")].filter(seen).length,
+    folded: [...document.querySelectorAll("details:not([open]):not(.of-run) > :not(summary)")]
+      .filter((element) => !element.closest("details.of-run:not([open])")).map(seen),
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    widest: Math.max(...[...document.querySelectorAll(".main-svg")].map((e) => e.getBoundingClientRect().width)),
+  };
+}"""
+PAPER_WIDTH = 700  # pixels between the margins of A4
+
+
+@needs_chromium
+def test_page_prints_dark_on_white_unfolded_and_within_the_paper(
+    browser: Browser, root: Path
+) -> None:
+    """Also for a reader in dark mode."""
+    page = visit(browser, root / "report.html", scheme="dark").page
+    page.set_viewport_size({"width": PAPER_WIDTH, "height": 990})
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    printed = page.evaluate(PRINTED)
+    assert printed["paper"] == [255, 255, 255]
+    assert max(printed["ink"]) < 80
+    assert printed["navigation"] == 0
+    assert printed["folded"], "the report folds its details"
+    assert all(printed["folded"])
+    assert printed["overflow"] <= 0
+    assert 300 < printed["widest"] <= PAPER_WIDTH
+    pages = len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4")))
+    assert 5 <= pages <= 40

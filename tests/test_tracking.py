@@ -1,5 +1,7 @@
 """The live view shows every logged step once, whatever ended the run before, and sends nothing unasked."""
 
+import importlib.util
+import json
 import os
 import struct
 import subprocess
@@ -15,6 +17,7 @@ from workflow.lib.artifacts import read_jsonl
 from workflow.lib.errors import UserError
 from workflow.lib.tracking import check_tracking, live_view
 from workflow.lib.tracking_config import TrackingConfig
+from workflow.scripts import finetune
 
 
 def row(step: int, *, loss: float = 0.0) -> dict[str, Any]:
@@ -95,6 +98,32 @@ def test_project_without_a_key_is_refused_before_anything_is_sent() -> None:
         pytest.skip("this environment is set up for Weights & Biases")
     with pytest.raises(UserError, match="no WANDB_API_KEY in the environment"):
         check_tracking(TrackingConfig(wandb_project="mine"))
+
+
+def test_missing_package_is_told_before_any_process_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(finetune, "launch_workers", lambda *_, **__: pytest.fail("it was started"))
+    folders = [
+        "--base",
+        ".",
+        "--tokens",
+        ".",
+        "--preflight",
+        ".",
+        "--checkpoints",
+        ".",
+        "--output",
+        str(tmp_path),
+    ]
+    tracking = json.dumps({"tracking": {"tensorboard": True}})
+    line = ["--config", "{}", "--run", "demo", *folders, "--tracking", tracking]
+    args = finetune.command_line(None).parse_args(line)
+    with pytest.raises(
+        UserError, match=r"tracking.tensorboard = True: the package tensorboardX is not"
+    ):
+        finetune.main(args)
 
 
 ONE_START = """

@@ -27,7 +27,12 @@ WANDB_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
 def check_tracking(settings: TrackingConfig) -> None:
-    """Raise `UserError` if Weights & Biases is asked for and its package or its key is missing."""
+    """Raise `UserError` if a view is asked for whose package, or whose key, is missing."""
+    if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise setting_error(
+            "tracking.tensorboard", True, "the package tensorboardX is not installed",
+            "Install it (pip install -r envs/torch.txt), or set false",
+        )  # fmt: skip
     if settings.wandb_project is None:
         return
     if importlib.util.find_spec("wandb") is None:
@@ -55,9 +60,8 @@ def live_view(
     """Show `rows`, those of the journal so far, and then every row that the yielded function is given.
 
     folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same after resuming; config: the
-    settings to show beside the curves. Raises `UserError` as `check_tracking`, or if Weights & Biases refuses the run.
+    settings to show beside the curves; what `check_tracking` asks for is there. Raises `UserError` if Weights & Biases refuses the run.
     """
-    check_tracking(settings)
     with ExitStack() as stack:
         views: list[View] = []
         if settings.tensorboard:

@@ -6,7 +6,7 @@
   const plots = [...document.querySelectorAll("[data-figure]")];
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const touch = window.matchMedia("(hover: none), (pointer: coarse)").matches;
-  const PRINT_WIDTH = 680; // pixels between the margins of a portrait A4 or letter page
+  const PRINT_WIDTH = 660; // pixels between the margins of a portrait A4 or letter page
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
