@@ -26,12 +26,12 @@ from workflow.lib.export import (
 )
 from workflow.lib.inference import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.lora import trainable_parameters
-from workflow.lib.parallel import process_group
 from workflow.lib.parity import compare_logits, save_logits, trained_logits
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.setup import build_training_model
 from workflow.lib.training import make_optimizer, steps
 from workflow.lib.weights import CheckpointReader
+from workflow.lib.world import process_group
 
 STEPS, BATCH, ROWS, SEQ_LEN = 2, 15, 15, 11
 CPU = torch.device("cpu")

@@ -34,11 +34,11 @@ from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.export import read_sharded_adapter
 from workflow.lib.lora import trainable_parameters
-from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model
 from workflow.lib.shards import INDEX, check_files, read_index, read_whole
 from workflow.lib.stopping import on_any
 from workflow.lib.training import make_optimizer, steps
+from workflow.lib.world import World, process_group
 
 STEPS, SAVED = 5, 3
 CONFIG = RunConfig(

@@ -20,10 +20,11 @@ from workflow.lib.fused import fuse_layers_
 from workflow.lib.inference import load_base
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.model import local, local_range
-from workflow.lib.parallel import checkpoint_activations_, process_group
+from workflow.lib.parallel import checkpoint_activations_
 from workflow.lib.setup import build_training_model, check_family
 from workflow.lib.stash import Stash
 from workflow.lib.tokens import TokenStore
+from workflow.lib.world import process_group
 
 ROWS, SEQ_LEN = 3, 29
 CPU = torch.device("cpu")

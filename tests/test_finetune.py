@@ -61,9 +61,9 @@ def ours(
 ) -> dict[str, Any]:
     """Train in this process's group; return losses, norms, and per step the full adapter gradients and weights."""
     from workflow.lib.lora import trainable_parameters
-    from workflow.lib.parallel import process_group
     from workflow.lib.setup import build_training_model, startup_checks
     from workflow.lib.training import make_optimizer, steps
+    from workflow.lib.world import process_group
 
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)

@@ -16,9 +16,9 @@ from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.nf4 import nf4_linears
-from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
 from workflow.lib.slices import spread, stashed_layers
+from workflow.lib.world import World, process_group
 
 LAYERS = 4
 # Recomputation, and how many layers are on the host with it.

@@ -13,9 +13,9 @@ from tests.test_training import STEPS, full, settings
 from workflow.lib.checkpoint import CheckpointWriter, resume_
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
-from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model
 from workflow.lib.training import make_optimizer, steps
+from workflow.lib.world import World, process_group
 
 IDENTITY = "0123456789ab-cdef01234567"
 FAR_TOO_LARGE = (

@@ -28,7 +28,6 @@ from workflow.lib.export import merged_tensors, read_sharded_adapter, save_adapt
 from workflow.lib.inference import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.model import build_nf4_on_meta
-from workflow.lib.parallel import World, process_group
 from workflow.lib.parity import compare_logits, save_logits, trained_logits
 from workflow.lib.schedule import learning_rate, step_rows
 from workflow.lib.setup import build_training_model, startup_checks
@@ -36,6 +35,7 @@ from workflow.lib.sharded import load_sharded_adapter
 from workflow.lib.training import make_optimizer, steps
 from workflow.lib.unfrozen import unfreeze_
 from workflow.lib.weights import CheckpointReader
+from workflow.lib.world import World, process_group
 
 STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 3, 12, 13, 23, 0.5
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from workflow.lib.checkpoint import CheckpointWriter, resume_
 from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.optimizers import BITS_AND_PAGED, ShardwiseAdam
-from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model
 from workflow.lib.training import make_optimizer, steps
+from workflow.lib.world import World, process_group
 
 KINDS = ["adamw", *BITS_AND_PAGED]
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

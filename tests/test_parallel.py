@@ -19,10 +19,10 @@ from workflow.lib.parallel import (
     decoder_layers,
     local_bytes,
     mismatched_tensors,
-    process_group,
 )
 from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
 from workflow.lib.weights import CheckpointReader
+from workflow.lib.world import process_group
 
 PROCESSES = 3
 CONFIG = RunConfig(lora=LoraSettings(r=4))

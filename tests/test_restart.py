@@ -110,7 +110,7 @@ def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_
     stem = tmp_path / "train-00000-0000000"
     document = Encoded(np.arange(9, dtype=np.uint32), np.arange(9) > 0, held_special_text=False)
     encode_rows(
-        [Row(1, {})], encode=lambda _: document, seq_len=SEQ_LEN, overlong="drop", stem=stem
+        [Row(1, {})], begin=lambda _: lambda: document, seq_len=SEQ_LEN, overlong="drop", stem=stem
     )
     assert is_finished(stem)
     path = Path(f"{stem}.{part}")

@@ -17,10 +17,10 @@ from workflow.lib.errors import UserError
 from workflow.lib.export import read_sharded_adapter
 from workflow.lib.heldout import heldout_losses
 from workflow.lib.inference import load_base
-from workflow.lib.parallel import process_group
 from workflow.lib.selection import HeldOut, heldout_rows
 from workflow.lib.setup import build_training_model
 from workflow.lib.tokens import TokenStore
+from workflow.lib.world import process_group
 
 BEST = CONFIG.train.model_dump() | {"evaluate_every_steps": 2, "select": "best"}
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))

@@ -12,9 +12,9 @@ from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.loss import OutputHead
-from workflow.lib.parallel import process_group
 from workflow.lib.setup import TrainingModel, build_training_model, check_family, startup_checks
 from workflow.lib.tokens import TokenStore
+from workflow.lib.world import process_group
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,14 @@ from workflow.lib.config import EvaluateConfig, ModelConfig
 from workflow.lib.errors import UserError
 from workflow.lib.evaluation import Measurement, measure, parts, prepare
 from workflow.lib.inference import ADAPTER_WEIGHTS
-from workflow.lib.parallel import World, local_bytes, process_group
+from workflow.lib.parallel import local_bytes
 from workflow.lib.sharded import load_sharded_adapter
 from workflow.lib.subjects import load_options, machine_facts, subjects
 from workflow.lib.tokenizer import load_tokenizer
 from workflow.lib.tokens import TokenStore
+from workflow.lib.world import World, process_group
 
-CPU = torch.device("cpu")
+EXACT = ModelConfig(compute_dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Found:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
+    return make_export(tmp_path_factory.mktemp("export"))
+
+
+def make_export(folder: Path) -> Path:
+    """Make all that an evaluation reads, and an adapter that lacks a tensor."""
     tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
     tiny_merged(folder / "base", folder / "adapter", folder / "merged")
     tiny_tokenizer(folder / "base")
@@ -58,6 +63,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(folder: Path) -> EvaluateConfig:
+    return make_settings(folder)
+
+
+def make_settings(folder: Path) -> EvaluateConfig:
     """7 documents, 3 prompts and 13 items: nothing divides by 2, and answers differ in length."""
     task_file(folder / "tasks", "writes", template=WRITE)
     local = task_file(folder / "tasks", "local")
@@ -66,11 +75,17 @@ def settings(folder: Path) -> EvaluateConfig:
 
 
 def evaluate(
-    folder: Path, settings: EvaluateConfig, *, world: World | None, shards: World | None = None
+    folder: Path,
+    settings: EvaluateConfig,
+    device: str = "cpu",
+    *,
+    world: World | None,
+    shards: World | None = None,
 ) -> dict[str, Measurement]:
     tokens = TokenStore.open(folder / "tokens")
     questions = prepare(tokens, tokenizer=load_tokenizer(folder / "base"), settings=settings)
-    options = load_options(folder / "base", device=CPU, settings=ModelConfig())
+    chosen = torch.device(device) if world is None else world.device
+    options = load_options(folder / "base", device=chosen, settings=EXACT)
     asked = subjects(
         base=folder / "base",
         adapter=folder / "adapter",
@@ -100,9 +115,9 @@ def refusal(folder: Path, world: World) -> str:
     return "loaded"
 
 
-def in_two_processes(folder: Path, settings: EvaluateConfig) -> Found:
+def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu") -> Found:
     """One process's view."""
-    with process_group("cpu", timeout_s=240.0) as world:
+    with process_group(device, timeout_s=240.0) as world:
         held, total = local_bytes(load(folder, "adapter", world))
         return Found(
             sliced=evaluate(folder, settings, world=world, shards=world),

@@ -4,8 +4,8 @@ import pytest
 
 from tests.distributed import run_distributed
 from workflow.lib.errors import UserError
-from workflow.lib.parallel import process_group
 from workflow.lib.sharing import Division, agreed, divide, main_first, shared_out
+from workflow.lib.world import process_group
 
 GIB = 2**30
 

@@ -14,8 +14,8 @@ from workflow.lib.checkpoint import saved_steps
 from workflow.lib.config import LoraSettings
 from workflow.lib.errors import UserError
 from workflow.lib.export import read_sharded_adapter
-from workflow.lib.parallel import process_group
 from workflow.lib.stopping import SIGNALS, StopRequest, on_any
+from workflow.lib.world import process_group
 
 
 def asked(number: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from tests.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS,
 from tests.models import random_store
 from workflow.lib.artifacts import read_json, read_jsonl
 from workflow.lib.checkpoint import Resumed
-from workflow.lib.parallel import process_group
 from workflow.lib.schedule import step_rows
 from workflow.lib.summary import Journal, trained_tokens
 from workflow.lib.training import StepMetrics
+from workflow.lib.world import process_group
 
 METRICS = StepMetrics(
     step=1, loss=5.0, grad_norm=1.5, learning_rate=1e-3, trained_tokens=40, tokens=92, tokens_per_s=184.0,

@@ -17,11 +17,11 @@ from workflow.lib.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.errors import UserError
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.model import local
-from workflow.lib.parallel import process_group
 from workflow.lib.schedule import learning_rate
 from workflow.lib.setup import build_training_model
 from workflow.lib.tokens import TokenStore
 from workflow.lib.training import StepMetrics, check_step, make_optimizer, steps
+from workflow.lib.world import process_group
 
 STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
 CLIP = 0.05

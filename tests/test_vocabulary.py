@@ -21,10 +21,10 @@ from workflow.lib.config import LoraSettings, RunConfig
 from workflow.lib.lora import trainable_parameters
 from workflow.lib.loss import OutputHead
 from workflow.lib.model import local, local_range
-from workflow.lib.parallel import World, process_group
 from workflow.lib.setup import build_training_model, startup_checks
 from workflow.lib.slices import FEWEST_ROWS, chunk_rows, vocabulary_slices
 from workflow.lib.vocabulary import ExchangedRows, SlicedCrossEntropy, SlicedHead
+from workflow.lib.world import World, process_group
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
 LARGE = 4001  # a vocabulary that outgrows every other tensor of the tiny model; 4 slices of 1001, 1001, 1001, 998
