@@ -39,10 +39,8 @@ PLAN: dict[str, Any] = {
 }
 
 
-def tiny_llama(
-    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
-) -> Path:
-    """Save a random Llama (3 layers, 5 query heads, odd vocabulary) to `folder`; return `folder`."""
+def random_llama(**changes: Any) -> LlamaForCausalLM:
+    """Return a random Llama: 3 layers, 5 query heads, odd vocabulary."""
     torch.manual_seed(0)
     settings = {
         "hidden_size": 80,
@@ -52,11 +50,16 @@ def tiny_llama(
         "num_key_value_heads": 1,
         "vocab_size": VOCAB,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
         "initializer_range": 0.2,
     }
-    config = LlamaConfig(**(settings | changes))
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+
+
+def tiny_llama(
+    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Save a `random_llama` to `folder`; return `folder`."""
+    random_llama(tie_word_embeddings=tied, **changes).to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import random_llama
 from tests.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.config import EvaluateConfig
 from workflow.lib.errors import UserError
@@ -55,18 +55,7 @@ filter_list: [{{name: first, filter: [{{function: take_first}}]}}]
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        eos_token_id=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return random_llama(vocab_size=VOCAB_SIZE, eos_token_id=2, max_position_embeddings=512).eval()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests.models import random_llama
 from tests.tiny import VOCAB_SIZE
 from tests.tiny_export import random_documents
 from workflow.lib import heldout
@@ -17,16 +18,7 @@ CLOSE = {"rtol": 2e-5, "atol": 1e-4}
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return random_llama(vocab_size=VOCAB_SIZE).eval()
 
 
 def measured(model, documents, *, batch_size=4):

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import random_llama
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.tiny_export import random_documents
 from workflow.lib.sampling import Prompt, choose_prompts, generate_answers, stop_token_ids
@@ -18,17 +18,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        eos_token_id=EOS,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return random_llama(vocab_size=VOCAB_SIZE, eos_token_id=EOS).eval()
 
 
 def answers(model, *, stop_ids=(), batch_size=3, max_new_tokens=9):
