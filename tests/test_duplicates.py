@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from workflow.lib.chat import Encoded
 from workflow.lib.corpus import Corpus
@@ -15,6 +17,7 @@ from workflow.lib.duplicates import (
     TOKENS_AT_ONCE,
     Measure,
     find_near_duplicates,
+    stable_order,
     stretches,
     write_keys,
 )
@@ -87,3 +90,9 @@ def test_stretches_hold_every_entry_once_and_few_tokens() -> None:
     assert np.concatenate([tokens[some] for some in found]).tolist() == tokens.tolist()
     assert max(tokens[some].sum() for some in found) <= 4 * TOKENS_AT_ONCE // 3
     assert stretches(tokens[:0]) == []
+
+
+@given(st.lists(st.integers(0, 2**40 - 1) | st.integers(0, 3), max_size=300))
+def test_equal_keys_keep_their_order(keys: list[int]) -> None:
+    array = np.array(keys, dtype=np.uint64)
+    assert stable_order(array).tolist() == np.argsort(array, kind="stable").tolist()
