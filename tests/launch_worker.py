@@ -147,7 +147,7 @@ def tell_process_id(rank: int, folder: Path) -> None:
 
 
 def note(rank: int, folder: Path) -> None:
-    keys = ("WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    keys = ("WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     (folder / str(rank)).write_text(" ".join(os.environ[key] for key in keys))
 
 

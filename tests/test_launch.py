@@ -22,17 +22,25 @@ WORKER = "tests.launch_worker"
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    for name in ("OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
-def test_workers_get_their_ranks_and_share_the_cores(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "each"), [(None, 0), ("7", 2), ("2", 1), ("9,2", 3)])
+def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, each: int
+) -> None:
+    """Snakemake sets both variables to the threads of the rule, for every job."""
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        monkeypatch.setenv("MKL_NUM_THREADS", given)
     launch_workers(WORKER, ["note", str(tmp_path)], processes=3)
-    threads = max(1, (os.cpu_count() or 1) // 3)
+    threads = each or max(1, len(os.sched_getaffinity(0)) // 3)
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
-        str(rank): f"3 {rank} {threads}" for rank in range(3)
+        str(rank): f"3 {rank} {threads} {threads}" for rank in range(3)
     }
+    assert os.environ.get("OMP_NUM_THREADS") == given, "the next workers may be of another number"
 
 
 # What process 1 of 2 does, and the first line that the user sees.

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ STOPPED = "training was stopped by a signal; the same command continues from the
 TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
 ELSEWHERE = "another machine of the run says why, in the same log; if none does, one is gone."
 REPEAT = "Repeat the command to continue from what is finished."
+
+DEFAULTS = {  # unless the user has set them
+    # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_FR_BUFFER_SIZE": "200",  # collectives in the flight recorder
+}
 
 
 def launch_workers(
@@ -52,7 +58,6 @@ def launch_workers(
     `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a checkpoint).
     """
     local = processes // place.nodes
-    set_environment(processes=local, grace_s=grace_s, deterministic=deterministic)
     # torchrun knows no SIGUSR1, which clusters send before they take a machine back
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
@@ -66,7 +71,8 @@ def launch_workers(
     )
     memory_kills_before = memory_kills()
     mine = range(place.index * local, (place.index + 1) * local)
-    with watched(mine, size=processes) as hung:
+    inherited = worker_environment(local, grace_s=grace_s, deterministic=deterministic)
+    with changed_environment(inherited), watched(mine, size=processes) as hung:
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
@@ -90,17 +96,39 @@ def launch_workers(
             ) from None
 
 
-def set_environment(*, processes: int, grace_s: float, deterministic: bool) -> None:
-    """Set what the workers of this machine inherit; processes: how many they are."""
-    cores = len(os.sched_getaffinity(0))  # of a shared machine, what the job may use
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    # Growing segments waste 2.5% where fixed ones waste 10%; `memory.ALLOCATOR_SLACK` counts on it.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives in the flight recorder
+def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -> dict[str, str]:
+    """Return the variables that the workers of this machine inherit; processes: how many they are."""
+    threads = str(max(1, threads_of_job() // processes))
+    variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
+    variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if deterministic:  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # read by torch; without it workers are killed 30 s after the signal
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
+    return variables | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s))}
+
+
+def threads_of_job() -> int:
+    """Return how many threads all processes of this job may have together.
+
+    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that this process may use.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
+    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

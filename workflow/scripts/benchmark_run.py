@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -187,7 +186,7 @@ def missing_packages(request: Request) -> list[str]:
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
     """Run workers for these requests, which leave what they measure in `kept_folder`; return why one failed, if one did."""
-    first, own_threads = next(iter(ready.values())).request, "OMP_NUM_THREADS" in os.environ
+    first = next(iter(ready.values())).request
     module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
     folder = kept_folder(args)
     try:
@@ -202,9 +201,6 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
         launch_workers(module, options, processes=first.processes, what=first.label)
     except (UserError, OSError, RuntimeError) as error:
         return error
-    finally:
-        if not own_threads:  # the next cases may have another number of processes
-            os.environ.pop("OMP_NUM_THREADS", None)
     if all((folder / f"{key}.json").is_file() for key in ready):
         return None
     return UserError("its workers ended without a word and without a measurement")
