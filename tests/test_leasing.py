@@ -1,6 +1,7 @@
 """Leases on GPUs: real processes that compete for the lock files of made-up cards."""
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.lease_holder import NUM_CARDS, cards
-from tests.workflow_project import REPOSITORY, Project
+from tests.workflow_project import REPOSITORY, Project, make_project
 from workflow.lib.errors import UserError
 from workflow.lib.leasing import IN_USE_BYTES, lease
 
@@ -155,15 +156,30 @@ def test_job_without_gpus_sees_none() -> None:
     assert shown.stdout == ":: a b; c\n"
 
 
+DRIVER = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}
+
+
+@pytest.mark.parametrize(("all_cores", "of_one", "of_two"), [(32, "4", "8"), (3, "1", "2")])
+def test_jobs_get_the_share_of_the_cores_that_belongs_to_their_gpus(
+    tmp_path: Path, all_cores: int, of_one: str, of_two: str
+) -> None:
+    """Of eight cards, so that as many jobs run at once as there are cards for; never less than a core a card."""
+    project = replace(make_project(tmp_path, hardware={"gpus": 2}), environment=DRIVER)
+    done = project.run("--cores", str(all_cores), "--dry-run", "train")
+    threads = {
+        rule: re.findall(rf"^rule {rule}:\n(?:    .*\n)*?    threads: (\d+)", done.output, re.M)
+        for rule in ("quantize_base", "finetune")
+    }
+    # Snakemake leaves out what is 1.
+    assert threads == {"quantize_base": [of_one] if of_one != "1" else [], "finetune": [of_two]}
+
+
 def test_snakemake_counts_the_cards_that_are_visible(
     finished_project: Project, tmp_path: Path
 ) -> None:
     copy = finished_project.copy(tmp_path / "project")
     copy.edit({"hardware": {"gpus": 4}})
-    driver = {
-        "PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver"),
-        "CUDA_VISIBLE_DEVICES": "GPU-3,5,6",
-    }
+    driver = DRIVER | {"CUDA_VISIBLE_DEVICES": "GPU-3,5,6"}
     target = "results/runs/demo/finetune/summary.json"
     done = Project(copy.root, environment=driver).snakemake("--forcerun", "finetune", "--", target)
     # A request of four cannot be met, and is said to be one of as many as there are.

@@ -175,15 +175,15 @@ def several_nodes(run, value):
     return value if run.hardware.nodes > 1 else None
 
 
-def on_each_node(run):
-    """What starts a command once on every node of a Slurm job; nothing on a single one."""
+def on_each_node(run, threads):
+    """What starts a command with so many threads once on every node of a Slurm job; nothing on a single one."""
     nodes = run.hardware.nodes
     if nodes == 1:
         return []
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *(
-            f"--cpus-per-task={requested_processes(run.hardware)[1]}",
+            f"--cpus-per-task={threads}",
             "--kill-on-bad-exit=1",
         ),
     ]
@@ -211,10 +211,22 @@ def on_this_machine():
     return workflow.local_exec and not workflow.remote_exec
 
 
-def cores(run):
-    """A core per process; without GPUs every stage uses all cores of this machine, so jobs take turns."""
-    device, count = requested_processes(run.hardware)
-    return workflow.cores if device == "cpu" and on_this_machine() else count
+CORES_PER_GPU = (
+    2  # of a cluster's node, whose cores are not known (`--set-threads` changes it)
+)
+
+
+def cores(run, *, most=None):
+    """Of this machine's cores the share of the GPUs that a job takes; without GPUs all of them, so that jobs take turns.
+
+    On a cluster a core per process, for GPUs two: one launches kernels, one makes batches, checkpoints and signs of life.
+    """
+    count = cards(run, most=most)
+    if not on_this_machine():
+        return count * CORES_PER_GPU if count else run.hardware.cpu_processes
+    if not count:
+        return workflow.cores
+    return max(count, workflow.cores * count // max(count, len(visible_gpus())))
 
 
 def check_place(name, run):

@@ -47,7 +47,7 @@ rule finetune:
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
-        srun=lambda w, output: on_each_node(RUNS[w.run]),
+        srun=lambda w, output, threads: on_each_node(RUNS[w.run], threads),
     # The plan is made here for the machine and the hardware settings of this very start.
     # exec: a signal to the job reaches the launcher, which saves, and not a shell that would die before it.
     shell:

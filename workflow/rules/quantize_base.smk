@@ -7,7 +7,7 @@ rule quantize_base:
         "logs/quantize_base/{base}.log",
     conda:
         "../../envs/torch.yaml"
-    threads: lambda w: cores(BY_BASE[w.base])
+    threads: lambda w: cores(BY_BASE[w.base], most=1)
     resources:
         gpu=lambda w: cards(BY_BASE[w.base], most=1),
         mem_mb=lambda w, input, attempt: asked(
