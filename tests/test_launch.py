@@ -14,7 +14,7 @@ import pytest
 from tests.models import quantized, tiny_llama
 from workflow.lib.environment import LAUNCHER_VARIABLE
 from workflow.lib.errors import BatchMemoryError, StoppedError, UserError
-from workflow.lib.launch import launch_workers
+from workflow.lib.launch import launch_workers, worker_environment
 
 WORKER = "tests.launch_worker"
 
@@ -27,20 +27,32 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(("given", "each"), [(None, 0), ("7", 2), ("2", 1), ("9,2", 3)])
 def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, each: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake sets both variables to the threads of the rule, for every job."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    launch_workers(WORKER, ["note", str(tmp_path)], processes=3)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {str(rank): f"3 {rank} 2 2" for rank in range(3)}
+    assert os.environ["OMP_NUM_THREADS"] == "7", "the next workers may be of another number"
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "threads"),
+    [(None, 1, CORES), ("", 1, CORES), (None, 4 * CORES, 1), ("2", 3, 1), ("9,2", 3, 3)],
+)
+def test_processes_of_a_job_share_its_threads_or_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, threads: int
+) -> None:
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-        monkeypatch.setenv("MKL_NUM_THREADS", given)
-    launch_workers(WORKER, ["note", str(tmp_path)], processes=3)
-    threads = each or max(1, len(os.sched_getaffinity(0)) // 3)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
-        str(rank): f"3 {rank} {threads} {threads}" for rank in range(3)
-    }
-    assert os.environ.get("OMP_NUM_THREADS") == given, "the next workers may be of another number"
+    found = worker_environment(processes, grace_s=60, deterministic=False)
+    assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == (str(threads), str(threads))
 
 
 # What process 1 of 2 does, and the first line that the user sees.
@@ -144,7 +156,7 @@ def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
 
 def test_workers_die_with_a_killed_launcher(tmp_path: Path) -> None:
     call = f"launch_workers({WORKER!r}, ['wait', {str(tmp_path)!r}], processes=2)"
-    script = f"from workflow.lib.launch import launch_workers; {call}"
+    script = f"from workflow.lib.launch import launch_workers, worker_environment; {call}"
     launcher = subprocess.Popen([sys.executable, "-c", script])
     try:
         workers = [psutil.Process(int(wait_for(tmp_path / str(rank)))) for rank in range(2)]
