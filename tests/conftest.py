@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # By falling duration, measured on two cores. Processes take whole files: a long one begun last would run alone at the end.
 LONGEST_FIRST = (
-    "test_workflow_run.py", "test_slurm.py", "test_readme.py", "test_evaluate_run.py", "test_workflow_errors.py",
-    "test_harness_by_hand.py", "test_workflow_dag.py", "test_sweep_plan.py", "test_finetune.py", "test_launch.py",
-    "test_training.py", "test_quantize_base.py", "test_stopping.py", "test_command.py", "test_families.py",
+    "test_workflow_run.py", "test_slurm.py", "test_readme.py", "test_launch.py", "test_workflow_errors.py",
+    "test_modules_to_save.py", "test_workflow_dag.py", "test_nodes.py", "test_benchmark_run.py", "test_evaluate_run.py",
+    "test_checkpoint.py", "test_training.py", "test_resources.py", "test_download_source.py", "test_harness_by_hand.py",
 )  # fmt: skip
 
 
