@@ -24,6 +24,7 @@ from safetensors.numpy import load
 from tests.hub_server import HubRepo, start_hub
 from tests.kubernetes_cluster import Cluster, Pod, command, refusal, running_cluster
 from tests.workflow_project import (
+    LONG,
     REPOSITORY,
     SETTINGS,
     Project,
@@ -108,7 +109,7 @@ def make_clone(root: Path, store: Store, endpoint: str) -> Clone:
         "PYTHONPATH": str(clone / "workflow" / "storage"),
     }
     project = Clone(clone, clone, environment)
-    project.write_settings(merge(SETTINGS, {"model": {"source": "owner/tiny"}}))
+    project.write_settings(merge(SETTINGS, {"model": {"source": "owner/tiny"}, "train": LONG}))
     for arguments in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *arguments], cwd=clone, check=True)
     return project

@@ -138,8 +138,10 @@ def watched(ranks: range, *, size: int) -> Iterator[list[str]]:
     """
     hung: list[str] = []
     ended = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="heartbeats-", ignore_cleanup_errors=True) as folder:
-        os.environ |= {FOLDER_VARIABLE: folder, LAUNCHER_VARIABLE: str(os.getpid())}
+    with (
+        tempfile.TemporaryDirectory(prefix="heartbeats-", ignore_cleanup_errors=True) as folder,
+        changed_environment({FOLDER_VARIABLE: folder, LAUNCHER_VARIABLE: str(os.getpid())}),
+    ):
         watch = Watch(Path(folder), ranks=ranks, size=size)
         watcher = threading.Thread(target=_watch, args=(watch, hung, ended), daemon=True)
         watcher.start()
@@ -148,7 +150,6 @@ def watched(ranks: range, *, size: int) -> Iterator[list[str]]:
         finally:
             ended.set()
             watcher.join()
-            del os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE]
 
 
 def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
