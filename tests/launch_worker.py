@@ -63,6 +63,14 @@ def be_defect(folder: Path) -> None:
     raise KeyError("a defect")
 
 
+class ToldToEndError(RuntimeError):
+    """Its message is asked for when torchrun's file is written: the signal of the launcher comes at that moment."""
+
+    def __str__(self) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "a message that is whole"
+
+
 FAILURES: dict[str, Callable[[Path], None]] = {
     "batch": batch_too_large,
     "memory": allocate_too_much,
@@ -178,6 +186,10 @@ def main(args: argparse.Namespace) -> None:
     elif behaviour.startswith("fail with "):
         if rank == 1:
             fail(FAILURES[behaviour.removeprefix("fail with ")], folder)
+        time.sleep(120)
+    elif behaviour == "fail in 1, told to end while it says why":
+        if rank == 1:
+            raise ToldToEndError
         time.sleep(120)
     elif behaviour == "fail in 1 beside a collective":
         fail_beside_a_collective(rank, folder)

@@ -66,6 +66,7 @@ CAUSES = {
     "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged (first in model.layers.1.mlp, "
     "forward, rows [3, 8] of the tokens, process 1)",
     "fail with a defect": "KeyError: 'a defect'",
+    "fail in 1, told to end while it says why": "ToldToEndError: a message that is whole",
     "fail in 1 beside a collective": "KeyError: 'a defect'",
 }
 

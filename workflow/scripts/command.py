@@ -114,10 +114,21 @@ def tell(mark: str) -> None:
 def told_to_launcher(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
-    """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)"""
+    """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)
+
+    The launcher ends all workers when one dies. One that has failed by then ends by itself: a message cut by that signal
+    would hide whose death it was.
+    """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(main)
+    def work(args: argparse.Namespace) -> None:
+        try:
+            main(args)
+        except Exception:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise
+
+    return record(work)
 
 
 @contextmanager
