@@ -103,7 +103,7 @@ def assert_shows_prediction_measurement_and_change(message: str) -> None:
     ("behaviour", "state"),
     [
         ("stop 1", r"does not run \(no sign of life for"),
-        ("sleep in 1", r"is at command\.py:\d+ run -> launch_worker\.py:\d+ oversleep"),
+        ("sleep in 1", r"is at command\.py:\d+ work -> launch_worker\.py:\d+ oversleep"),
     ],
 )
 def test_process_that_hangs_is_named_and_all_are_stopped(
