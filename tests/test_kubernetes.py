@@ -258,6 +258,12 @@ def test_stage_asks_for_its_gpu_with_the_limit_that_kubernetes_demands(gpu_pod: 
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "1"
 
 
+def test_stage_has_two_cores_for_its_gpu(gpu_pod: Pod) -> None:
+    """Cores are limits there, and the plugin requests 5% less. With one core, what makes the next batch would take turns with what launches kernels."""
+    resources = gpu_pod.container["resources"]
+    assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1900m", "2000m")
+
+
 def test_stage_on_a_gpu_tolerates_the_taint_of_gpu_nodes_and_mounts_the_claim(gpu_pod: Pod) -> None:
     spec = gpu_pod.job["spec"]["template"]["spec"]
     taint = {"key": "nvidia.com/gpu", "value": "present", "operator": "Equal"}

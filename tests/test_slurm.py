@@ -169,6 +169,7 @@ def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     facts = cluster.facts(newest["id"])
     assert "quantize_base" in newest["comment"]
     assert "gpu:1" in facts.get("TresPerJob", "") + facts.get("TRES", "")
+    assert facts["CPUs/Task"] == "2"
 
 
 @pytest.mark.slow
