@@ -211,9 +211,8 @@ def on_this_machine():
     return workflow.local_exec and not workflow.remote_exec
 
 
-CORES_PER_GPU = (
-    2  # of a cluster's node, whose cores are not known (`--set-threads` changes it)
-)
+# Of a cluster's node, whose cores are not known; `--set-threads` changes it.
+CORES_PER_GPU = 2
 
 
 def cores(run, *, most=None):
