@@ -23,13 +23,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed envs/dev.txt
 train all: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all $@
 
+# One process more than cores: some tests wait, for a hung process to be noticed or for Slurm.
 test: $(VENV)/.installed-dev
-	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --lint
 

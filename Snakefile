@@ -1,24 +1,21 @@
 # Fine-tune large language models by FSDP + QLoRA: tokens, NF4 base, preflight, training, export,
-# evaluation, report. Settings: config.yaml. Shape of the workflow: workflow/docs/design.md.
-from pathlib import Path
-
+# evaluation, report. Settings: config.yaml. Shape of the workflow: workflow/docs/architecture.md.
 from snakemake.utils import min_version
 
 min_version("9.0")
-
-
-configfile: "config.yaml"
-
-
-# Used with --sdm apptainer; envs/apptainer.def says how to build it.
-container: str(Path(workflow.basedir) / "envs" / "workflow.sif")
 
 
 # Of `snakemake --report`; the report of the results is results/report/report.html.
 report: "workflow/report/captions/workflow.rst"
 
 
+# Reads the settings.
 include: "workflow/rules/common.smk"
+
+
+container: container_image()
+
+
 include: "workflow/rules/download_source.smk"
 include: "workflow/rules/tokenize_dataset.smk"
 include: "workflow/rules/quantize_base.smk"

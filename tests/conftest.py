@@ -1,26 +1,30 @@
 """Fixtures that several test modules share."""
 
 import os
-import shutil
 import signal
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.canaries import CANARIES
-from tests.workflow_project import LONG, TIMEOUT_S, Project, make_project
-from workflow.lib.locks import exclusive
+from tests.support.canaries import CANARIES
+from tests.support.shared import current_test, made_once
+from tests.support.workflow_project import LONG, Project, make_project
 
 if TYPE_CHECKING:
-    from tests.tokenizing import Stage
+    from tests.support.tokenizing import Stage
 
-# By falling duration, measured on two cores. Processes take whole files: a long one begun last would run alone at the end.
+# By falling processor time or wait, measured on two cores. Processes take whole files: a long one begun last would run alone at the end.
 LONGEST_FIRST = (
-    "test_workflow_run.py", "test_slurm.py", "test_readme.py", "test_launch.py", "test_workflow_errors.py",
-    "test_modules_to_save.py", "test_workflow_dag.py", "test_nodes.py", "test_benchmark_run.py", "test_evaluate_run.py",
-    "test_checkpoint.py", "test_training.py", "test_resources.py", "test_download_source.py", "test_harness_by_hand.py",
+    "workflow/test_run.py", "workflow/test_slurm.py", "docs/test_readme.py", "workflow/test_errors.py",
+    "training/test_launch.py", "training/test_modules_to_save.py", "training/test_checkpoint.py",
+    "training/test_loop.py", "stages/test_evaluate_run.py", "system/test_nodes.py",
+    "stages/test_benchmark_run.py", "evaluation/test_lm_eval_by_hand.py", "project/test_resources.py",
+    "stages/test_tokenize_restart.py", "security/test_names.py", "export/test_sharded_models.py",
+    "training/test_adapters.py", "stages/test_download_source.py", "planning/timing/test_many_gpus.py",
+    "workflow/test_sweep_plan.py",
 )  # fmt: skip
 
 
@@ -33,7 +37,28 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; all others keep their order."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    items.sort(key=lambda item: places.get(_below_tests(item.path), len(places)))
+
+
+def _below_tests(path: Path) -> str:
+    return Path(os.path.relpath(path, Path(__file__).parent)).as_posix()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any],
+) -> Generator[None, object, object]:
+    """Let a shared fixture that fails show its cause once; pytest would repeat it for every test that needs it."""
+    try:
+        return (yield)
+    except pytest.skip.Exception:
+        raise
+    except BaseException:
+        if fixturedef.scope != "function" and fixturedef.cached_result is not None:
+            said = f"the fixture {fixturedef.argname} has failed, as {current_test()} shows"
+            later = pytest.fail.Exception(said, pytrace=False)
+            fixturedef.cached_result = (None, fixturedef.cached_result[1], (later, None))
+        raise
 
 
 @pytest.fixture(scope="session")
@@ -42,15 +67,12 @@ def finished_project(shared_folder: Path) -> Project:
 
     It ran with `CANARIES` in its environment; what the terminal showed is beside it, in `terminal.txt`.
     """
-    root = shared_folder / "workflow" / "finished"
-    terminal = root.parent / "terminal.txt"  # written last
-    lock = shared_folder / "workflow.lock"
-    with exclusive(lock, doing="running the whole workflow", wait_s=TIMEOUT_S):
-        if not terminal.exists():
-            shutil.rmtree(root, ignore_errors=True)  # of a process that failed
-            project = replace(make_project(root, train=LONG), environment=CANARIES)
-            terminal.write_text(project.run("all").output)
-    return Project(root)
+    return Project(made_once(shared_folder / "workflow", run_whole_workflow) / "finished")
+
+
+def run_whole_workflow(folder: Path) -> None:
+    project = replace(make_project(folder / "finished", train=LONG), environment=CANARIES)
+    (folder / "terminal.txt").write_text(project.run("all").output)
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +85,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny tokenizer, saved once for all tests of `tokenize_dataset`."""
-    from tests.tiny import tiny_tokenizer  # imports torch, which most tests do without
+    from tests.support.tiny import tiny_tokenizer  # imports torch, which most tests do without
 
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer(folder)
@@ -73,6 +95,6 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stage(tmp_path: Path, tokenizer_folder: Path) -> "Stage":
     """A place to run `tokenize_dataset` in."""
-    from tests.tokenizing import Stage
+    from tests.support.tokenizing import Stage
 
     return Stage(tmp_path, tokenizer_folder)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import test_optimizers as optimizers
-from tests.distributed import run_distributed
-from tests.models import VOCAB, quantized, tiny_llama
-from tests.test_finetune import STEPS, ours, plan, settings, stock
+from tests.stages.test_finetune import STEPS, ours, plan, settings, stock
+from tests.support.distributed import run_distributed
+from tests.support.models import VOCAB, quantized, tiny_llama
+from tests.training import test_optimizers as optimizers
 
 pytestmark = pytest.mark.gpu
 
@@ -79,9 +79,9 @@ LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 
 def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
     """Change every token of the second document of the first row; return how far each document's logits move, by attention."""
-    from workflow.lib.inference import FLASH_AVAILABLE
-    from workflow.lib.setup import build_training_model
-    from workflow.lib.world import process_group
+    from workflow.lib.distributed.world import process_group
+    from workflow.lib.model.backends import FLASH_AVAILABLE
+    from workflow.lib.training.build import build_training_model
 
     names = ["sdpa", "eager"] + ["varlen"] * (device == "cuda")
     names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
@@ -203,7 +203,7 @@ def test_every_optimizer_trains_like_adamw(base: Path, two_gpus: int, kind: str)
 
 def paged_update() -> dict[str, Any]:
     """Three updates of a tensor large enough to be paged, its state through a checkpoint's pieces in between."""
-    from workflow.lib.optimizers import ShardwiseAdam
+    from workflow.lib.training.optimizers import ShardwiseAdam
 
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(1000, 200, generator=draw) for _ in range(4)]
@@ -213,15 +213,16 @@ def paged_update() -> dict[str, Any]:
         optimizer: Any = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.0)
         if kind != "torch":
             made = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-            optimizer = ShardwiseAdam([param], kind=kind, lr=1e-2, **made)
+            optimizer = ShardwiseAdam({"weight": param}, kind=kind, lr=1e-2, **made)
         for grad in values[1:]:
             param.grad = grad.cuda()
             optimizer.step()
             if kind != "torch":
-                staged = {k: p.staged() for k, p in optimizer.pieces(param, rank=0).items()}
-                for key, piece in optimizer.pieces(param, rank=0).items():
+                pieces = optimizer.pieces("weight", rank=0)
+                staged = {key: piece.staged() for key, piece in pieces.items()}
+                for key, piece in pieces.items():
                     piece.local.copy_(staged[key].local)
-                pages = {k: getattr(p.local, "is_paged", False) for k, p in optimizer.pieces(param, rank=0).items()}  # fmt: skip
+                pages = {k: getattr(p.local, "is_paged", False) for k, p in pieces.items()}
         results.append(param.detach().cpu())
     return {"values": results, "paged": pages}
 
@@ -234,9 +235,9 @@ def test_large_moments_are_paged_and_update_like_torch(two_gpus: int) -> None:
 
 def resident_bytes(base: Path, count: int) -> int:
     """Return what lies on the GPU after a step with `count` layers on the host."""
-    from tests.test_vocabulary import CONFIG, PLAN, batch_of
-    from workflow.lib.setup import build_training_model
-    from workflow.lib.world import process_group
+    from tests.distributed.test_vocabulary_parallel import CONFIG, PLAN, batch_of
+    from workflow.lib.distributed.world import process_group
+    from workflow.lib.training.build import build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
@@ -257,9 +258,9 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None
 
 def step_memory(base: Path) -> dict[str, int]:
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond what lies there."""
-    from tests.test_vocabulary import CONFIG, PLAN, batch_of
-    from workflow.lib.setup import build_training_model
-    from workflow.lib.world import process_group
+    from tests.distributed.test_vocabulary_parallel import CONFIG, PLAN, batch_of
+    from workflow.lib.distributed.world import process_group
+    from workflow.lib.training.build import build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
@@ -303,7 +304,7 @@ def gather_random_bytes(storage: torch.dtype) -> float:
     """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that changed."""
     from torch.distributed.fsdp import fully_shard
 
-    from workflow.lib.world import process_group
+    from workflow.lib.distributed.world import process_group
 
     with process_group("cuda", timeout_s=120) as world:
         generator = torch.Generator().manual_seed(0)

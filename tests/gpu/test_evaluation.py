@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_distributed
-from tests.test_sharded import evaluate, in_two_processes, make_export, make_settings
+from tests.export.test_sharded_models import evaluate, in_two_processes, make_export, make_settings
+from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results, rotations
-from workflow.lib import kernels
-from workflow.lib.attention import varlen_attention
+from tests.support.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results, rotations
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.packed_attention import varlen_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.gpu.test_stages import stage
-from workflow.lib import runs
-from workflow.lib.checkpoint import saved_steps
-from workflow.lib.config import load_config
+from workflow.lib.artifacts import layout
+from workflow.lib.settings.config import load_config
+from workflow.lib.training.checkpoint import saved_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ _, RUNS = load_config({"runs": {"gpu": {"train": TRAIN}, "exact": EXACT}})
 
 
 def config(name: str, run: str = "gpu") -> str:
-    return runs.stage_json(name, RUNS[run])
+    return layout.stage_json(name, RUNS[run])
 
 
 def prepare(folder: Path, run: str) -> dict[str, Path]:

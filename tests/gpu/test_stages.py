@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from workflow.lib import runs
-from workflow.lib.artifacts import read_json
-from workflow.lib.config import RunConfig, load_config
+from workflow.lib.artifacts import layout
+from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.system.files import read_json
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ RUN = NAMED["gpu"]
 
 
 def config(name: str, run: RunConfig = RUN) -> str:
-    return runs.stage_json(name, run)
+    return layout.stage_json(name, run)
 
 
 def stage(name: str, config: str, *arguments: str | Path) -> None:
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, two_gpus: int) -> Path:
     stage("finetune", config("finetune"), "--run", "gpu", "--base", base, "--tokens", tokens, "--preflight", preflight,
           "--checkpoints", folder / "checkpoints-0", "--output", folder / "finetune")  # fmt: skip
     stage("consolidate", config("consolidate"), "--finetune", folder / "finetune", "--base", base, "--model", model,
-          "--output", folder / "export")  # fmt: skip
+          "--manifest", tokens / "manifest.json", "--output", folder / "export")  # fmt: skip
     return folder
 
 

@@ -1,29 +1,90 @@
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.settings.types import DeploymentMethod
 
-from workflow.lib import allocation
-from workflow.lib import runs as layout
-from workflow.lib.benchmark_cases import benchmark_folder, on_gpus, requests
-from workflow.lib.config import (
-    check_local_paths,
+from workflow.lib.artifacts import layout
+from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
+from workflow.lib.artifacts.stored_inputs import check_stored_paths, travelling_files
+from workflow.lib.benchmark.cases import benchmark_folder, on_gpus, requests
+from workflow.lib.evaluation.task_files import refuse_code
+from workflow.lib.model.architecture.model_files import (
+    MODEL_PATTERNS,
+    TOKENIZER_PATTERNS,
+)
+from workflow.lib.planning.machine import requested_processes
+from workflow.lib.planning.preflight import cluster_request
+from workflow.lib.planning.preflight.decision import check_model
+from workflow.lib.settings.config import (
+    check_yaml,
     is_hub_id,
     load_benchmark,
     load_config,
 )
-from workflow.lib.environment import use_this_interpreter
-from workflow.lib.errors import UserError
-from workflow.lib.failures import failure_causes, from_the_future
-from workflow.lib.hardware import check_writable, requested_processes, visible_gpus
-from workflow.lib.local_tasks import refuse_code
-from workflow.lib.object_store import check_stored_paths, travelling_files
+from workflow.lib.system.environment import use_this_interpreter
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.hardware import check_writable, visible_gpus
+from workflow.lib.system.interrupts import tell_jobs
 
 use_this_interpreter(Path(workflow.basedir))
+
+ENDING = []
+
+
+INTERRUPTED = "interrupted; the same command takes up the work again"
+
+
+def end_without_jobs(number, frame):
+    """End Snakemake while it reads the Snakefile or builds the graph; what a handler of a signal is called with.
+
+    At once: an exception within Snakemake's event loop would end in its traceback. Nothing is written by then.
+    """
+    sys.stdout.flush()
+    print(INTERRUPTED, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def end_with_jobs(number, frame):
+    """End Snakemake and, if they run here, its jobs; what a handler of a signal is called with."""
+    if not ENDING:
+        ENDING.append(number)
+        if workflow.local_exec:
+            tell_jobs()
+        # Snakemake catches it once it schedules jobs, and waits for them.
+        sys.exit(INTERRUPTED)
+
+
+def catch_signals(handler):
+    """Answer SIGINT and SIGTERM by `handler`, unless they are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+if workflow.is_main_process:
+    catch_signals(end_without_jobs)
+
+# Before Snakemake reads them, as far as that is possible: its message names no file, and it takes a key twice.
+try:
+    for file in [Path("config.yaml"), *workflow.overwrite_configfiles]:
+        if file.exists():
+            check_yaml(file)
+except UserError as error:
+    raise WorkflowError(str(error)) from None
+
+
+configfile: "config.yaml"
+
 
 STARTED = time.time()
 
@@ -44,6 +105,9 @@ try:
             check_stored_paths(name, settings, sent_from_here=workflow.is_main_process)
         else:
             check_local_paths(name, settings)
+            folder = Path(layout.model_dir(settings))
+            if folder.exists():  # else it is still to be downloaded
+                check_model(name, settings, folder=folder)
     for folder in {
         run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code
     }:
@@ -52,8 +116,10 @@ try:
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
-# One run that stands for all that share an artifact, by the artifact's folder name.
-BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in RUNS.values()}
+# One run that stands for all that share an artifact, by the artifact's folder name; of tokens the one
+# that lets the fewest rows be rejected.
+STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
+BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
 BY_DOWNLOAD = {
     f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
@@ -78,11 +144,36 @@ TRAINED_FILES = [
     "parity.safetensors",
     "summary.json",
 ]
-ADAPTER_FILES = ["adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"]
+ADAPTER_FILES = [
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "SHA256SUMS",
+]
 
 # Downloads, tokens and preflight of all runs come before anything expensive: they have this priority, so a
 # run that cannot work stops within minutes.
 FIRST = 10
+
+
+def container_image():
+    """The image of `--sdm apptainer`, as envs/apptainer.def says how to build it; None where no image is used.
+
+    Snakemake reads wildcards in its path and puts it unquoted into shell commands, so the path counts from the working
+    directory: in the checkout itself it is plain, whatever the folder above is called.
+    """
+    if DeploymentMethod.APPTAINER not in workflow.deployment_settings.deployment_method:
+        return None
+    image = os.path.relpath(Path(workflow.basedir) / "envs" / "workflow.sif")
+    if re.search(r"[^\w./-]", image):
+        raise WorkflowError(
+            f"--sdm apptainer: Snakemake takes no image below {image!r}, whose name has other characters than "
+            "letters, digits, '.', '_' and '-'. Run in the folder of the Snakefile, or rename its folder."
+        )
+    return image
 
 
 def any_of(names):
@@ -97,7 +188,7 @@ wildcard_constraints:
     kind="model|dataset",
 
 
-def model_files(run, patterns=layout.MODEL_PATTERNS):
+def model_files(run, patterns=MODEL_PATTERNS):
     """The base model's files as inputs: the user's own ones, the download, or a folder of the object store."""
     folder = layout.model_dir(run)
     return [folder] if STORED else layout.local_files(folder, patterns)
@@ -135,6 +226,12 @@ def task_files(run):
 def chat_template(run):
     """A chat template of one's own as input; none with an object store, where it travels with the sources."""
     return [] if STORED else run.data.chat_template or []
+
+
+def checks(folder_of, folder):
+    """What the first stages hold against the model: the settings of all runs that use this folder of theirs."""
+    runs = {name: run for name, run in RUNS.items() if folder_of(run) == folder}
+    return layout.checks_json(runs, trains_here=on_this_machine())
 
 
 def travelling(run, *, tasks=False):
@@ -249,6 +346,8 @@ def check_place(name, run):
 
 
 onstart:
+    # Again: by now Snakemake has set a handler of its own.
+    catch_signals(end_with_jobs)
     for name, run in RUNS.items():
         check_place(name, run)
     # Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.

@@ -5,6 +5,7 @@ rule consolidate:
         summary=rules.finetune.output.summary,
         base=lambda w: layout.base_dir(RUNS[w.run]),
         model=lambda w: model_files(RUNS[w.run]),
+        manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
     output:
         adapter=expand(
             "results/runs/{{run}}/consolidate/adapter/{file}",
@@ -26,10 +27,10 @@ rule consolidate:
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
         mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", allocation.reading, input, attempt, run=RUNS[w.run]
+            "mem_mb", cluster_request.reading, input, attempt, run=RUNS[w.run]
         ),
         runtime=lambda w, input, attempt: asked(
-            "runtime", allocation.reading, input, attempt, run=RUNS[w.run]
+            "runtime", cluster_request.reading, input, attempt, run=RUNS[w.run]
         ),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
@@ -40,7 +41,8 @@ rule consolidate:
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.consolidate --config {params.config:q} --finetune {params.finetune:q}"
-        " --base {input.base:q} --model {params.model:q} --output {params.folder:q} --log {log:q}"
+        " --base {input.base:q} --model {params.model:q} --manifest {input.manifest:q}"
+        " --output {params.folder:q} --log {log:q}"
 
 
 use rule consolidate as consolidate_and_merged with:

@@ -12,6 +12,10 @@ rule download_source:
         config=lambda w: json.dumps(
             BY_DOWNLOAD[f"{w.kind}/{w.download}"], sort_keys=True
         ),
+        # Not recorded, as what is derived from `output`: it does not change the files.
+        checks=lambda w, output: checks(
+            layout.model_dir, f"results/hub/{w.kind}/{w.download}"
+        ),
     shell:
         "python -m workflow.scripts.download_source --config {params.config:q}"
-        " --output {output:q} --log {log:q}"
+        " --checks {params.checks:q} --output {output:q} --log {log:q}"

@@ -24,14 +24,16 @@ rule evaluate_run:
     resources:
         gpu=lambda w: cards(RUNS[w.run]),
         mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", allocation.reading, input, attempt, run=RUNS[w.run]
+            "mem_mb", cluster_request.reading, input, attempt, run=RUNS[w.run]
         ),
         runtime=lambda w, input, attempt: asked(
-            "runtime", allocation.reading, input, attempt, run=RUNS[w.run]
+            "runtime", cluster_request.reading, input, attempt, run=RUNS[w.run]
         ),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
-        config=lambda w: layout.stage_json("evaluate_run", RUNS[w.run]),
+        # What Snakemake compares. What is derived from `output` it does not record.
+        recorded=lambda w: layout.recorded_json("evaluate_run", RUNS[w.run]),
+        config=lambda w, output: layout.stage_json("evaluate_run", RUNS[w.run]),
         adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
         # Not an output: Snakemake would delete what was measured before.

@@ -28,13 +28,15 @@ rule finetune:
         tasks_per_gpu=lambda w: several_nodes(RUNS[w.run], 0),
         mpi=lambda w: several_nodes(RUNS[w.run], "srun"),
         mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", allocation.training, input, attempt, run=RUNS[w.run]
+            "mem_mb", cluster_request.training, input, attempt, run=RUNS[w.run]
         ),
         runtime=lambda w, input, attempt: asked(
-            "runtime", allocation.training, input, attempt, run=RUNS[w.run]
+            "runtime", cluster_request.training, input, attempt, run=RUNS[w.run]
         ),
     params:
-        config=lambda w: layout.stage_json("finetune", RUNS[w.run]),
+        # What Snakemake compares. What is derived from `output` it does not record.
+        recorded=lambda w: layout.recorded_json("finetune", RUNS[w.run]),
+        config=lambda w, output: layout.stage_json("finetune", RUNS[w.run]),
         folder=subpath(output.summary, parent=True),
         # Not an output: Snakemake deletes the outputs of a job that failed.
         checkpoints=checkpoints,

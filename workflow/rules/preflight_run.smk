@@ -13,10 +13,12 @@ rule preflight_run:
         "logs/preflight_run/{run}.log",
     priority: FIRST
     conda:
-        "../../envs/driver.yaml"
+        "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
     params:
-        config=lambda w: layout.stage_json("preflight_run", RUNS[w.run]),
+        # What Snakemake compares. What is derived from `output` it does not record.
+        recorded=lambda w: layout.recorded_json("preflight_run", RUNS[w.run]),
+        config=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
         model=lambda w, input: model_folder(RUNS[w.run], input.model),
         calibration=lambda w: layout.calibration_hash(RUNS[w.run]),
     shell:

@@ -11,10 +11,10 @@ rule quantize_base:
     resources:
         gpu=lambda w: cards(BY_BASE[w.base], most=1),
         mem_mb=lambda w, input, attempt: asked(
-            "mem_mb", allocation.quantizing, input, attempt, run=BY_BASE[w.base]
+            "mem_mb", cluster_request.quantizing, input, attempt, run=BY_BASE[w.base]
         ),
         runtime=lambda w, input, attempt: asked(
-            "runtime", allocation.quantizing, input, attempt, run=BY_BASE[w.base]
+            "runtime", cluster_request.quantizing, input, attempt, run=BY_BASE[w.base]
         ),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),

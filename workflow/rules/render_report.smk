@@ -32,7 +32,8 @@ rule render_report:
         "../../envs/report.yaml"
     params:
         # The report shows how to make all of it again: the settings of every run that differ from the defaults.
-        config=layout.report_json(REPORT, RUNS),
+        config=lambda w, output: layout.report_json(REPORT, RUNS),
+        recorded=layout.recorded_report_json(REPORT, RUNS),  # what Snakemake compares
         folder=lambda w, input: subpath(input.summary[0], ancestor=3),
         runs=[part for name in RUNS for part in ("--run", name)],
         tokens=lambda w, input: [

@@ -1,7 +1,7 @@
 rule tokenize_dataset:
     input:
         data=lambda w: data_files(BY_TOKENS[w.tokens]),
-        tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], layout.TOKENIZER_PATTERNS),
+        tokenizer=lambda w: model_files(BY_TOKENS[w.tokens], TOKENIZER_PATTERNS),
         chat_template=lambda w: chat_template(BY_TOKENS[w.tokens]),
     output:
         manifest="results/tokens/{tokens}/manifest.json",
@@ -15,12 +15,18 @@ rule tokenize_dataset:
         "../../envs/torch.yaml"
     threads: all_cores
     params:
-        config=lambda w: layout.stage_json("tokenize_dataset", BY_TOKENS[w.tokens]),
+        # What Snakemake compares. What is derived from `output` it does not record.
+        recorded=lambda w: layout.recorded_json("tokenize_dataset", BY_TOKENS[w.tokens]),
+        config=lambda w, output: layout.stage_json(
+            "tokenize_dataset", BY_TOKENS[w.tokens]
+        ),
         folder=subpath(output.manifest, parent=True),
         model=lambda w, input: model_folder(BY_TOKENS[w.tokens], input.tokenizer),
         dataset=lambda w, input: data_root(BY_TOKENS[w.tokens], input.data),
         travelling=lambda w: travelling(BY_TOKENS[w.tokens]),
+        # Not recorded, as what is derived from `output`: it does not change the tokens.
+        checks=lambda w, output: checks(layout.tokens_dir, f"results/tokens/{w.tokens}"),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"
-        " --output {params.folder:q} --processes {threads} --log {log:q}"
+        " --checks {params.checks:q} --output {params.folder:q} --processes {threads} --log {log:q}"

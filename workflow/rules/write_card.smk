@@ -2,6 +2,7 @@
 rule write_card:
     input:
         summary=rules.finetune.output.summary,
+        adapter_config="results/runs/{run}/consolidate/adapter/adapter_config.json",
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         parity="results/runs/{run}/consolidate/parity.json",
         base="results/runs/{run}/evaluate_run/base.json",
@@ -18,8 +19,10 @@ rule write_card:
     conda:
         "../../envs/torch.yaml"
     params:
-        config=lambda w: layout.stage_json("write_card", RUNS[w.run]),
+        # What Snakemake compares. What is derived from `output` it does not record.
+        recorded=lambda w: layout.recorded_json("write_card", RUNS[w.run]),
+        config=lambda w, output: layout.stage_json("write_card", RUNS[w.run]),
     shell:
         "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
-        " --manifest {input.manifest:q} --parity {input.parity:q} --base {input.base:q} --tuned {input.tuned:q}"
-        " --output {output:q} --log {log:q}"
+        " --adapter-config {input.adapter_config:q} --manifest {input.manifest:q}"
+        " --parity {input.parity:q} --base {input.base:q} --tuned {input.tuned:q} --output {output:q} --log {log:q}"

@@ -23,7 +23,14 @@ from typing import Any
 
 import yaml
 
-from workflow.lib.artifacts import (
+from workflow.lib.benchmark.cases import Request, requests
+from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
+from workflow.lib.benchmark.prediction import Prepared, model_flops_per_token, prepare
+from workflow.lib.benchmark.random_base import write_random_base
+from workflow.lib.settings.config import load_benchmark, merge
+from workflow.lib.system.environment import is_worker
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import (
     provenance,
     read_json,
     read_jsonl,
@@ -31,17 +38,10 @@ from workflow.lib.artifacts import (
     write_json,
     write_jsonl,
 )
-from workflow.lib.benchmark_cases import Request, requests
-from workflow.lib.benchmark_plan import Prepared, model_flops_per_token, prepare
-from workflow.lib.config import load_benchmark, merge
-from workflow.lib.environment import is_worker
-from workflow.lib.errors import UserError
-from workflow.lib.formats import size
-from workflow.lib.hardware import visible_gpus
-from workflow.lib.launch import launch_workers
-from workflow.lib.locks import exclusive
-from workflow.lib.measuring import OUT_OF_MEMORY, Job, measure
-from workflow.lib.random_base import write_random_base
+from workflow.lib.system.hardware import visible_gpus
+from workflow.lib.system.locks import exclusive
+from workflow.lib.system.number_formats import size
+from workflow.lib.training.launch import launch_workers
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")

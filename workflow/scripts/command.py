@@ -16,16 +16,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from workflow import scripts
-from workflow.lib.artifacts import unwritable
-from workflow.lib.environment import is_worker
-from workflow.lib.errors import PeerLostError, StoppedError, UserError
-from workflow.lib.failures import BEGUN, ENDED
-from workflow.lib.locks import exclusive
-from workflow.lib.nodes import follows
-from workflow.lib.redaction import redacted, secret_values
+from workflow.lib.artifacts.stage_logs import BEGUN, ENDED
+from workflow.lib.system.environment import is_worker
+from workflow.lib.system.errors import PeerLostError, StoppedError, UserError
+from workflow.lib.system.files import unwritable
+from workflow.lib.system.locks import exclusive
+from workflow.lib.system.nodes import follows
+from workflow.lib.system.redaction import redacted, secret_values
 
 logger = logging.getLogger("workflow")
 
@@ -61,7 +62,7 @@ def run(
     try:
         # From here on there is work to end in order.
         if signal.getsignal(signal.SIGINT) is scripts.leave:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, interrupt)
         with nullcontext() if locks_itself else only_writer(args):
             tell(BEGUN)
             work(args)
@@ -92,6 +93,12 @@ def run(
         else:
             logger.exception("%s failed unexpectedly", parser.prog)
         fail()
+
+
+def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """Raise `KeyboardInterrupt`, once: the terminal and Snakemake both tell a stage, and what it tidies up must not be cut."""
+    signal.signal(signum, lambda *_: None)
+    raise KeyboardInterrupt
 
 
 def fail() -> NoReturn:

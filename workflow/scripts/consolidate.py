@@ -1,7 +1,8 @@
 """Turn the sharded adapter into PEFT's files, and prove that they are the adapter that was trained.
 
-Writes `adapter/` (adapter_model.safetensors, adapter_config.json, SHA256SUMS), `parity.json`, and on
-request `merged/`. If the logits of the reloaded adapter differ from the trained model's, nothing is exported.
+Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat template,
+generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. If the logits of the reloaded adapter
+differ from the trained model's, or its tokenizer writes conversations otherwise, nothing is exported.
 """
 
 import argparse
@@ -12,21 +13,44 @@ from typing import Any
 
 import torch
 
-from workflow.lib.artifacts import provenance, put_in_place, read_json, write_checksums, write_json
-from workflow.lib.config import RunConfig
-from workflow.lib.errors import UserError
-from workflow.lib.export import merged_tensors, read_sharded_adapter, save_adapter, write_merged
-from workflow.lib.inference import (
-    ADAPTER_WEIGHTS,
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import ConversationFacts
+from workflow.lib.distributed.work_sharing import check_recorded
+from workflow.lib.export.adapter_files import (
+    base_reference,
+    check_conversations,
+    merged_tensors,
+    read_sharded_adapter,
+    replace_chat_template,
+    save_adapter,
+    save_tokenizer,
+    write_generation_config,
+    write_merged,
+)
+from workflow.lib.export.parity import compare_logits
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.backends import (
     choose_device,
-    load_adapter,
-    load_base,
     resolve_attention,
     resolve_dtype,
     softcaps_attention,
 )
-from workflow.lib.parity import compare_logits
-from workflow.lib.weights import CheckpointReader
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.checksums import (
+    check_files,
+    downloaded_files,
+    listed_files,
+    without_weights,
+)
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import (
+    provenance,
+    put_in_place,
+    read_json,
+    write_checksums,
+    write_json,
+)
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -36,18 +60,22 @@ def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
     partial = args.output.with_name(f".{args.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    facts = read_record(args.manifest, ConversationFacts)
+    check_recorded(listed_files(args.base))
+    check_files(without_weights(downloaded_files(args.model)))
     adapter = read_sharded_adapter(args.finetune / "adapter")
-    adapter_config = read_json(args.finetune / "adapter_config.json") | {
-        "base_model_name_or_path": config.model.source,
-        "revision": config.model.revision,
-    }
+    trained_config = read_json(args.finetune / "adapter_config.json")
+    adapter_config = trained_config | base_reference(config.model, args.model)
     save_adapter(adapter, adapter_config, partial / "adapter")
+    save_tokenizer(args.model, partial / "adapter", facts=facts)
+    write_generation_config(args.model, partial / "adapter", facts=facts)
+    check_conversations(partial / "adapter", facts.probes)
 
     parity = prove(args, config, partial / "adapter")
     write_json(partial / "parity.json", parity | {"provenance": provenance()})
     write_checksums(partial / "adapter")
     if config.export.merged:
-        merge(args, config, adapter, adapter_config, partial / "merged")
+        merge(args, config, adapter, adapter_config, partial / "merged", facts=facts)
     put_in_place(partial, args.output)
 
 
@@ -92,13 +120,21 @@ def merge(
     adapter: dict[str, torch.Tensor],
     adapter_config: dict[str, Any],
     folder: Path,
+    *,
+    facts: ConversationFacts,
 ) -> None:
-    """Stream the merged model to `folder`."""
-    with CheckpointReader(args.model) as original, CheckpointReader(args.base) as nf4:
+    """Stream the merged model to `folder`, and let it write conversations as they were trained."""
+    with (
+        CheckpointReader(args.model, recorded=downloaded_files(args.model)) as original,
+        CheckpointReader(args.base) as nf4,
+    ):
         tensors = merged_tensors(
             adapter, adapter_config, original=original, nf4=nf4, onto=config.export.merge_onto
         )
         num_bytes = write_merged(tensors, args.model, folder, settings=config.export)
+    replace_chat_template(folder, facts=facts)
+    write_generation_config(args.model, folder, facts=facts)
+    check_conversations(folder, facts.probes)
     write_checksums(folder)
     logger.info("merged onto %s weights: %.3f GiB", config.export.merge_onto, num_bytes / 2**30)
 
@@ -108,5 +144,6 @@ if __name__ == "__main__":
     parser.add_argument("--finetune", type=Path, required=True, help="folder of the finetune stage")
     parser.add_argument("--base", type=Path, required=True, help="folder of the NF4 base")
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
+    parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
     parser.add_argument("--output", type=Path, required=True, help="folder of the exported files")
     run(main, parser)

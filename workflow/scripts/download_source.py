@@ -6,12 +6,15 @@ complete; an interrupted download goes on where it stopped when the command is r
 """
 
 import argparse
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
-from workflow.lib import hub
-from workflow.lib.artifacts import write_json
-from workflow.lib.hub_errors import explained_errors
+from workflow.lib.data.reading import hub_download
+from workflow.lib.data.reading.hub_errors import explained_errors
+from workflow.lib.planning.preflight.decision import CHECKS_HELP, check_models
+from workflow.lib.system.files import write_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -19,22 +22,40 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     """Resolve, choose, check the disk, download and verify, publish."""
-    source = hub.Source(**args.config)
-    with explained_errors(source), hub.partial_folder(args.output) as partial:
-        commit = hub.resolve_commit(source)
+    source = hub_download.Source(**args.config)
+    with explained_errors(source), hub_download.partial_folder(args.output) as partial:
+        commit = hub_download.resolve_commit(source)
         logger.info("%s at %s is commit %s", source.repo_id, source.revision or "main", commit)
-        listing = hub.list_files(source, commit=commit)
-        files = hub.choose_files(source, listing, commit=commit, folder=partial)
-        hub.check_disk_space(source, files, folder=partial)
+        listing = hub_download.list_files(source, commit=commit)
+        check_runs(args.checks, source, listing, commit=commit, folder=partial)
+        files = hub_download.choose_files(source, listing, commit=commit, folder=partial)
+        hub_download.check_disk_space(source, files, folder=partial)
         sha256 = fetch_all(source, files, commit=commit, folder=partial)
         write_json(
-            partial / hub.MANIFEST, hub.manifest(source, files, commit=commit, sha256=sha256)
+            partial / hub_download.MANIFEST,
+            hub_download.manifest(source, files, commit=commit, sha256=sha256),
         )
-        hub.publish(partial, args.output, keep=[hub.MANIFEST, *sha256])
+        hub_download.publish(partial, args.output, keep=[hub_download.MANIFEST, *sha256])
+
+
+def check_runs(
+    checks: dict[str, Any],
+    source: hub_download.Source,
+    listing: list[hub_download.HubFile],
+    *,
+    commit: str,
+    folder: Path,
+) -> None:
+    """Refuse settings that cannot work with the model before its weights are downloaded."""
+    configs = [file for file in listing if file.path == "config.json"]
+    if not checks.get("runs") or not configs:  # a dataset; or no model, which is told next
+        return
+    hub_download.fetch_file(source, configs[0], commit=commit, folder=folder)
+    check_models(checks, folder=folder)
 
 
 def fetch_all(
-    source: hub.Source, files: list[hub.HubFile], *, commit: str, folder: Path
+    source: hub_download.Source, files: list[hub_download.HubFile], *, commit: str, folder: Path
 ) -> dict[str, str]:
     """Download every file that `folder` lacks; return their SHA-256 by path."""
     total = sum(file.size for file in files)
@@ -42,13 +63,14 @@ def fetch_all(
     sha256 = {}
     for number, file in enumerate(files, start=1):
         logger.info("%d of %d: %s, %.3f GiB", number, len(files), file.path, file.size / 2**30)
-        sha256[file.path] = hub.fetch_file(source, file, commit=commit, folder=folder)
+        sha256[file.path] = hub_download.fetch_file(source, file, commit=commit, folder=folder)
     return sha256
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line of this stage."""
     options = stage_parser(__doc__)
+    options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
     options.add_argument("--output", type=Path, required=True, help="folder that is created")
     return options
 

@@ -1,4 +1,4 @@
-"""Measure the exported adapter, its base and, if there is one, the merged model: held-out loss, tasks, sample answers.
+"""Measure the exported adapter, its NF4 base and, if there is one, the merged model: held-out loss, tasks, sample answers.
 
 Reads exported files only, through stock Transformers and PEFT. What was measured before on the same model under the
 same settings (a folder of results, `--archive`) is not measured again. A process a GPU takes a share of the work, with the
@@ -13,11 +13,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from workflow.lib.artifacts import provenance, write_json
-from workflow.lib.config import EvaluateConfig, ModelConfig
-from workflow.lib.environment import is_worker
-from workflow.lib.hardware import visible_gpus
-from workflow.lib.local_tasks import environment
+from workflow.lib.evaluation.task_files import environment
+from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.system.environment import is_worker
+from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.hardware import visible_gpus
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -31,10 +31,10 @@ def main(args: argparse.Namespace) -> None:
         settings = settings.model_copy(update={"batch_size": args.batch_size})
     # Hugging Face libraries read these variables when they are imported, so they are imported after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
-    from workflow.lib.batch_size import restarting
-    from workflow.lib.inference import choose_device
-    from workflow.lib.launch import launch_workers
-    from workflow.lib.sharing import divide
+    from workflow.lib.distributed.work_sharing import divide
+    from workflow.lib.evaluation.batch_size import restarting
+    from workflow.lib.model.backends import choose_device
+    from workflow.lib.training.launch import launch_workers
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
     division = divide(
@@ -60,25 +60,35 @@ def main(args: argparse.Namespace) -> None:
 
 def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
     """Be one process of the evaluation."""
-    from workflow.lib import evaluation, inference, outcome, subjects
-    from workflow.lib.archive import Archive
-    from workflow.lib.heartbeat import JOIN_S, Pulse
-    from workflow.lib.sharing import main_first
-    from workflow.lib.tokenizer import load_tokenizer, read_chat_template
-    from workflow.lib.tokens import TokenStore
-    from workflow.lib.world import process_group
+    from workflow.lib.artifacts.records import SUBJECT_LABELS
+    from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
+    from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
+    from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
+    from workflow.lib.distributed.work_sharing import check_recorded, main_first
+    from workflow.lib.distributed.world import process_group
+    from workflow.lib.evaluation import evaluated_models, results
+    from workflow.lib.evaluation.measurement_cache import Archive
+    from workflow.lib.evaluation.questions import measure, parts, prepare
+    from workflow.lib.model.backends import choose_device
+    from workflow.lib.system.checksums import listed_files
 
     with ExitStack() as stack:
         pulse = stack.enter_context(
             Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
         )
-        device, world = inference.choose_device(), None
+        device, world = choose_device(), None
         if is_worker():
             world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
             device = world.device
             if not world.is_main:
                 logger.setLevel(logging.CRITICAL)  # what the settings break is told once
-        options = subjects.load_options(
+        folders = [folder for folder in (args.base, args.adapter, args.merged) if folder]
+        store = TokenStore.open(args.tokens)
+        pulse.phase("checking the files")
+        recorded = [file for folder in folders for file in listed_files(folder)]
+        recorded += recorded_arrays(args.tokens, store.manifest)
+        check_recorded(recorded, world=world, moved=pulse.moved)
+        options = evaluated_models.load_options(
             args.base, device=device, settings=ModelConfig.model_validate(args.config["model"])
         )
         pulse.phase("preparing the questions", least_s=PREPARING_S)
@@ -86,27 +96,25 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
             tokenizer = load_tokenizer(args.base)
             if args.chat_template is not None:
                 tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
-            store = TokenStore.open(args.tokens)
-            questions = evaluation.prepare(store, tokenizer=tokenizer, settings=settings)
-            models = subjects.subjects(
+            questions = prepare(store, tokenizer=tokenizer, settings=settings)
+            models = evaluated_models.subjects(
                 base=args.base, adapter=args.adapter, merged=args.merged, options=options,
                 shards=world if sharded else None,
             )  # fmt: skip
         logger.setLevel(logging.DEBUG if world is None or world.is_main else logging.ERROR)
-        machine = subjects.machine_facts(options)
+        machine = evaluated_models.machine_facts(options)
         logger.info(
             "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
             machine["device"], machine["compute_dtype"], machine["attention"], world.size if world else 1, " that share the weights" if sharded else "",
             len(questions.losses_of), store.num_heldout_documents, len(questions.prompts),
             ", ".join(questions.tasks) or "none",
         )  # fmt: skip
-        asked = evaluation.parts(questions, world=world)
+        asked = parts(questions, world=world)
         archive = Archive(args.archive)
         measured = {}
-        folders = [folder for folder in (args.base, args.adapter, args.merged) if folder]
         for model in models:
-            measured[model.name], new = evaluation.measure(
-                subjects.watched(model, pulse=pulse, folders=folders),
+            measured[model.name], new = measure(
+                evaluated_models.watched(model, pulse=pulse, folders=folders),
                 asked,
                 archive=archive,
                 machine=machine,
@@ -114,15 +122,15 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
             )
             logger.info(
                 "%s: measured %s, %d of %d parts known before",
-                model.name, ", ".join(new) or "nothing", len(asked) - len(new), len(asked),
+                SUBJECT_LABELS[model.name], ", ".join(new) or "nothing", len(asked) - len(new), len(asked),
             )  # fmt: skip
         if world is None or world.is_main:
-            write(args, outcome.artifacts(measured, questions, run=args.run))
+            write(args, results.artifacts(measured, questions, run=args.run))
 
 
 def write(args: argparse.Namespace, artifacts: dict[str, dict[str, object]]) -> None:
     """Write one file a subject, and tell what came out."""
-    from workflow.lib.outcome import summary_lines
+    from workflow.lib.evaluation.results import summary_lines
 
     for subject, content in artifacts.items():
         path: Path = getattr(args, f"output_{subject}")

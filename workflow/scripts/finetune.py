@@ -9,12 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from workflow.lib.artifacts import read_json
-from workflow.lib.diagnosis import damaged_tokens
-from workflow.lib.launch import launch_workers
-from workflow.lib.nodes import find_place
-from workflow.lib.tracking import check_tracking
-from workflow.lib.tracking_config import TrackingConfig
+from workflow.lib.settings.tracking import TrackingConfig
+from workflow.lib.system.files import read_json
+from workflow.lib.system.nodes import find_place
+from workflow.lib.training.failure_causes import damaged_tokens
+from workflow.lib.training.launch import launch_workers
+from workflow.lib.training.live_view import check_tracking
 from workflow.scripts.command import run, stage_parser
 
 

@@ -17,29 +17,35 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from workflow.lib.artifacts import provenance, put_in_place, read_json, write_json
-from workflow.lib.attention import resolve_training_attention
-from workflow.lib.checkpoint import (
+from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
+from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
+from workflow.lib.distributed.stop_signals import StopRequest, on_any
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.model.backends import (
+    attention_dropout,
+    resolve_dtype,
+    resolve_training_attention,
+    softcaps_attention,
+)
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.checksums import listed_files
+from workflow.lib.system.files import provenance, put_in_place, read_json, write_json
+from workflow.lib.system.locks import exclusive
+from workflow.lib.training.best_adapter import BestAdapter, open_best, open_heldout
+from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.checkpoint import (
     Cadence,
     CheckpointWriter,
     left_by,
     resume_,
     save_adapter,
 )
-from workflow.lib.config import RunConfig
-from workflow.lib.diagnosis import explained
-from workflow.lib.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
-from workflow.lib.inference import attention_dropout, resolve_dtype, softcaps_attention
-from workflow.lib.locks import exclusive
-from workflow.lib.parity import save_logits, trained_logits
-from workflow.lib.selection import BestAdapter, open_best, open_heldout
-from workflow.lib.setup import TrainingModel, build_training_model, startup_checks
-from workflow.lib.stopping import StopRequest, on_any
-from workflow.lib.summary import Journal, summarize
-from workflow.lib.tokens import TokenStore
-from workflow.lib.tracking import View, live_view
-from workflow.lib.training import make_optimizer, peak_bytes, steps
-from workflow.lib.world import World, process_group
+from workflow.lib.training.failure_causes import explained
+from workflow.lib.training.live_view import View, live_view
+from workflow.lib.training.loop import make_optimizer, peak_bytes, steps
+from workflow.lib.training.run_record import Journal, summarize
+from workflow.lib.training.startup_checks import check_inputs, startup_checks
 from workflow.scripts.command import run
 from workflow.scripts.finetune import command_line, tracking_settings
 
@@ -73,6 +79,10 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
         )
         torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
+        pulse.phase("checking the files")
+        recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
+        checks = [check_inputs(recorded, world, moved=pulse.moved)]
+        logger.info("%s: %s", checks[0]["name"], checks[0]["detail"])
         dtype = resolve_dtype(config.model.compute_dtype, world.device)
         attention = resolve_training_attention(
             config.model.attention,
@@ -88,7 +98,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             args.base, config, plan, world, compute_dtype=dtype, attention=attention, moved=pulse.moved
         )  # fmt: skip
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
-        checks = startup_checks(model, store, args.base, world, moved=pulse.moved)
+        checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         journal, selected_step = train(args, config, plan, world, store, model, pulse)
         pulse.phase("writing the results", num_bytes=model.state_bytes())
         write_results(args, config, plan, world, store, model, journal, checks, selected_step)

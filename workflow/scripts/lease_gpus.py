@@ -8,7 +8,7 @@ import argparse
 import os
 from pathlib import Path
 
-from workflow.lib.leasing import lease
+from workflow.lib.system.gpu_leases import lease
 from workflow.scripts.command import logger, run
 
 

@@ -16,20 +16,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.artifacts import provenance, write_json
-from workflow.lib.config import RunConfig
-from workflow.lib.errors import UserError, setting_error
-from workflow.lib.gpus import parse_gpus
-from workflow.lib.planner import Machine, imagined_machine
-from workflow.lib.preflight import check_tokens, decide, document, read_machine, read_tokens
-from workflow.lib.preflight_table import render
-from workflow.lib.shapes import ModelShape, read_shape
-from workflow.lib.what_if import (
-    NAME,
-    find_shape,
-    imagined_tokens,
-    settings_of,
+from workflow.lib.evaluation.task_files import check_tasks
+from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.planning.machine import Machine, imagined_machine
+from workflow.lib.planning.preflight.decision import (
+    check_tokens,
+    decide,
+    document,
+    read_machine,
+    read_tokens,
 )
+from workflow.lib.planning.preflight.table import render
+from workflow.lib.planning.preflight.what_if import NAME, find_shape, imagined_tokens, settings_of
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.gpu_models import parse_gpus
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -41,6 +43,8 @@ def main(args: argparse.Namespace) -> None:
         return
     check_arguments(args, needed=("tokens", "output", "run"), foreign=("gpus",))
     settings = RunConfig.model_validate(args.config)
+    if not args.brief:  # finetune's own prediction, which only follows this one
+        check_tasks(settings.evaluate)
     shape = read_shape(Path(args.model))
     manifest = read_tokens(args.tokens)
     machine = read_machine(settings.hardware)

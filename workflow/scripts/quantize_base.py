@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from workflow.lib.artifacts import provenance, put_in_place, write_checksums, write_json
-from workflow.lib.config import QuantizeConfig
-from workflow.lib.model import build_on_meta
-from workflow.lib.quantize import (
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.quantize import (
     SHARD_BYTES,
     ShardWriter,
     check_checkpoint,
@@ -26,7 +24,10 @@ from workflow.lib.quantize import (
     quantized_tensors,
     read_model_config,
 )
-from workflow.lib.weights import CheckpointReader
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
+from workflow.lib.system.files import provenance, put_in_place, write_checksums, write_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -34,6 +35,7 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     settings = QuantizeConfig.model_validate(args.config["quantize"])
+    check_files(without_weights(downloaded_files(args.model)))
     config = read_model_config(args.model)
     model = build_on_meta(args.model, dtype=torch.bfloat16)
     linears = quantizable_linears(model)
@@ -74,7 +76,7 @@ def write_weights(
 ) -> int:
     """Stream every tensor from `source` to `target`; return the bytes written."""
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    with CheckpointReader(source) as reader:
+    with CheckpointReader(source, recorded=downloaded_files(source)) as reader:
         tensors = quantized_tensors(reader, linears, settings, device=device)
         count = len(reader.names())
         for _, parts in tqdm(

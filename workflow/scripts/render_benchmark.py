@@ -11,9 +11,9 @@ import logging
 import shutil
 from pathlib import Path
 
-from workflow.lib.artifacts import put_in_place, read_jsonl, write_jsonl, write_text
-from workflow.lib.benchmark_page import page_name, render_page, write_figure
-from workflow.lib.errors import UserError
+from workflow.lib.benchmark.page import page_name, render_page, write_figure
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import put_in_place, read_jsonl, write_jsonl, write_text
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")

@@ -11,14 +11,14 @@ import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts import write_text
-from workflow.lib.comparison import comparison_csv
-from workflow.lib.config import ReportConfig
-from workflow.lib.errors import setting_error
-from workflow.lib.formats import count, duration, loss, size
-from workflow.lib.page import render_page
-from workflow.lib.paper_figures import write_paper_figures
-from workflow.lib.reporting import Run, read_runs
+from workflow.lib.report.comparison import comparison_csv
+from workflow.lib.report.html_page import render_page
+from workflow.lib.report.paper_figures import write_paper_figures
+from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.settings.config import ReportConfig
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.files import write_text
+from workflow.lib.system.number_formats import count, duration, loss, size
 from workflow.scripts.command import run as run_command
 from workflow.scripts.command import stage_parser
 
@@ -45,7 +45,11 @@ def main(args: argparse.Namespace) -> None:
 def describe(run: Run) -> str:
     """Return a run's result as one line."""
     base, tuned = run.base.heldout, run.tuned.heldout
-    change = f"held-out loss {loss(base.loss)} -> {loss(tuned.loss)}, " if base and tuned else ""
+    change = (
+        f"held-out loss, NF4 base -> tuned: {loss(base.loss)} -> {loss(tuned.loss)}, "
+        if base and tuned
+        else ""
+    )
     passed = f"{len(run.checks) - len(run.failed_checks)} of {len(run.checks)} checks passed"
     return (
         f"run {run.name}: {change}{count(run.summary.num_steps)} steps in "

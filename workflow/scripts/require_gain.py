@@ -1,4 +1,4 @@
-"""Fail the workflow if a tuned model is not better than its base by what `evaluate.require` demands.
+"""Fail the workflow if a tuned model is not better than the NF4 base by what `evaluate.require` demands.
 
 Reads finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met.
 """
@@ -7,10 +7,10 @@ import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts import provenance, write_json
-from workflow.lib.records import TunedEvaluation
-from workflow.lib.report_inputs import read_record
-from workflow.lib.requirements import refuse_unmet, verdicts
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import TunedEvaluation
+from workflow.lib.report.required_gains import refuse_unmet, verdicts
+from workflow.lib.system.files import provenance, write_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")

@@ -7,6 +7,7 @@ rows stop the run, their list is kept beside the output, as `<output>.rejects.js
 """
 
 import argparse
+import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib import manifest
-from workflow.lib.artifacts import package_versions, provenance, short_hash, write_json
-from workflow.lib.chat import SampleEncoder
-from workflow.lib.config import DataConfig
-from workflow.lib.corpus import (
+from workflow.lib.data.encoding.row_formats import WITHOUT_TEMPLATE, choose_format
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
+from workflow.lib.data.reading.data_file import column_names
+from workflow.lib.data.reading.row import PREVIEW_CHARS, preview
+from workflow.lib.data.reading.sources import Source, resolve_splits
+from workflow.lib.data.tokens import manifest
+from workflow.lib.data.tokens.corpus import (
     Corpus,
     Encoding,
     check_rejected_share,
@@ -29,23 +33,35 @@ from workflow.lib.corpus import (
     list_rows,
     open_corpora,
 )
-from workflow.lib.data_config import Format
-from workflow.lib.dataset import column_names
-from workflow.lib.documents import collect_documents
-from workflow.lib.duplicates import NearDuplicates, find_near_duplicates, make_measure, write_keys
-from workflow.lib.encoded_shards import SHARD_VERSION
-from workflow.lib.errors import setting_error
-from workflow.lib.listing import NEAR_DUPLICATE, OVERLAP, Listing
-from workflow.lib.rows import PREVIEW_CHARS, preview
-from workflow.lib.samples import WITHOUT_TEMPLATE, choose_format
-from workflow.lib.shingles import piece_table
-from workflow.lib.sources import Source, resolve_splits
-from workflow.lib.splits import Split, check_not_empty, divide, overlap, weighted, whole_corpus
-from workflow.lib.tokenizer import load_tokenizer, read_chat_template
-from workflow.lib.tokens import FORMAT_VERSION, MANIFEST, REJECTS, write_heldout, write_train
-from workflow.lib.windows import blocks, packing_windows
-from workflow.lib.work_folder import finished_folder, rejects_beside, work_folder
-from workflow.lib.workers import available_processes
+from workflow.lib.data.tokens.documents import collect_documents
+from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, Listing
+from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
+from workflow.lib.data.tokens.near_duplicates import (
+    NearDuplicates,
+    find_near_duplicates,
+    make_measure,
+    write_keys,
+)
+from workflow.lib.data.tokens.packing_windows import blocks, packing_windows
+from workflow.lib.data.tokens.process_pool import available_processes
+from workflow.lib.data.tokens.shingles import piece_table
+from workflow.lib.data.tokens.splits import (
+    Split,
+    check_not_empty,
+    divide,
+    overlap,
+    weighted,
+    whole_corpus,
+)
+from workflow.lib.data.tokens.token_store import FORMAT_VERSION, MANIFEST, REJECTS
+from workflow.lib.data.tokens.token_writer import write_heldout, write_train
+from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
+from workflow.lib.planning.preflight.decision import CHECKS_HELP, check_models
+from workflow.lib.settings.config import DataConfig
+from workflow.lib.settings.data import Format
+from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.files import package_versions, provenance, short_hash, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -55,6 +71,8 @@ SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
+    check_models(args.checks, folder=args.tokenizer)
+    check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
     encodings = find_encodings(tokenizer, sources, settings)
@@ -98,11 +116,20 @@ def main(args: argparse.Namespace) -> None:
             **manifest.drop_facts(listing),
             "train_heldout_near_duplicates": len(near.pairs),
             "samples": manifest.samples(train, tokenizer),
+            **manifest.chat_facts(encodings["train"].encoder, chat_template=template),
             "files": manifest.file_facts(folder),
             "provenance": provenance(),
         }
-        write_json(folder / MANIFEST, facts)
+        write_checked_json(folder / MANIFEST, facts)
     log_facts(facts, output=args.output)
+
+
+def check_downloads(args: argparse.Namespace) -> None:
+    """Raise `UserError` if a downloaded dataset or tokenizer is not what the hub announced."""
+    files = without_weights(downloaded_files(args.tokenizer))
+    if args.dataset != Path():  # else the project's own folder
+        files += downloaded_files(args.dataset)
+    check_files(files, threads=args.processes)
 
 
 def find_encodings(
@@ -265,9 +292,21 @@ def log_facts(facts: dict[str, Any], *, output: Path) -> None:
         logger.info("dropped %d: %s", count, reason)
     if facts["dropped_by_reason"]:
         logger.info("dropped rows, with line and reason: %s", output / REJECTS)
+    for source in facts["sources"]:
+        if source["blank_lines"]:
+            logger.info(
+                "%s: %d blank lines are no rows, but count as lines",
+                source["file"], source["blank_lines"],
+            )  # fmt: skip
     special = sum(source["special_token_texts"] for source in facts["sources"])
     if special:
         logger.info("%d rows spell a special token; it was encoded as ordinary text", special)
+    by_turns = sum(source["rows_by_turns"] for source in facts["sources"])
+    if by_turns:
+        logger.info(
+            "%d rows became several examples: the template shows turns otherwise once others follow",
+            by_turns,
+        )
     if facts["pad_token_origin"] == "eos_token":
         logger.info("no pad token: rows are filled with eos, which is never trained there")
 
@@ -278,6 +317,7 @@ if __name__ == "__main__":
         "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
+    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
     parser.add_argument("--output", type=Path, required=True, help="tokens folder")
     parser.add_argument(
         "--processes", type=int, default=available_processes(), help="how many encode at once"

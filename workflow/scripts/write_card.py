@@ -7,11 +7,11 @@ import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts import write_text
-from workflow.lib.card import CardInputs, model_card
-from workflow.lib.config import RunConfig, is_hub_id
-from workflow.lib.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
-from workflow.lib.report_inputs import read_record
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
+from workflow.lib.report.model_card import CardInputs, model_card
+from workflow.lib.settings.config import RunConfig, is_hub_id
+from workflow.lib.system.files import read_json, write_text
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -21,8 +21,10 @@ def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
     inputs = CardInputs(
         model_id=config.model.source if is_hub_id(config.model.source) else None,
+        revision=read_json(args.adapter_config)["revision"],
         dataset_id=config.data.source,
         dataset=config.data.name,
+        quantize=config.quantize,
         summary=read_record(args.summary, Summary),
         manifest=read_record(args.manifest, Manifest),
         parity=read_record(args.parity, Parity),
@@ -36,6 +38,9 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = stage_parser(__doc__)
     parser.add_argument("--summary", type=Path, required=True, help="summary.json of the training")
+    parser.add_argument(
+        "--adapter-config", type=Path, required=True, help="adapter_config.json of the export"
+    )
     parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
     parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
     parser.add_argument("--base", type=Path, required=True, help="base.json of the evaluation")

@@ -30,11 +30,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
-from workflow.lib.artifacts import read_json, write_json
-from workflow.lib.config import RunConfig
-from workflow.lib.errors import UserError
-from workflow.lib.heartbeat import Pulse
-from workflow.lib.measuring import (
+from workflow.lib.benchmark.measure import (
     OUT_OF_MEMORY,
     STEP_S,
     Job,
@@ -43,8 +39,12 @@ from workflow.lib.measuring import (
     synchronize,
     together,
 )
-from workflow.lib.random_base import random_rows
-from workflow.lib.world import die_with_parent
+from workflow.lib.benchmark.random_base import random_rows
+from workflow.lib.distributed.heartbeat import Pulse
+from workflow.lib.distributed.world import die_with_parent
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json, write_json
 from workflow.scripts.command import run, stage_parser
 
 FSDP = {

@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+
+from tests.support.report_examples import edit, write_run
+from workflow.lib.artifacts.read_records import read_record, read_steps
+from workflow.lib.artifacts.records import Manifest, Preflight, Summary
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path, "demo", num_steps=13)
+
+
+def test_missing_field_is_named_with_its_file(folder: Path) -> None:
+    path = folder / "finetune" / "summary.json"
+    edit(path, lambda document: document["peak_bytes"].pop("measured"))
+    with pytest.raises(
+        UserError, match=r"summary\.json: the field peak_bytes\.measured is missing\. Run"
+    ):
+        read_record(path, Summary)
+
+
+def test_field_of_wrong_type_is_named_with_its_value(folder: Path) -> None:
+    path = folder / "preflight_run" / "preflight.json"
+    edit(path, lambda document: document.update(peak_bytes="12 GiB"))
+    with pytest.raises(UserError, match=r"preflight\.json: peak_bytes = '12 GiB': Input should be"):
+        read_record(path, Preflight)
+
+
+def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None:
+    path = folder / "finetune" / "summary.json"
+    write_text(path, "{}")
+    with pytest.raises(UserError, match=r"the field run is missing; .*; and \d+ more\."):
+        read_record(path, Summary)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": NaN'])
+def test_file_that_is_no_json_is_refused(folder: Path, text: str) -> None:
+    path = folder / "finetune" / "summary.json"
+    write_text(path, text)
+    with pytest.raises(UserError, match=r"summary\.json: not valid JSON"):
+        read_record(path, Summary)
+
+
+def test_file_that_is_not_utf8_is_refused(folder: Path) -> None:
+    path = folder / "finetune" / "summary.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UserError, match=r"summary\.json: is not UTF-8"):
+        read_record(path, Summary)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"manifest\.json: there is no such file\. Run the stage"):
+        read_record(tmp_path / "manifest.json", Manifest)
+
+
+def test_empty_metrics_are_refused(folder: Path) -> None:
+    path = folder / "finetune" / "metrics.jsonl"
+    write_text(path, "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: has no line"):
+        read_steps(path)
+
+
+def test_broken_metrics_line_is_named_by_number(folder: Path) -> None:
+    path = folder / "finetune" / "metrics.jsonl"
+    lines = path.read_text().split("\n")
+    lines[4] = lines[4].replace('"grad_norm"', '"norm"')
+    write_text(path, "\n".join(lines))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 5: the field grad_norm is missing"):
+        read_steps(path)
+
+
+def test_loss_that_is_not_finite_is_refused(folder: Path) -> None:
+    path = folder / "finetune" / "metrics.jsonl"
+    write_text(path, path.read_text().replace('"loss": ', '"loss": NaN, "was": ', 1))
+    with pytest.raises(UserError, match=r"line 1: loss = 'nan': Input should be a finite number"):
+        read_steps(path)
+
+
+def test_steps_that_go_back_are_refused(folder: Path) -> None:
+    path = folder / "finetune" / "metrics.jsonl"
+    lines = path.read_text().strip().split("\n")
+    write_text(path, "\n".join([*lines, lines[6]]))
+    with pytest.raises(UserError, match=r"line 14: step = 7 does not follow step 13"):
+        read_steps(path)

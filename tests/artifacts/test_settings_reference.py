@@ -1,0 +1,110 @@
+"""The written reference: it is what the models say, and the default `config.yaml` means what it shows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workflow.lib.artifacts import settings_reference
+from workflow.lib.artifacts.settings_reference import (
+    configuration_md,
+    schema_json,
+    spell_type,
+)
+from workflow.lib.settings.config import Config, ReportConfig, RunConfig, load_config, merge
+
+CONFIG = settings_reference.ROOT / "config.yaml"
+MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
+
+# This setting is written only where it is set.
+EVERY = Config.model_validate({"lora": {"modules_to_save": ["lm_head"]}})
+
+
+def committed() -> str:
+    """Return the text of config.yaml."""
+    return CONFIG.read_text(encoding="utf-8")
+
+
+def keys(document: dict[str, Any], path: str = "") -> list[str]:
+    """Return the paths of all settings of a document."""
+    nested = [
+        keys(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
+        for key, value in document.items()
+    ]
+    return [key for below in nested for key in below]
+
+
+def test_pages_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SCHEMA", "TABLE"):
+        monkeypatch.setattr(settings_reference, name, tmp_path / name)
+    settings_reference.write_all()
+    assert json.loads((tmp_path / "SCHEMA").read_text())["title"] == "Config"
+    assert (tmp_path / "TABLE").read_text() == configuration_md()
+
+
+def test_table_of_settings_is_what_the_models_say() -> None:
+    assert settings_reference.TABLE.read_text(encoding="utf-8") == configuration_md(), MEND
+
+
+def test_schema_is_what_the_models_say() -> None:
+    assert settings_reference.SCHEMA.read_text(encoding="utf-8") == schema_json(), MEND
+
+
+def test_config_yaml_loads_to_the_defaults_and_the_overrides_of_its_runs() -> None:
+    overrides = yaml.safe_load(committed())["runs"]
+    report, runs = load_config(yaml.safe_load(committed()))
+    assert report == ReportConfig()
+    defaults = RunConfig().model_dump(mode="json")
+    assert runs == {
+        name: RunConfig.model_validate(merge(defaults, override or {}))
+        for name, override in overrides.items()
+    }
+
+
+def test_config_yaml_is_short_and_explains_every_setting() -> None:
+    lines = committed().splitlines()
+    settings = [
+        line for line in lines if line.startswith("  ") and lines.index(line) < lines.index("runs:")
+    ]
+    assert len(lines) <= 50
+    assert [line for line in settings if "#" not in line] == []
+
+
+def test_table_has_a_row_for_every_setting() -> None:
+    document = EVERY.model_dump(mode="json")
+    del document["runs"]
+    rows = [line for line in configuration_md().splitlines() if line.startswith("| `")]
+    below = [key.split(".", 1)[1] for key in keys(document)]
+    assert [row.split("`")[1] for row in rows] == below
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 1, "maximum": 64}, "whole number, 1 to 64"),
+        ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, "whole number, at least 0, below 2^31"),
+        ({"type": "number", "exclusiveMinimum": 0.0, "maximum": 0.01}, "number, above 0, at most 0.01"),
+        ({"type": "integer", "minimum": 1, "maximum": 10**9}, "whole number, 1 to 1e9"),
+        ({"anyOf": [{"type": "null"}, {"type": "string", "minLength": 1}]}, "text; or null"),
+        ({"anyOf": [{"type": "integer"}, {"const": "auto", "type": "string"}]}, "whole number; or auto"),
+        ({"enum": ["a", "b"], "type": "string"}, "a, b"),
+    ],
+)  # fmt: skip
+def test_type_and_bounds_are_spelled_in_words(schema: dict[str, Any], words: str) -> None:
+    assert spell_type(schema) == words
+
+
+def test_schema_knows_the_keys_of_a_run() -> None:
+    schema = json.loads(schema_json())
+    options = schema["properties"]["runs"]["additionalProperties"]["anyOf"]
+    assert {"$ref": "#/$defs/RunConfig"} in options
+    assert list(schema["$defs"]["RunConfig"]["properties"]) == list(RunConfig.model_fields)
+
+
+def test_every_reference_of_the_schema_leads_somewhere() -> None:
+    text = schema_json()
+    names = set(json.loads(text)["$defs"])
+    used = {part.split('"')[0] for part in text.split("#/$defs/")[1:]}
+    assert used == names

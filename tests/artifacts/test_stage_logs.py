@@ -1,0 +1,84 @@
+"""The causes that are repeated when a workflow stops."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from workflow.lib.artifacts.stage_logs import BEGUN, ENDED, failure_causes, from_the_future
+from workflow.lib.system.errors import PeerLostError
+
+STAMP = "2026-11-21 10:11:55,585"
+
+
+def log(folder: Path, *lines: str, name: str = "finetune/demo.log") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def test_last_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} INFO began", f"{STAMP} ERROR data.train: no rows")
+    assert failure_causes(tmp_path, since=0) == [f"{path}: data.train: no rows"]
+
+
+def test_a_log_that_ends_well_has_no_cause(tmp_path: Path) -> None:
+    log(tmp_path, f"{STAMP} ERROR first try", f"{STAMP} INFO second try worked")
+    assert failure_causes(tmp_path, since=0) == []
+
+
+def test_a_traceback_is_shortened_to_its_ends(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} ERROR failed unexpectedly", "Traceback:", "  x", "KeyError: 'a'")
+    assert failure_causes(tmp_path, since=0) == [f"{path}: failed unexpectedly ... KeyError: 'a'"]
+
+
+def test_logs_of_earlier_invocations_are_left_out(tmp_path: Path) -> None:
+    path = log(tmp_path, f"{STAMP} ERROR old")
+    assert failure_causes(tmp_path, since=path.stat().st_mtime + 1) == []
+    os.utime(path, (0, time.time() + 3600))  # the clock was put back since
+    assert failure_causes(tmp_path, since=time.time() - 1) == []
+
+
+def test_a_stage_that_was_killed_is_told_with_its_last_words(tmp_path: Path) -> None:
+    plan = [f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO fits", f"{STAMP} DEBUG {ENDED}"]
+    path = log(tmp_path, *plan, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} DEBUG step 17: loss 2.1")
+    (cause,) = failure_causes(tmp_path, since=0)
+    assert cause.startswith(f"{path}: the stage ended without a word; the last was: step 17: loss")
+    assert "Repeat the command" in cause
+
+
+def test_the_cause_on_one_machine_is_told_though_others_write_after_it(tmp_path: Path) -> None:
+    before = [f"{STAMP} ERROR of an earlier start", f"{STAMP} DEBUG {BEGUN}"]
+    lost = f"{STAMP} ERROR {PeerLostError('Connection reset by peer')}"
+    stopped = f"{STAMP} WARNING training was stopped by a signal"
+    path = log(tmp_path, *before, lost, f"{STAMP} ERROR killed by SIGBUS", lost, stopped)
+    assert failure_causes(tmp_path, since=0) == [f"{path}: killed by SIGBUS"]
+    log(tmp_path, *before, lost)
+    assert failure_causes(tmp_path, since=0) == [
+        f"{path}: lost another process: Connection reset by peer"
+    ]
+    log(tmp_path, *before, f"{STAMP} WARNING a damaged checkpoint", stopped)
+    assert failure_causes(tmp_path, since=0) == [f"{path}: training was stopped by a signal"]
+
+
+def test_a_stage_that_ended_was_not_killed(tmp_path: Path) -> None:
+    log(tmp_path, f"{STAMP} DEBUG {BEGUN}", f"{STAMP} INFO done", f"{STAMP} DEBUG {ENDED}")
+    assert failure_causes(tmp_path, since=0) == []
+
+
+def test_files_from_the_future_are_named_with_the_command_that_mends_them(tmp_path: Path) -> None:
+    rows, results = tmp_path / "my rows.jsonl", tmp_path / "results"
+    made = results / "base" / "model.safetensors"
+    made.parent.mkdir(parents=True)
+    for path in (rows, made):
+        path.touch()
+        os.utime(path, (0, time.time() + 86_400))
+    message = from_the_future([tmp_path / "sound", rows, results]) or ""
+    _, _, command = message.partition("This mends it: ")
+    subprocess.run(command, shell=True, check=True)
+    assert from_the_future([rows, results]) is None
+
+
+def test_a_workflow_without_logs_has_no_cause(tmp_path: Path) -> None:
+    assert failure_causes(tmp_path / "logs", since=0) == []

@@ -1,0 +1,68 @@
+"""The random base of the benchmark is a checkpoint like any other, for our engine and for stock Transformers."""
+
+from pathlib import Path
+
+import bitsandbytes as bnb
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import tiny_llama
+from workflow.lib.benchmark.cases import requests
+from workflow.lib.benchmark.prediction import imagined_manifest
+from workflow.lib.benchmark.random_base import random_rows, write_random_base
+from workflow.lib.model.architecture.model_shape import shape_of_config
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.settings.config import QuantizeConfig, load_benchmark
+from workflow.lib.system.files import read_json
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both forms of the random base of a tiny shape."""
+    folder = tmp_path_factory.mktemp("bases")
+    config = read_json(tiny_llama(folder / "model") / "config.json")
+    for name, float_storage in (("ours", False), ("peers", True)):
+        write_random_base(folder / name, config, QuantizeConfig(), float_storage=float_storage)
+    return {name: folder / name for name in ("model", "ours", "peers")}
+
+
+def stock_logits(base: Path) -> torch.Tensor:
+    """Return the logits of a few tokens by stock Transformers and bitsandbytes."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # it packs weights of rounder sizes alone
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([[1, 5, 9, 2]])).logits
+    return logits
+
+
+def test_stock_transformers_reads_the_same_model_from_both_forms(bases: dict[str, Path]) -> None:
+    assert torch.equal(stock_logits(bases["ours"]), stock_logits(bases["peers"]))
+
+
+def test_peers_get_packed_weights_in_a_type_that_fsdp_shards(bases: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases["peers"], dtype=torch.float32)
+    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
+    assert type(weight).__name__ == "Params4bit"
+    assert weight.dtype == torch.bfloat16
+
+
+def test_our_engine_loads_every_tensor(bases: dict[str, Path]) -> None:
+    model = build_nf4_on_meta(bases["ours"], compute_dtype=torch.float32, attention="sdpa")
+    materialize_(model, transformers_model=model, device=torch.device("cpu"))
+    assert load_weights_(model, bases["ours"]) > 0
+    assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.02, rel=0.1)  # type: ignore[operator]
+
+
+def test_rows_are_what_preflight_was_told() -> None:
+    (request,) = requests(load_benchmark({"benchmark": {"cases": ["flash"], "seq_len": 61, "documents": 7}}), num_gpus=0)  # fmt: skip
+    config = read_json(Path("workflow/resources/base/config.json"))
+    manifest = imagined_manifest(request, shape_of_config(config, origin=Path("x")))
+    train = manifest["splits"]["train"]
+    store = random_rows(rows=train["packed_rows"], seq_len=61, documents=7, vocab_size=101)
+    assert store.input_ids.shape == (train["packed_rows"], 61)
+    assert int(store.trained_tokens_per_row.sum()) == train["trained_tokens"]
+    assert np.all(store.position_ids[:, 0] == 0)

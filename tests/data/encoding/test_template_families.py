@@ -1,0 +1,308 @@
+"""Chat templates that behave as those of model families: what is trained is what inference must
+generate."""
+
+# ruff: noqa: RUF001  (DeepSeek spells its tokens with wide bars)
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.settings.data import DataColumns
+
+TEMPLATES = Path(__file__).with_name("templates")
+# What each template's tokenizer knows: the end of a sequence, then all other special tokens but
+# those of reasoning.
+CHATML = ["<|im_end|>", "<|im_start|>", "<|im_sep|>"]
+DEEPSEEK = ["<eos>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"]  # fmt: skip
+SPECIALS = {
+    "qwen3": CHATML,
+    "qwen3_5": CHATML,
+    "llama3": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+    "gemma2": ["<end_of_turn>", "<start_of_turn>"],
+    "gemma3": ["<end_of_turn>", "<start_of_turn>"],
+    "mistral": ["</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+                "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_r1": DEEPSEEK,
+    "gpt_oss": ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
+    "phi4": CHATML,
+    "smollm3": CHATML,
+}  # fmt: skip
+# What must be generated for a plain answer, in braces.
+ANSWERS = {
+    "qwen3": "<think>\n\n</think>\n\n{}<|im_end|>",
+    "qwen3_5": "\n</think>\n\n{}<|im_end|>",
+    "llama3": "{}<|eot_id|>",
+    "gemma2": "{}<end_of_turn>",
+    "gemma3": "{}<end_of_turn>",
+    "mistral": "{}</s>",
+    "deepseek_v3": "{}<eos>",
+    "deepseek_r1": "\n</think>\n\n{}<eos>",
+    "gpt_oss": "<|channel|>final<|message|>{}<|return|>",
+    "phi4": "{}<|im_end|>",
+    "smollm3": "{}<|im_end|>",
+}
+TRIM = {"llama3", "gemma2", "gemma3"}
+# Templates by which an earlier turn, or the prompt before it, changes once others follow.
+BY_TURNS = {"qwen3", "qwen3_5", "deepseek_r1", "gpt_oss"}
+# Which characters may be one token, as in the tokenizers of Llama 3 and Qwen.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KINDS = ["bytes", "pieces"]
+TEXTS = ["The answer is\n\n forty-two,  why? Because.\n", "assistant\n  model\n\n  x  user Hm."] * 5
+
+
+@cache
+def tokenizer_of(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
+    """A BPE over bytes as Llama 3's and Qwen's, or over characters without parts as Gemma's: blanks
+    and line feeds merge."""
+    if kind == "bytes":
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        core = Tokenizer(models.BPE(byte_fallback=True))
+        core.normalizer = normalizers.Replace(" ", "\u2581")
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        alphabet = [chr(code) for code in range(10, 127)] + ["\u2581", "é", "五"]
+    specials = ["<bos>", *SPECIALS[name], "<think>", "</think>"]
+    byte_tokens = [] if kind == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=alphabet, special_tokens=byte_tokens, show_progress=False
+    )
+    core.train_from_iterator(TEXTS, trainer)
+    core.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token=SPECIALS[name][0],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@cache
+def encoder_of(name: str, kind: str = "bytes", loss_on: Any = "completions") -> SampleEncoder:
+    template = template_of(name)
+    return SampleEncoder(tokenizer_of(name, kind), chat_template=template, loss_on=loss_on)
+
+
+def template_of(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def encode(name: str, messages: list[Any], kind: str = "bytes", **more: Any) -> list[Encoded]:
+    row = {"messages": messages, **more}
+    return encoder_of(name, kind).encode(to_sample(row, format="messages", columns=DataColumns()))
+
+
+def own_ids(name: str, kind: str, messages: list[Any], **more: Any) -> list[int]:
+    """The prompt as inference tokenizes it, on the day that the workflow gives to templates."""
+    template = template_of(name).replace("strftime_now('%d %b %Y')", "'26 Jul 2024'")
+    template = template.replace("strftime_now('%Y-%m-%d')", "'2024-07-26'")
+    ids: list[int] = tokenizer_of(name, kind).apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, **more
+    )["input_ids"]
+    return ids
+
+
+def answers(
+    name: str, messages: list[Any], kind: str = "bytes", tools: list[Any] | None = None
+) -> list[str]:
+    """The trained text of each assistant turn, which must follow that turn's prompt as inference
+    tokenizes it."""
+    examples = encode(name, messages, kind, tools=tools)
+    found, trained = [], 0
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = own_ids(name, kind, messages[:place], tools=tools)
+        hosts = [e for e in examples if e.ids[: len(prompt)].tolist() == prompt]
+        (host,) = [e for e in hosts if e.mask[len(prompt)] and not e.mask[len(prompt) - 1]]
+        untrained = [*(~host.mask[len(prompt) :]).tolist(), True]
+        run = host.ids[len(prompt) :][: untrained.index(True)].tolist()
+        found.append(tokenizer_of(name, kind).decode(run))
+        trained += len(run)
+    assert trained == sum(int(e.mask.sum()) for e in examples), "nothing else is trained"
+    return found
+
+
+def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    roles = ["user", "assistant"] * len(texts)
+    said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return said if system is None else [{"role": "system", "content": system}, *said]
+
+
+def generated(name: str, text: str) -> str:
+    return ANSWERS[name].format(text.strip() if name in TRIM else text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECIALS)
+def test_every_turn_is_trained_as_inference_must_generate_it(name: str, kind: str) -> None:
+    system = None if name == "gemma2" else "Be brief."
+    talk = chat("What?", "Forty-two.", "Why?\n", "Because.\n\nx ", "So?", "Hm.", system=system)
+    expected = [generated(name, text) for text in ["Forty-two.", "Because.\n\nx ", "Hm."]]
+    assert answers(name, talk, kind) == expected
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_only_templates_that_change_turns_give_several_examples(name: str) -> None:
+    examples = encode(name, chat("What?", "Forty-two.", "Why?", "Because."))
+    assert len(examples) == (2 if name in BY_TURNS else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECIALS)
+def test_answers_that_begin_and_end_with_blanks_are_trained(name: str, kind: str) -> None:
+    texts = ["  x  ", " \t五 ", "    x\n"]
+    talk = chat("What?", texts[0], "Why?", texts[1], "So?", texts[2])
+    assert answers(name, talk, kind) == [generated(name, text) for text in texts]
+
+
+BLANKS = st.sampled_from(["", " ", "  ", "x", "\n", "\t", "é", "五", "The", "<|im_end|", "a b"])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(SPECIALS)),
+    kind=st.sampled_from(KINDS),
+    texts=st.lists(st.lists(BLANKS, max_size=4).map("".join), min_size=4, max_size=4),
+)
+def test_any_conversation_is_trained_as_inference_must_generate_it(
+    name: str, kind: str, texts: list[str]
+) -> None:
+    texts = [f"{text}q" if n % 2 == 0 else f"q{text}" for n, text in enumerate(texts)]
+    texts[1], texts[3] = f" {texts[1]}", f"{texts[3]} "
+    expected = [generated(name, text) for text in (texts[1], texts[3])]
+    assert answers(name, chat(*texts), kind) == expected
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_special_tokens_in_any_text_stay_text(name: str, place: int) -> None:
+    texts = ["What?", "Nothing.", "So?", "Hm."]
+    tokenizer = tokenizer_of(name)
+    specials = set(tokenizer.all_special_ids)
+    harmless = encode(name, chat(*texts))
+    texts[place] = "a".join(["", "<bos>", *SPECIALS[name], *["<think>"][: place != 1], ""])
+    hostile = encode(name, chat(*texts))
+    kept = [
+        [[i for i in e.ids.tolist() if i in specials] for e in examples]
+        for examples in (hostile, harmless)
+    ]
+    assert kept[0] == kept[1]
+    assert all(e.held_special_text for e in hostile)
+    assert texts[place] in tokenizer.decode(hostile[-1].ids.tolist())
+
+
+REASONED = {
+    "qwen3": "<think>\nHm.\n</think>\n\nForty-two.<|im_end|>",
+    "qwen3_5": "Hm.\n</think>\n\nForty-two.<|im_end|>",
+    "deepseek_r1": "Hm.\n</think>\n\nForty-two.<eos>",
+    "gpt_oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Forty-two.<|return|>",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", REASONED)
+def test_reasoning_under_its_key_is_trained_in_every_turn(name: str, kind: str) -> None:
+    key = "thinking" if name == "gpt_oss" else "reasoning_content"
+    turn = {"role": "assistant", "content": "Forty-two.", key: "Hm."}
+    question = {"role": "user", "content": "What?"}
+    found = answers(name, [question, turn, question, turn], kind)
+    assert found == [REASONED[name]] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_r1"])
+def test_reasoning_in_the_text_is_read_by_the_template_and_ends_in_its_special_token(
+    name: str,
+) -> None:
+    text = "<think>\nHm.\n</think>\n\nForty-two."
+    assert answers(name, chat("What?", text, "Why?", text)) == [REASONED[name]] * 2
+    (encoded,) = encode(name, chat("What?", text))
+    end = tokenizer_of(name).convert_tokens_to_ids("</think>")
+    assert encoded.ids.tolist().count(end) == 1
+    assert not encoded.held_special_text
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+AGENT = [
+    {"role": "user", "content": "Fog?"},
+    {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "call00000"}]},
+    {"role": "tool", "content": "fog<|im_end|></s>", "tool_call_id": "call00000"},
+    {"role": "assistant", "content": "Foggy."},
+]
+QWEN_CALL = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALLS = {
+    "qwen3": f"<think>\n\n</think>\n\n{QWEN_CALL}<|im_end|>",
+    "qwen3_5": f"\n</think>\n\n{QWEN_CALL[1:]}<|im_end|>",
+    "llama3": '{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
+    "mistral": '[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Oslo"}}call00000</s>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜><eos>',
+    "gpt_oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
+    "smollm3": '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_trained_behind_the_prompt_that_offers_the_tools(name: str) -> None:
+    examples = encode(name, AGENT, tools=[TOOL])
+    texts = [tokenizer_of(name).decode(e.ids[e.mask].tolist()) for e in examples]
+    assert "".join(texts) == CALLS[name] + generated(name, "Foggy.")
+    assert all("weather" in tokenizer_of(name).decode(e.ids.tolist()) for e in examples)
+
+
+def test_reasoning_before_a_call_is_trained_though_it_is_gone_once_an_answer_follows() -> None:
+    thinking = [AGENT[0], {**AGENT[1], "thinking": "Hm."}, *AGENT[2:]]
+    call = f"<|start|>assistant{CALLS['gpt_oss']}"
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|>"
+    assert answers("gpt_oss", thinking, tools=[TOOL]) == [
+        analysis + call, generated("gpt_oss", "Foggy.")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["", "/no_think "])
+def test_header_in_a_generation_block_is_not_trained(word: str) -> None:
+    talk = chat("What?", "Forty-two.", "Why?", "Because.", system=f"{word}Be brief.")
+    assert answers("smollm3", talk) == ["Forty-two.<|im_end|>", "Because.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name: str) -> None:
+    talk = chat("What?", "Forty-two.", "Why?", "Because.")
+    for trained, loss_on, text in [
+        ([False, True, False, True], "last_turn", "Because."),
+        ([False, True, False, False], "completions", "Forty-two."),
+    ]:
+        (encoded,) = encoder_of(name, loss_on=loss_on).encode(Conversation(talk, trained))
+        found = tokenizer_of(name).decode(encoded.ids[encoded.mask].tolist())
+        assert found == generated(name, text)

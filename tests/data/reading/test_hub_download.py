@@ -1,0 +1,154 @@
+"""Choice of files, the partial folder, and error messages; whole downloads are in test_download_source.py."""
+
+import errno
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.data.reading.hub_download import (
+    HubFile,
+    Source,
+    choose_files,
+    partial_folder,
+    publish,
+    weight_shards,
+)
+from workflow.lib.data.reading.hub_errors import explain
+from workflow.lib.system.errors import UserError
+
+MODEL = Source("owner/name", None, "model")
+
+
+def listing(*paths: str) -> list[HubFile]:
+    """Return files of these names; what they hold does not matter here."""
+    return [HubFile(path, 7, "0" * 40, None) for path in paths]
+
+
+def chosen(source: Source, *paths: str) -> list[str]:
+    """Return the names of the files chosen among `paths`, which need no download to tell."""
+    files = choose_files(source, listing(*paths), commit="c" * 40, folder=Path("unused"))
+    return [file.path for file in files]
+
+
+def dataset(*files: str) -> Source:
+    """Return a dataset request."""
+    return Source("owner/data", None, "dataset", files)
+
+
+def test_every_kind_of_tokenizer_file_is_chosen() -> None:
+    paths = ["config.json", "model.safetensors", "merges.txt", "qwen.tiktoken", "tokenizer.model"]
+    extra = ["additional_chat_templates/tool.jinja", "special_tokens_map.json", "vocab.json"]
+    assert chosen(MODEL, *paths, *extra) == sorted(paths + extra)
+
+
+@pytest.mark.parametrize(
+    "path", ["sub/config.json", "sub/model.safetensors", "model.fp16.safetensors", "x.gguf", "a.py"]
+)
+def test_file_that_transformers_would_not_load_is_left(path: str) -> None:
+    needed = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert chosen(MODEL, *needed, path) == needed
+
+
+@pytest.mark.parametrize(
+    ("paths", "missing"),
+    [
+        (["model.safetensors", "tokenizer.json"], "no config.json;"),
+        (["config.json", "model.safetensors"], "no tokenizer;"),
+        (["adapter_model.safetensors"], "no config.json, no model.safetensors or "),
+        ([], "it has no files"),
+    ],
+)
+def test_incomplete_model_is_refused_by_what_it_lacks(paths: Sequence[str], missing: str) -> None:
+    with pytest.raises(UserError, match=missing):
+        chosen(MODEL, *paths)
+
+
+def test_long_listing_is_abridged_in_the_message() -> None:
+    with pytest.raises(UserError, match=r"it has f0, f1, f2, f3, f4, f5, f6, f7 and 93 more\."):
+        chosen(MODEL, *[f"f{number}" for number in range(101)])
+
+
+def test_dataset_file_whose_name_looks_like_a_pattern_is_taken_literally() -> None:
+    assert chosen(dataset("a[1]*.jsonl"), "a[1]*.jsonl", "a1b.jsonl") == ["a[1]*.jsonl"]
+
+
+def test_dataset_pattern_stays_within_one_folder_level() -> None:
+    assert chosen(dataset("*.jsonl"), "a.jsonl", "b/c.jsonl") == ["a.jsonl"]
+
+
+def test_dataset_without_near_names_lists_its_files() -> None:
+    with pytest.raises(UserError, match=r"no such file; it has zzz\.csv\."):
+        chosen(dataset("train.jsonl"), "zzz.csv")
+
+
+def test_dataset_file_named_like_the_manifest_is_refused() -> None:
+    with pytest.raises(UserError, match=r"source\.json is the name of this workflow's manifest"):
+        chosen(dataset("source.json"), "source.json")
+
+
+@pytest.mark.parametrize("shard", ["missing.safetensors", "../outside.safetensors", "config.json"])
+def test_index_that_names_no_safetensors_file_of_the_repository_is_refused(
+    tmp_path: Path, shard: str
+) -> None:
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard, "b": "good.safetensors"}}))
+    with pytest.raises(UserError, match="no safetensors file of this repository"):
+        weight_shards(MODEL, index, listed=["good.safetensors", "config.json"])
+
+
+@pytest.mark.parametrize("text", ["<html>", "[]", "{}", '{"weight_map": 1}', "[" * 100_000])
+def test_index_that_is_none_is_one_message(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "index.json"
+    index.write_text(text)
+    with pytest.raises(UserError, match=r"model\.source = .* is no index of a checkpoint"):
+        weight_shards(MODEL, index, listed=[])
+
+
+def test_partial_folder_survives_a_failure(tmp_path: Path) -> None:
+    def interrupted_download() -> None:
+        with partial_folder(tmp_path / "out") as partial:
+            (partial / "half").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_download()
+    with partial_folder(tmp_path / "out") as partial:
+        assert (partial / "half").read_text() == "half"
+
+
+def test_second_download_to_the_same_folder_is_refused(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match="another process is downloading to it")
+    with partial_folder(tmp_path / "out"), refused, partial_folder(tmp_path / "out"):
+        pytest.fail("the folder was locked")
+
+
+def test_publishing_leaves_exactly_the_kept_files(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "out") as partial:
+        for name in ("kept.txt", "deep/er/kept.txt", "old/er/file", "stale.txt"):
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_text(name)
+        publish(partial, tmp_path / "out", keep=["kept.txt", "deep/er/kept.txt"])
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert left == {"out", "out/kept.txt", "out/deep", "out/deep/er", "out/deep/er/kept.txt"}
+
+
+def test_empty_output_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with partial_folder(tmp_path / "out") as partial:
+        (partial / "kept.txt").touch()
+        publish(partial, tmp_path / "out", keep=["kept.txt"])
+    assert (tmp_path / "out" / "kept.txt").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_says_free_space_and_repeat(number: int) -> None:
+    assert str(explain(MODEL, OSError(number, "full"))) == (
+        "model.source = 'owner/name': the disk, or your quota on it, is full. "
+        "Free space and repeat the command: finished files are kept."
+    )
+
+
+def test_error_of_another_cause_is_left_as_it_is() -> None:
+    assert explain(MODEL, PermissionError(errno.EACCES, "denied")) is None

@@ -1,0 +1,209 @@
+"""From settings to files: files, folders, globs and saved datasets; the same rules for a hub's listing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workflow.lib.data.reading.sources import Source, matching, resolve_splits
+from workflow.lib.settings.data import DataConfig
+from workflow.lib.system.errors import UserError
+
+LISTING = [
+    "README.md",
+    "a.jsonl",
+    "data/b-1.parquet",
+    "data/b-2.parquet",
+    "data/deep/c.parquet",
+    "data/.hidden.parquet",
+    "other/d[1].jsonl",
+]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in LISTING:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def sources(root: Path, train: Any, **settings: Any) -> list[Source]:
+    config = DataConfig.model_validate({"train": train, "heldout": None, **settings})
+    return resolve_splits(config, root=root)["train"]
+
+
+def files(root: Path, train: Any, **settings: Any) -> list[str]:
+    return [file.file for source in sources(root, train, **settings) for file in source.files]
+
+
+PATTERNS = [
+    ("a.jsonl", ["a.jsonl"]),
+    ("data", ["data/b-1.parquet", "data/b-2.parquet", "data/deep/c.parquet"]),
+    ("data/*.parquet", ["data/b-1.parquet", "data/b-2.parquet"]),
+    ("data/b-[!1].parquet", ["data/b-2.parquet"]),
+    ("data/b-?.parquet", ["data/b-1.parquet", "data/b-2.parquet"]),
+    ("**/*.parquet", ["data/b-1.parquet", "data/b-2.parquet", "data/deep/c.parquet"]),
+    ("data/**", ["data/b-1.parquet", "data/b-2.parquet", "data/deep/c.parquet"]),
+    ("other/d[1].jsonl", ["other/d[1].jsonl"]),
+    ("*.jsonl", ["a.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "found"), PATTERNS)
+def test_path_folder_or_glob_gives_its_files_in_order(
+    tree: Path, pattern: str, found: list[str]
+) -> None:
+    assert files(tree, pattern) == found
+    assert [file.path for file in sources(tree, pattern)[0].files] == [
+        tree / name for name in found
+    ]
+
+
+@pytest.mark.parametrize(("pattern", "found"), PATTERNS)
+def test_listing_of_a_hub_is_matched_as_a_folder_is(pattern: str, found: list[str]) -> None:
+    visible = {name for name in matching(LISTING, pattern) if "/." not in name}
+    assert sorted(visible) == found
+
+
+@pytest.mark.parametrize("path", ["data", "data/*.parquet"])
+def test_link_to_a_file_elsewhere_is_read(tree: Path, path: str) -> None:
+    (tree / "elsewhere").mkdir()
+    (tree / "elsewhere" / "x.bin").touch()
+    (tree / "data" / "b-3.parquet").symlink_to("../elsewhere/x.bin")
+    assert "data/b-3.parquet" in files(tree, path)
+
+
+@pytest.mark.parametrize("path", ["data", "data/*.parquet", "data/**"])
+def test_link_that_leads_nowhere_stops(tree: Path, path: str) -> None:
+    (tree / "data" / "b-3.parquet").symlink_to("gone")
+    with pytest.raises(UserError, match=r"the link data/b-3\.parquet|the link b-3\.parquet"):
+        files(tree, path)
+
+
+@pytest.mark.parametrize("path", ["data", "data/**"])
+def test_link_to_a_folder_stops_instead_of_being_passed_over(tree: Path, path: str) -> None:
+    (tree / "data" / "more").symlink_to("../other")
+    with pytest.raises(
+        UserError, match=r"more in it leads to a folder, which is not searched\. Name"
+    ):
+        files(tree, path)
+
+
+def test_absolute_glob_gives_absolute_files(tree: Path) -> None:
+    assert files(Path(), f"{tree}/data/*.parquet") == [f"{tree}/data/b-{n}.parquet" for n in (1, 2)]
+
+
+@pytest.mark.parametrize("pattern", ["none.jsonl", "*.csv", "a**b.jsonl", "data/*/none"])
+def test_path_that_names_no_file_stops(tree: Path, pattern: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train = .* Give a path that exists"):
+        files(tree, pattern)
+
+
+def test_misspelt_path_is_told_the_nearest_name(tree: Path) -> None:
+    (tree / "answers.parquet").touch()
+    with pytest.raises(
+        UserError, match=r"no such file or folder\. Did you mean 'answers.parquet'\? "
+    ):
+        files(tree, "answer.parqet")
+
+
+def test_folder_of_several_types_asks_for_a_glob(tree: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"several types \(jsonl, parquet\). Name the files by a glob"
+    ):
+        files(tree, ".")
+
+
+def test_folder_without_data_lists_the_extensions(tree: Path) -> None:
+    (tree / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no file that ends in \.jsonl"):
+        files(tree, "empty")
+
+
+def test_file_of_unknown_extension_needs_a_type(tree: Path) -> None:
+    with pytest.raises(UserError, match=r"README.md': the extension is none of .* data\.file_type"):
+        files(tree, "README.md")
+    (source,) = sources(tree, "README.md", file_type="text")
+    assert [file.file_type for file in source.files] == ["text"]
+
+
+def test_types_are_told_below_a_compression(tree: Path) -> None:
+    (tree / "x.CSV.gz").touch()
+    assert [file.file_type for file in sources(tree, "x.CSV.gz")[0].files] == ["csv"]
+
+
+def test_several_sources_keep_order_name_and_weight(tree: Path) -> None:
+    found = sources(tree, ["data", {"path": "a.jsonl", "name": "mine", "weight": 0.5}])
+    assert [(s.name, s.weight, len(s.files)) for s in found] == [("data", 1.0, 3), ("mine", 0.5, 1)]
+
+
+def test_two_sources_of_one_name_stop(tree: Path) -> None:
+    same = [{"path": "a.jsonl", "name": "x"}, {"path": "data", "name": "x"}]
+    with pytest.raises(UserError, match=r"data\.train = 'x': 2 sources have this name"):
+        files(tree, same)
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout"),
+    [
+        (["a.jsonl", "./a.jsonl"], None),
+        ("**/*.jsonl", "a.jsonl"),
+        ("data", "data/deep/../b-1.parquet"),
+    ],
+)
+def test_file_that_is_named_twice_stops(tree: Path, train: Any, heldout: Any) -> None:
+    with pytest.raises(UserError, match="Name every file once"):
+        files(tree, train, heldout=heldout)
+
+
+def save_state(folder: Path, **state: Any) -> None:
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"_data_files": 1}', '{"_data_files": [1]}'])
+def test_broken_state_of_a_saved_dataset_is_one_message(tree: Path, text: str) -> None:
+    (tree / "saved").mkdir()
+    (tree / "saved" / "state.json").write_text(text)
+    with pytest.raises(UserError, match=r"data\.train = .* Save the dataset again"):
+        files(tree, "saved")
+
+
+def test_saved_dataset_gives_the_files_of_its_state_and_not_its_caches(tree: Path) -> None:
+    folder = tree / "saved"
+    folder.mkdir()
+    for name in ("data-1.arrow", "data-2.arrow", "cache-77.arrow", "dataset_info.json"):
+        (folder / name).touch()
+    save_state(folder, _data_files=[{"filename": "data-2.arrow"}, {"filename": "data-1.arrow"}])
+    assert files(tree, "saved") == ["saved/data-2.arrow", "saved/data-1.arrow"]
+
+
+@pytest.mark.parametrize(
+    ("state", "finding"),
+    [
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "names gone.arrow, which is not there"),
+        ({"_data_files": [{"filename": "../a.jsonl"}]}, "names ../a.jsonl, which is not there"),
+        ({"_data_files": []}, "names no file"),
+        ({"_indices_data_files": [{"filename": "x"}]}, "a selection of rows"),
+    ],
+)
+def test_saved_dataset_that_is_not_whole_stops(tree: Path, state: Any, finding: str) -> None:
+    save_state(tree / "other", **state)
+    with pytest.raises(UserError, match=finding):
+        files(tree, "other")
+
+
+def test_saved_dictionary_of_splits_asks_which_one(tree: Path) -> None:
+    (tree / "other" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(
+        UserError, match=r"the splits train, test. Name the folder of one: other/<split>"
+    ):
+        files(tree, "other/")
+
+
+def test_record_of_a_download_is_no_data(tree: Path) -> None:
+    (tree / "hub" / "d").mkdir(parents=True)
+    (tree / "hub" / "source.json").touch()
+    (tree / "hub" / "d" / "a.csv").touch()
+    assert files(tree / "hub", ".") == ["d/a.csv"]

@@ -1,0 +1,44 @@
+"""How often an epoch takes each document of weighted sources."""
+
+import numpy as np
+import pytest
+
+from workflow.lib.data.tokens.seeded_draws import drawn, times_taken
+
+DOCUMENTS = 7
+
+
+def times(weight: float, *, source: int = 1, seed: int = 0) -> list[int]:
+    return times_taken(DOCUMENTS, weight=weight, source=source, seed=seed).tolist()
+
+
+def test_weight_one_takes_every_document_once() -> None:
+    assert times(1.0) == [1] * DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("weight", "taken"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
+)
+def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(
+    weight: float, taken: int
+) -> None:
+    found = times(weight)
+    assert sum(found) == taken
+    assert max(found) - min(found) <= 1
+
+
+def test_source_without_documents_gives_none() -> None:
+    assert times_taken(0, weight=0.5, source=0, seed=0).tolist() == []
+
+
+def test_seed_and_source_decide_which_documents_are_taken() -> None:
+    assert len({tuple(times(0.5, seed=seed)) for seed in range(5)}) > 1
+    assert len({tuple(times(0.5, source=source)) for source in range(5)}) > 1
+    assert times(0.5) == times(0.5)
+
+
+def test_draw_is_the_beginning_of_numpys_permutation_in_half_its_memory() -> None:
+    order = np.random.Generator(np.random.PCG64([3, 1])).permutation(10_007)
+    found = drawn(500, total=10_007, seed=[3, 1])
+    assert found.tolist() == order[:500].tolist()
+    assert found.dtype == np.uint32

@@ -1,0 +1,97 @@
+"""Shingles and their keys: what counts as alike, checked against sets counted by hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_tokenizer
+from workflow.lib.data.tokens.shingles import (
+    BINS,
+    band_keys,
+    band_rows,
+    piece_table,
+    resemblance,
+    shingles,
+    widespread,
+)
+
+IDENTITY = np.arange(1, 1000, dtype=np.uint32)  # every id is a piece of its own
+
+
+def shingle_sets(documents: list[list[int]]) -> list[frozenset[int]]:
+    lengths = np.array([len(document) for document in documents])
+    hashes, owners = shingles(np.concatenate(documents).astype(np.uint32), lengths, table=IDENTITY)
+    return [frozenset(hashes[owners == number].tolist()) for number in range(len(documents))]
+
+
+def test_shingles_are_runs_of_six_within_a_document() -> None:
+    first, second, third = shingle_sets([list(range(10)), list(range(2, 10)), list(range(20, 26))])
+    assert (len(first), len(second), len(third)) == (5, 3, 1)
+    assert second < first
+    arrays = [np.array(sorted(found), dtype=np.uint64) for found in (first, second, third)]
+    assert resemblance(arrays[0], arrays[1]) == 3 / 5
+    assert resemblance(arrays[0], arrays[2]) == 0.0
+
+
+def test_short_document_is_one_shingle_of_its_own() -> None:
+    short, longer, same = shingle_sets([[1, 2, 3], [1, 2, 3, 4], [1, 2, 3]])
+    assert len(short) == len(longer) == 1
+    assert short != longer
+    assert short == same
+
+
+def test_pieces_ignore_case_and_signs_and_special_tokens(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    table = piece_table(tokenizer)
+
+    def pieces(text: str) -> list[int]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return [number for number in table[ids].tolist() if number]
+
+    assert pieces("a B,c!") == pieces("<|user|>A b - C")
+    assert pieces("a B,c!") != pieces("a B,d!")
+    assert pieces("日") != pieces("月")  # bytes that are no text alone are pieces too
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold: float) -> None:
+    draw = np.random.default_rng(0)
+    rows, pairs, size = band_rows(threshold), 400, 120
+    shared = round(2 * size * threshold / (1 + threshold))
+    sets = []
+    for _ in range(pairs):
+        values = draw.integers(0, 2**64, size=2 * size - shared, dtype=np.uint64)
+        sets += [values[:size], values[size - shared :]]
+    owners = np.repeat(np.arange(2 * pairs), size)
+    keys = band_keys(np.concatenate(sets), owners, documents=2 * pairs, rows=rows)
+    assert keys.shape == (BINS // rows, 2 * pairs)
+    found = (keys[:, ::2] == keys[:, 1::2]).any(axis=0)
+    assert found.mean() >= 0.95
+    strangers = (keys[:, :-2:2] == keys[:, 3::2]).any(axis=0)
+    assert strangers.mean() < 0.01
+
+
+def test_short_documents_that_share_little_rarely_share_a_key() -> None:
+    draw = np.random.default_rng(0)
+    pairs, size, shared = 400, 24, 4  # most bins are empty and borrow
+    sets = []
+    for _ in range(pairs):
+        values = draw.integers(0, 2**64, size=2 * size - shared, dtype=np.uint64)
+        sets += [values[:size], values[size - shared :]]
+    owners = np.repeat(np.arange(2 * pairs), size)
+    keys = band_keys(np.concatenate(sets), owners, documents=2 * pairs, rows=3)
+    assert (keys[:, ::2] == keys[:, 1::2]).any(axis=0).mean() < 0.1
+
+
+def test_document_without_shingles_has_no_key() -> None:
+    hashes = np.array([5, 9], dtype=np.uint64)
+    keys = band_keys(hashes, np.array([1, 1]), documents=3, rows=3)
+    assert (keys[:, [0, 2]] == 0).all()
+    assert (keys[:, 1] > 0).all()
+
+
+def test_what_many_documents_say_is_widespread() -> None:
+    hashes = np.array([7] * 10 + [8, 8, 9], dtype=np.uint64)
+    owners = np.array([*range(10), 0, 1, 2])
+    assert widespread(hashes, owners, share=0.5).tolist() == [7]

@@ -1,0 +1,220 @@
+"""The tokens folder: what is written is read back, and damage is found on opening."""
+
+import errno
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from workflow.lib.data.tokens.packing import Packing
+from workflow.lib.data.tokens.token_store import ARRAYS, FORMAT_VERSION, TokenStore, recorded_arrays
+from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
+from workflow.lib.system.checksums import findings
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256, read_json, write_checked_json, write_json
+
+SEQ_LEN = 7
+PAD = 9
+
+
+def document(*ids: int, trained: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document whose last `trained` tokens are trained."""
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    mask[len(ids) - trained :] = True
+    return np.array(ids, dtype=np.uint32), mask
+
+
+TRAIN = [
+    document(10, 11, 12, trained=1),
+    document(20, 21, trained=1),
+    document(30, 31, 32, 33, 34, trained=4),
+]
+HELDOUT = [document(40, 41, trained=1), document(50, 51, 52, trained=2)]
+# Row 0 holds documents 2 and 1 and is full; row 1 holds document 0 and four places of padding.
+PACKING = Packing(documents=np.array([2, 1, 0]), offsets=np.array([0, 2, 3]))
+
+
+def window(documents: list[tuple[np.ndarray, np.ndarray]], packing: Packing) -> Window:
+    lengths = np.array([len(ids) for ids, _ in documents])
+    return Window(
+        ids=np.concatenate([ids for ids, _ in documents]),
+        mask=np.concatenate([mask for _, mask in documents]),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        packing=packing,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_train(tmp_path, [window(TRAIN, PACKING)], seq_len=SEQ_LEN, pad_token_id=PAD)
+    write_heldout(tmp_path, [(ids, mask, np.array([len(ids)])) for ids, mask in HELDOUT])
+    save_manifest(tmp_path)
+    return tmp_path
+
+
+def save_manifest(folder: Path, **changes: Any) -> None:
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "seq_len": SEQ_LEN,
+        "splits": {"train": {"packed_rows": 2}, "heldout": {"tokens": 5, "documents": 2}},
+        "files": {name: file_sha256(folder / name) for name in ARRAYS},
+    }
+    write_checked_json(folder / "manifest.json", manifest | changes)
+
+
+def test_rows_hold_their_documents_then_padding(folder: Path) -> None:
+    expected = [[30, 31, 32, 33, 34, 20, 21], [10, 11, 12, PAD, PAD, PAD, PAD]]
+    assert TokenStore.open(folder).input_ids.tolist() == expected
+
+
+def test_positions_start_again_with_each_document_and_with_the_padding(folder: Path) -> None:
+    expected = [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 0, 1, 2, 3]]
+    assert TokenStore.open(folder).position_ids.tolist() == expected
+
+
+def test_padding_and_first_tokens_are_no_targets(folder: Path) -> None:
+    expected = [[0, 1, 1, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0, 0]]
+    assert TokenStore.open(folder).loss_mask.astype(int).tolist() == expected
+
+
+def test_trained_tokens_are_counted_per_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "workflow.lib.data.tokens.token_store.CHUNK_TOKENS", SEQ_LEN
+    )  # one row per chunk
+    counts = TokenStore.open(folder).trained_tokens_per_row
+    assert counts.tolist() == [5, 1]
+    assert counts.dtype == np.int32
+
+
+def test_heldout_documents_come_back_as_written(folder: Path) -> None:
+    store = TokenStore.open(folder)
+    read = [(ids.tolist(), mask.tolist()) for ids, mask in store.heldout_documents()]
+    assert read == [(ids.tolist(), mask.tolist()) for ids, mask in HELDOUT]
+    assert store.num_heldout_documents == 2
+
+
+def test_heldout_documents_can_be_sliced_and_counted_from_the_end(folder: Path) -> None:
+    documents = TokenStore.open(folder).heldout_documents()
+    assert documents[-1][0].tolist() == [50, 51, 52]
+    assert [ids.tolist() for ids, _ in documents[1:]] == [[50, 51, 52]]
+    with pytest.raises(IndexError):
+        documents[2]
+
+
+def test_arrays_stay_on_disk(folder: Path) -> None:
+    store = TokenStore.open(folder)
+    assert all(
+        isinstance(array, np.memmap)
+        for array in (store.input_ids, store.loss_mask, store.position_ids)
+    )
+
+
+def test_document_whose_first_token_is_a_target_is_refused(tmp_path: Path) -> None:
+    wrong = [document(1, 2, trained=2)]
+    packing = Packing(documents=np.array([0]), offsets=np.array([0, 1]))
+    with pytest.raises(AssertionError, match="first token"):
+        write_train(tmp_path, [window(wrong, packing)], seq_len=SEQ_LEN, pad_token_id=PAD)
+
+
+def test_windows_and_blocks_are_written_behind_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "workflow.lib.data.tokens.token_writer.BLOCK_TOKENS", SEQ_LEN
+    )  # one row at a time
+    windows = [window(TRAIN, PACKING)] * 3
+    assert write_train(tmp_path, windows, seq_len=SEQ_LEN, pad_token_id=PAD) == 6
+    ids = np.load(tmp_path / "train.input_ids.npy")
+    assert (ids[:2] == ids[2:4]).all()
+    assert (ids[:2] == ids[4:]).all()
+    assert ids[1].tolist() == [10, 11, 12, PAD, PAD, PAD, PAD]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def retype(path: Path) -> None:
+    np.save(path, np.load(path).astype(np.int16))
+
+
+def reshape(path: Path) -> None:
+    np.save(path, np.load(path)[:1])
+
+
+def test_machine_without_memory_is_not_told_as_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told so deletes sound tokens."""
+    lack = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=lack))
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, empty, retype, reshape, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["train.input_ids.npy", "heldout.loss_mask.npy", "heldout.offsets.npy"]
+)
+def test_damaged_array_is_named_with_what_to_do(folder: Path, damage: Any, name: str) -> None:
+    damage(folder / name)
+    with pytest.raises(UserError, match=f"is damaged: {name} .* Delete the folder"):
+        TokenStore.open(folder)
+
+
+def test_other_format_version_asks_to_delete_the_folder(folder: Path) -> None:
+    save_manifest(folder, format_version=2)
+    with pytest.raises(UserError, match=r"format_version = 2, .* Delete the folder"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_broken_manifest_is_damage(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read"):
+        TokenStore.open(folder)
+
+
+def test_manifest_without_sizes_is_damage(folder: Path) -> None:
+    save_manifest(folder, splits={})
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks sizes"):
+        TokenStore.open(folder)
+
+
+def test_manifest_with_a_changed_number_is_damage(folder: Path) -> None:
+    manifest = read_json(folder / "manifest.json")
+    write_json(folder / "manifest.json", manifest | {"seq_len": SEQ_LEN + 1})
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read .* SHA-256"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_changed_token_that_opens_is_found_by_its_checksum(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
+    recorded = recorded_arrays(folder, TokenStore.open(folder).manifest)
+    wrong = [file.name for file, found in zip(recorded, findings(recorded), strict=True) if found]
+    assert wrong == [name]
+
+
+def test_manifest_without_checksums_is_damage(folder: Path) -> None:
+    save_manifest(folder, files={})
+    with pytest.raises(UserError, match=r"is damaged: manifest\.json lacks checksums"):
+        recorded_arrays(folder, TokenStore.open(folder).manifest)
+
+
+def test_missing_folder_names_the_stage_that_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tokenize_dataset writes it"):
+        TokenStore.open(tmp_path / "none")

@@ -1,0 +1,254 @@
+"""Sharding over three processes, which no size of the model is divisible by: nothing lost, doubled or altered."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import build_on_meta, local, local_range
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.startup_checks import startup_checks
+
+PROCESSES = 3
+CONFIG = RunConfig(lora=LoraSettings(r=4))
+LAYER = "model.layers.1.mlp.down_proj"
+ALTERED = {
+    f"{LAYER}.weight": "packed weights",
+    f"{LAYER}.absmax": "scales",
+    f"{LAYER}.nested_absmax": "scales of scales",
+    "model.layers.2.input_layernorm.weight": "a norm",
+    "model.embed_tokens.weight": "the embedding",
+    "lm_head.weight": "the head",
+    "model.norm.weight": "the root unit",
+}
+
+
+def survey(base: Path, altered_base: Path) -> dict[str, Any]:
+    """Build the model of a run in this group, alter single bytes, and return what the checks find."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        model = build_training_model(
+            base, CONFIG, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+        )
+        params = dict(model.training.named_parameters())
+        report: dict[str, Any] = {
+            "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
+            "local_rows": {name: len(local(p)) for name, p in params.items()},
+            "bytes": local_bytes(model.training),
+            "bytes_read": model.bytes_read,
+            "units": len(model.units),
+            "whole": {name: p.full_tensor().detach() for name, p in params.items()},
+        }
+        report["checks"] = startup_checks(model, random_store(rows=2, seq_len=11), base, world)
+        report["held_after_checks"] = local_bytes(model.training)
+        with CheckpointReader(base) as reader:
+            report["found"] = {name: alter(model, name, reader, world) for name in ALTERED}
+            report["afterwards"] = mismatched_tensors(model.training, model.units, reader, world)
+        with CheckpointReader(altered_base) as reader:
+            report["on_disk"] = mismatched_tensors(model.training, model.units, reader, world)
+        try:
+            startup_checks(model, random_store(rows=2, seq_len=11), altered_base, world)
+        except UserError as error:
+            report["message"] = str(error)
+    report["left"] = not torch.distributed.is_initialized()
+    return report
+
+
+def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: Any) -> list[str]:
+    """Flip a bit of the first byte that the last process with a part of `name` holds; return what is found."""
+    plain = model.training.peft_model.get_base_model()
+    names = {n.replace(".base_layer", ""): p for n, p in plain.named_parameters()}
+    param = names[name]
+    holder = (param.shape[0] - 1) // -(-param.shape[0] // world.size)
+    held = local(param).detach().reshape(-1).view(torch.uint8)
+    flip = torch.zeros_like(held)
+    if world.rank == holder:
+        flip[0] = 1
+    held ^= flip
+    found = mismatched_tensors(model.training, model.units, reader, world)
+    held ^= flip
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    quantized(tiny_llama(folder / "original"), folder / "nf4")
+    shutil.copytree(folder / "nf4", folder / "altered")
+    for file in (folder / "altered").glob("*.safetensors"):
+        tensors = load_file(file)
+        if f"{LAYER}.weight" in tensors:
+            tensors[f"{LAYER}.weight"][-1] ^= 1
+            save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> list[dict[str, Any]]:
+    return run_distributed(survey, folder / "nf4", folder / "altered", world_size=PROCESSES)
+
+
+def test_slices_of_all_processes_cover_every_tensor_once(reports: list[dict[str, Any]]) -> None:
+    for name, (_, _, rows) in reports[0]["ranges"].items():
+        ranges = [report["ranges"][name] for report in reports]
+        edges = [0, *(stop for _, stop, _ in ranges)]
+        assert [start for start, _, _ in ranges] == edges[:-1], name
+        assert edges[-1] == rows, name
+
+
+def test_slices_are_those_that_fsdp_holds(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for name, (start, stop, _) in report["ranges"].items():
+            assert report["local_rows"][name] == stop - start, name
+
+
+def test_sizes_are_odd_enough_to_test_uneven_slices(reports: list[dict[str, Any]]) -> None:
+    uneven = [
+        name for name in reports[0]["ranges"] if len({r["local_rows"][name] for r in reports}) > 1
+    ]
+    empty = [name for name in reports[0]["ranges"] if not reports[-1]["local_rows"][name]]
+    assert len(uneven) > 20
+    assert empty, "a process without a part of some tensor"
+
+
+def test_gathered_model_is_the_unsharded_one_bit_for_bit(
+    folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    """The initial adapter too: it is the same for any number of processes."""
+    single = adapted(folder / "nf4", r=4)
+    expected = dict(single.named_parameters())
+    assert reports[0]["whole"].keys() == expected.keys()
+    for report in reports:
+        for name, param in expected.items():
+            bits = (tensor.detach().view(torch.uint8) for tensor in (report["whole"][name], param))
+            assert torch.equal(*bits), name
+    assert any(p.any() for n, p in trainable_parameters(single).items() if ".lora_A." in n)
+
+
+def test_every_process_holds_a_third_before_and_after_the_checks(
+    reports: list[dict[str, Any]],
+) -> None:
+    for key in ("bytes", "held_after_checks"):
+        totals = {report[key][1] for report in reports}
+        assert len(totals) == 1
+        assert sum(report[key][0] for report in reports) == totals.pop()
+        assert all(held < 0.36 * total for held, total in (report[key] for report in reports))
+
+
+def test_checkpoint_is_read_once_by_all_together(
+    folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    stored = 0
+    for file in (folder / "nf4").glob("*.safetensors"):
+        parts = load_file(file).items()
+        stored += sum(t.nbytes for n, t in parts if "quant_map" not in n and "quant_state" not in n)
+    assert sum(report["bytes_read"] for report in reports) == stored
+
+
+def test_units_are_the_layers_and_the_rest(reports: list[dict[str, Any]]) -> None:
+    """Embedding and head are in none: they are sliced, and never gathered."""
+    assert {report["units"] for report in reports} == {3 + 1}
+
+
+def test_intact_model_passes_the_checks(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert [check["passed"] for check in report["checks"]] == [True] * 4
+        assert report["afterwards"] == []
+
+
+@pytest.mark.parametrize("name", ALTERED, ids=lambda name: ALTERED[name])
+def test_one_bit_of_one_process_is_found_by_all(reports: list[dict[str, Any]], name: str) -> None:
+    assert [report["found"][name] for report in reports] == [[name]] * PROCESSES
+
+
+def test_one_bit_of_the_checkpoint_is_found_by_all(reports: list[dict[str, Any]]) -> None:
+    assert [report["on_disk"] for report in reports] == [[f"{LAYER}.weight"]] * PROCESSES
+
+
+def test_altered_weights_stop_the_run_with_a_message(
+    folder: Path, reports: list[dict[str, Any]]
+) -> None:
+    for report in reports:
+        assert report["message"] == (
+            f"1 tensors differ from the checkpoint after gathering, first {LAYER}.weight: the weights would be "
+            f"silently wrong. Check the files in {folder / 'altered'} (SHA256SUMS); if they are whole, report this "
+            "with your versions of torch and NCCL."
+        )
+
+
+def keep_gathered(base: Path) -> dict[str, Any]:
+    """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        plan = PLAN | {"reshard_after_forward": False}
+        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        training = build_training_model(base, CONFIG, plan, world, **build).training
+        before, held = trainable_parameters(training), local_bytes(training)
+        ids = torch.arange(11)[None]
+        with torch.no_grad():
+            training(ids, ids, ids[0], None)
+        try:
+            found: Any = trainable_parameters(training)
+        except AssertionError as error:
+            found = str(error)
+        with forward_only(training):
+            training(ids, ids, ids[0], None)
+        after = trainable_parameters(training)
+        same = before.keys() == after.keys() and all(after[n] is before[n] for n in before)
+        return {"gathered": found, "same": same, "freed": local_bytes(training) == held}
+
+
+def test_parameters_are_listed_as_shards_or_not_at_all(folder: Path) -> None:
+    """Gathered ones are other objects, which an optimizer does not know and nothing updates."""
+    for result in run_distributed(keep_gathered, folder / "nf4", world_size=2):
+        assert "layers.0.self_attn.q_proj.lora_A.weight is gathered" in result["gathered"]
+        assert result["same"]
+        assert result["freed"]
+
+
+def test_process_group_is_left(reports: list[dict[str, Any]]) -> None:
+    assert all(report["left"] for report in reports)
+
+
+@pytest.mark.parametrize(("every", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0])])
+def test_every_kth_layer_is_recomputed(folder: Path, every: int, chosen: list[int]) -> None:
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    checkpoint_activations_(model, every=every)
+    layers: Any = decoder_layers(model)
+    assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
+
+
+@pytest.mark.parametrize("where", ["nowhere", "configuration", "module"])
+def test_random_numbers_are_kept_for_recomputation_where_any_are_drawn(
+    folder: Path, where: str
+) -> None:
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    if where == "configuration":
+        model.config.attention_dropout = 0.1
+    if where == "module":
+        model.extra = torch.nn.Dropout(0.1)
+    checkpoint_activations_(model, every=1)
+    layers: Any = decoder_layers(model)
+    kept = layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"]
+    assert kept == (where != "nowhere")
+
+
+def test_model_without_known_layers_is_refused(folder: Path) -> None:
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    assert len(decoder_layers(model)) == 3
+    model._no_split_modules = None
+    with pytest.raises(
+        UserError, match=r"LlamaForCausalLM names no decoder layer class .*model\.source\."
+    ):
+        decoder_layers(model)

@@ -1,0 +1,166 @@
+"""Decoder layers whose packed weights wait in host memory: the same numbers, and less on the device."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.test_vocabulary_parallel import batch_of, fill_
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.architecture.layer_choice import spread, stashed_layers
+from workflow.lib.model.layers.nf4_linear import nf4_linears
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.startup_checks import startup_checks
+
+LAYERS = 4
+# Recomputation, and how many layers are on the host with it.
+CASES = {False: (0, 2), True: (0, 1, 2), 3: (0, LAYERS)}
+CHANGED = [(level, count) for level, counts in CASES.items() for count in counts if count]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosted")
+    return quantized(tiny_llama(folder / "original", num_hidden_layers=LAYERS), folder / "nf4")
+
+
+def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[str, Any]:
+    """Two micro-batches of this process by a model with `count` layers on the host: losses, gradients, what was there."""
+    plan = PLAN | {"offload_layers": count, "activation_checkpointing": level}
+    config = RunConfig(lora=LoraSettings(r=3, alpha=6))
+    model = build_training_model(
+        base, config, plan, world, compute_dtype=torch.float32, attention="sdpa"
+    )
+    store = random_store(rows=7, seq_len=23)
+    checks = startup_checks(model, store, base, world)
+    params = trainable_parameters(model.training)
+    fill_(params)
+    model.training.train()
+    there = watched(model)
+    losses = []
+    for number in (0, 1):
+        loss = model.training(
+            *batch_of(slice(2 * world.rank + number, 2 * world.rank + number + 1), trained=True)
+        )
+        loss.backward()
+        losses.append(float(loss))
+    sizes = [model.hosted.host_bytes if model.hosted else 0, model.bytes_read]
+    summed = torch.tensor(sizes)
+    dist.all_reduce(summed)
+    return {
+        "checks": [check["passed"] for check in checks],
+        "losses": losses,
+        "gradients": {name: whole(p.grad) for name, p in params.items()},
+        "most there": max(there),
+        "host_bytes": summed[0].item(),
+        "bytes_read": summed[1].item(),
+        "corrupted": corrupted(model, store, base, world) if count == 1 else None,
+    }
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def packed(layer: nn.Module) -> bool:
+    """Whether a layer's packed weights are plain tensors with values."""
+    return all(
+        type(linear.weight.data) is torch.Tensor and linear.weight.numel() > 0
+        for _, linear in nf4_linears(layer)
+    )
+
+
+def watched(model: TrainingModel) -> list[int]:
+    """Note whenever a layer computes, forward or again, how many of the hosted layers have their weights there."""
+    layers = model.training.peft_model.get_base_model().get_decoder().layers
+    waiting = [layer for layer in layers if not any(p.numel() for _, x in nf4_linears(layer) for p in [x.weight])]  # fmt: skip
+    there = [0]
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: there.append(sum(map(packed, waiting))))
+    return there
+
+
+def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str:
+    """Change one byte of this process's slice; return what the checks say."""
+    assert model.hosted is not None
+    for layer in model.hosted._hosted.values():
+        layer._host[:1] += 1
+    try:
+        startup_checks(model, store, base, world)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def survey(base: Path) -> dict[Any, Any]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        cases = [(count, level) for level, counts in CASES.items() for count in counts]
+        return {(c, level): engine(base, world, count=c, level=level) for c, level in cases}
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
+def found(request: pytest.FixtureRequest, base: Path) -> list[dict[Any, Any]]:
+    return run_distributed(survey, base, world_size=request.param)
+
+
+@pytest.mark.parametrize(("level", "count"), CHANGED)
+def test_layers_on_the_host_change_no_loss_and_no_gradient(
+    found: list[dict[Any, Any]], level: bool | int, count: int
+) -> None:
+    for result in found:
+        away, there = result[count, level], result[0, level]
+        assert away["losses"] == there["losses"]
+        torch.testing.assert_close(away["gradients"], there["gradients"], rtol=0, atol=0)
+
+
+def test_every_check_passes_with_layers_on_the_host(found: list[dict[Any, Any]]) -> None:
+    assert all(all(case["checks"]) for result in found for case in result.values())
+
+
+def test_changed_byte_on_the_host_is_found_before_the_first_step(
+    found: list[dict[Any, Any]],
+) -> None:
+    for result in found:
+        assert "tensors differ from the checkpoint" in result[1, True]["corrupted"]
+
+
+def test_at_most_the_layer_in_use_has_its_weights(found: list[dict[Any, Any]]) -> None:
+    """The next one's are on their way, in a buffer that no parameter points at."""
+    for result in found:
+        assert {case["most there"] for (count, _), case in result.items() if count} == {1}
+
+
+def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, Any]]) -> None:
+    """A layer's host bytes are those of its packed weights, but for parts and slices rounded to 512 bytes."""
+    result = found[0]
+    assert len({case["bytes_read"] for case in result.values()}) == 1
+    assert result[2, True]["host_bytes"] == 2 * result[1, True]["host_bytes"]
+    weights = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
+    assert 0 <= result[1, True]["host_bytes"] - weights * (0.5 + 1 / 64) < 14 * 512 + 28 * 4 + 3 * 512  # fmt: skip
+
+
+def test_hosted_layers_are_spread_evenly() -> None:
+    assert spread(2, 8) == [2, 6]
+    assert spread(3, 7) == [1, 3, 5]
+    assert spread(8, 8) == [*range(8)]
+    assert spread(0, 8) == []
+    assert stashed_layers(3, recomputed_every=0, num_layers=8) == [0, 2, 5]
+    assert stashed_layers(2, recomputed_every=4, num_layers=8) == [1, 5]
+    assert stashed_layers(7, recomputed_every=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
+    assert stashed_layers(True, recomputed_every=1, num_layers=3) == [0, 1, 2]
+    for total in range(1, 90):
+        for count in range(1, total + 1):
+            chosen = spread(count, total)
+            assert len(set(chosen)) == count
+            assert max(chosen) < total
+            gaps = {b - a for a, b in itertools.pairwise(chosen)}
+            assert 2 * count > total or not gaps & {1}

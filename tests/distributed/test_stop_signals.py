@@ -1,0 +1,149 @@
+"""A signal to any process stops all between two steps; a run that ends early keeps its last checkpoint."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.finished import CONFIG, STEPS, arguments, finetune, finished, prepare
+from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
+from workflow.lib.distributed.world import process_group
+from workflow.lib.export.adapter_files import read_sharded_adapter
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.training.checkpoint import saved_steps
+
+
+def asked(number: int) -> dict[str, Any]:
+    """Process 1 alone gets a signal, between the second and the third question."""
+    before = signal.SIG_DFL
+    signal.signal(number, before)  # who started the tests may have had SIGHUP ignored
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        with StopRequest() as stop:
+            answers = [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+            if world.rank == 1:
+                os.kill(os.getpid(), number)
+                while not stop.asked:  # any thread may be given it, at any time
+                    time.sleep(0.01)
+            answers += [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+        return {"answers": answers, "restored": signal.getsignal(number) is before}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_to_one_process_is_one_decision_of_all(number: int) -> None:
+    for result in run_distributed(asked, number, world_size=2):
+        no, yes = [False, False], [True, False]
+        assert result == {"answers": [no, no, yes, yes], "restored": True}
+
+
+def test_signal_that_is_ignored_stays_ignored() -> None:
+    """Under nohup a lost terminal stops nothing."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def stopped_after(folder: Path, first: int) -> int | str | None:
+    """Be a worker that asks itself to stop in its step `first`; return the exit status."""
+    from workflow.lib.training import loop
+
+    original = loop.check_step
+
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(loss, norm, step=step, origin=origin)
+        if step + 1 == first and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)  # to this thread, so at once
+
+    loop.check_step = check  # this process ends with the call
+    try:
+        finetune(arguments(folder))
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    prepare(folder)
+    assert run_distributed(stopped_after, folder, 3, world_size=2) == [os.EX_TEMPFAIL] * 2
+    assert saved_steps(arguments(folder).checkpoints) == [1, 3]
+    assert not (folder / "finetune").exists()
+    run_distributed(finetune, arguments(folder), world_size=2)
+    return folder
+
+
+def test_stopped_and_repeated_run_gives_the_weights_of_an_undisturbed_one(
+    stopped: Path, shared_folder: Path
+) -> None:
+    undisturbed = finished(shared_folder)
+    one, other = (read_sharded_adapter(f / "finetune" / "adapter") for f in (stopped, undisturbed))
+    assert one.keys() == other.keys()
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path) -> None:
+    assert read_json(stopped / "finetune" / "summary.json")["resumed_from_steps"] == [3]
+    assert [row["step"] for row in read_jsonl(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
+
+
+def diverging(folder: Path) -> str:
+    """Be a worker of a run that checkpoints every step and meets a loss that is not finite in its last."""
+    from workflow.lib.training import loop
+
+    original = loop.check_step
+
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(float("nan") if step + 1 == STEPS else loss, norm, step=step, origin=origin)
+
+    loop.check_step = check  # this process ends with the call
+    train = CONFIG.train.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 9})
+    config = CONFIG.model_copy(update={"train": train, "lora": LoraSettings(r=2)})
+    try:
+        finetune(arguments(folder), config)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    messages = run_distributed(diverging, tmp_path, world_size=2)
+    assert all(message.startswith(f"step {STEPS}: loss = nan") for message in messages)
+    assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, STEPS))
+
+
+def reading_cut_tokens(folder: Path) -> str:
+    """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero from then on."""
+    from workflow.lib.training import loop
+
+    original = loop.check_step
+
+    def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
+        original(loss, norm, step=step, origin=origin)
+        if step + 1 == 3 and os.environ["RANK"] == "0":
+            path = folder / "tokens" / "train.input_ids.npy"
+            os.truncate(path, path.stat().st_size - 1)
+
+    loop.check_step = check  # this process ends with the call
+    try:
+        finetune(arguments(folder))
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    messages = run_distributed(reading_cut_tokens, tmp_path, world_size=2)
+    assert all("is damaged: train.input_ids.npy" in message for message in messages)
+    assert saved_steps(arguments(tmp_path).checkpoints) == [1]

@@ -1,0 +1,272 @@
+"""README.md is true: its commands run, its paths exist, its graph is the workflow's, its settings load.
+
+All commands are executed one after the other in one shell, as a reader types them, in a copy of the project whose
+settings are shrunk so that it takes minutes: a few training steps, few documents, two runs of the sweep.
+A block that is not executed says why in an HTML comment right before it.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from workflow.lib.settings.config import load_config, merge
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ACTIVATE = Path(sys.prefix) / "bin" / "activate"
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n$")
+# Reasons that a command cannot be run by a test; a block names one of them.
+REASONS = (
+    "needs a cluster",
+    "installs packages, and `make test` would run itself",
+    "downloads a gated model and needs a GPU",
+    "these run this test too",
+)
+
+# What the executed copy changes, and nothing else. CPU, so that it is the same on machines with GPUs; one process,
+# as starting each of them takes longer than the steps (test_workflow_run trains in two).
+SHRUNK: dict[str, Any] = {
+    "train": {"epochs": None, "max_steps": 3, "global_batch_size": 2},
+    "hardware": {"gpus": 0, "cpu_processes": 1},
+    "export": {"merged": True},  # as the table of artifacts lists the merged model too
+    "evaluate": {
+        "max_documents": 8,
+        "task_limit": 4,
+        "samples": 1,
+        "max_new_tokens": 4,
+        "bootstrap_resamples": 100,
+    },
+}
+SWEEP_RUNS = 2
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, and why it is not run (None if it is)."""
+
+    language: str
+    text: str
+    not_run: str | None
+
+
+def blocks() -> Iterator[Block]:
+    """Yield the fenced blocks in order."""
+    for fence in re.finditer(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL):
+        reason = NOT_RUN.search(README[: fence.start()])
+        yield Block(fence[1], fence[2], reason[1] if reason else None)
+
+
+def shrink(path: Path, *, runs: int) -> None:
+    """Shrink a settings file in place: few steps, few documents, its first `runs` runs."""
+    document = merge(yaml.safe_load(path.read_text(encoding="utf-8")), SHRUNK)
+    for run in document["runs"].values():
+        run.get("train", {}).pop("epochs", None)
+    document["runs"] = dict(list(document["runs"].items())[:runs])
+    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+
+
+def tracked(*folders: str) -> list[str]:
+    """Return the tracked files of folders that exist."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--", *folders]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+
+
+def copy_project(folder: Path) -> Path:
+    """Copy the tracked files, with this interpreter's environment as `.venv`."""
+    for name in tracked("."):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shrunk copy of the project in which all commands and the Python example have run."""
+    if not ACTIVATE.exists():
+        pytest.skip(
+            "this interpreter is not in a virtual environment, so there is no .venv to activate"
+        )
+    folder = copy_project(tmp_path_factory.mktemp("project") / "clone")
+    shrink(folder / "config.yaml", runs=1)
+    shrink(folder / "workflow" / "presets" / "sweep-demo.yaml", runs=SWEEP_RUNS)
+    (folder / "example.py").write_text("".join(b.text for b in blocks() if b.language == "python"))
+    commands = [
+        "python example.py\n" if block.language == "python" else block.text
+        for block in blocks()
+        if block.language in ("bash", "python") and block.not_run is None
+    ]
+    done = subprocess.run(
+        ["bash", "-c", "set -exo pipefail\n" + "".join(commands)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    (folder / "commands.log").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return folder
+
+
+def output_of(project: Path, command: str) -> str:
+    """Return what a command of the README printed; the shell wrote `+ <command>` before it."""
+    after = (project / "commands.log").read_text().split(f"\n+ {command}\n")[1]
+    return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
+    assert "rule finetune:" in output_of(project, "snakemake --cores all train")
+    assert "rule render_report:" in output_of(project, "snakemake --cores all")
+    assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
+
+
+@pytest.mark.slow
+def test_what_is_made_is_not_made_again(project: Path) -> None:
+    for command in ("snakemake --cores all --dry-run", "snakemake --cores all preflight"):
+        assert "Nothing to be done" in output_of(project, command)
+
+
+@pytest.mark.slow
+def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> None:
+    table = page("artifacts").split("| artifact | what it is |")[1].split("\n\n")[0]
+    paths = [p for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for p in code(row)]
+    patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in paths if "/" in path]
+    assert len(patterns) >= 12
+    assert [pattern for pattern in patterns if not list(project.glob(pattern))] == []
+
+
+@pytest.mark.slow
+def test_other_evaluation_settings_did_not_train_again(project: Path) -> None:
+    (command,) = [line for line in README.splitlines() if "--config evaluate" in line]
+    output = output_of(project, command.replace("evaluate='{", "'evaluate={"))
+    assert re.search(r"rule evaluate_run(_and_merged)?:", output)
+    assert "rule finetune:" not in output
+
+
+def test_every_block_that_is_not_run_gives_a_known_reason() -> None:
+    reasons = {block.not_run for block in blocks()} - {None}
+    assert reasons == set(REASONS)
+
+
+def test_every_reason_stands_right_before_a_block() -> None:
+    assert README.count("<!-- not run:") == sum(block.not_run is not None for block in blocks())
+
+
+def test_make_train_is_the_command_that_the_readme_says(tmp_path: Path) -> None:
+    copy_project(tmp_path / "clone")
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "train"],
+        cwd=tmp_path / "clone",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    last = shown.stdout.splitlines()[-1]
+    assert last.startswith('PATH="')
+    assert last.endswith(" snakemake --cores all train")
+    assert "\nsnakemake --cores all train\n" in README
+
+
+@pytest.mark.parametrize("target", ["test", "lint", "format"])
+def test_other_make_targets_exist(target: str) -> None:
+    subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, check=True)
+
+
+def test_drawn_graph_is_the_rule_graph(tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "clone")
+    shown = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--rulegraph", "mermaid-js", "--cores", "1"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = dict(re.findall(r"^\s*(id\d+)\[(\w+)\]", shown, re.MULTILINE))
+    arrows = {
+        (names[a], names[b]) for a, b in re.findall(r"^\s*(id\d+) --> (id\d+)", shown, re.MULTILINE)
+    }
+    # The target asks for the artifacts of every stage; only arrows between stages are drawn.
+    arrows = {(stage, user) for stage, user in arrows if user != "all"}
+    drawn = page("artifacts").split("```mermaid\n")[1].split("```")[0]
+    assert set(re.findall(r"(\w+) --> (\w+)", drawn)) == arrows
+    assert len(arrows) > 10
+
+
+def test_settings_of_the_readme_load() -> None:
+    documents = [yaml.safe_load(block.text) for block in blocks() if block.language == "yaml"]
+    assert documents
+    for document in documents:
+        load_config(document)
+
+
+def test_links_lead_to_files() -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (ROOT / target).exists()] == []
+    assert len(local) > 10
+
+
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "workflow" / "docs" / "images").glob("*.png"))
+    assert pictures
+    assert all(picture.stat().st_size < 300_000 for picture in pictures)
+
+
+def code(text: str) -> list[str]:
+    """Return the spans of code in a line of Markdown."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def page(name: str) -> str:
+    """Return a page of the documents."""
+    return (ROOT / "workflow" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_package_of_the_library_stands_in_the_readme_in_the_order_of_imports() -> None:
+    listed = re.findall(r"^\| \[`(\w+)`\]\(workflow/lib/\1\)", README, re.MULTILINE)
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = document["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if "workflow.scripts" in c.get("layers", ()))
+    highest_first = [set(re.findall(r"workflow\.lib\.(\w+)", layer)) for layer in layers[1:]]
+    levels = {name: -level for level, names in enumerate(highest_first) for name in names}
+    assert set(listed) == set(levels)
+    assert [levels[name] for name in listed] == sorted(levels.values())
+
+
+def test_every_page_of_the_documents_stands_in_the_readme_or_in_a_page_that_does() -> None:
+    pages = {path.name for path in (ROOT / "workflow" / "docs").glob("*.md")}
+    linked = set(re.findall(r"\]\(workflow/docs/([\w.-]+\.md)", README))
+    linked |= {
+        link for name in linked for link in re.findall(r"\]\(([\w.-]+\.md)", page(name[:-3]))
+    }
+    assert sorted(pages - linked) == []
+
+
+def test_seven_files_lead_into_the_code() -> None:
+    section = README.split("\n## Dive into the code\n")[1].split("\n## ")[0]
+    assert len(re.findall(r"^\d\. \[`", section, re.MULTILINE)) == 7
+
+
+DOCUMENTS = [Path(name) for name in tracked(".") if name.endswith(".md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_of_every_document_lead_to_files(document: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = re.findall(
+        r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+    )
+    local = [target for target in targets if "://" not in target]
+    assert [t for t in local if not (ROOT / document.parent / t).exists()] == []

@@ -1,0 +1,285 @@
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import random_llama
+from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
+from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks, task_facts
+from workflow.lib.evaluation.task_files import SINGLE_PROCESS
+from workflow.lib.evaluation.task_scores import TaskScores
+from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.system.errors import UserError
+
+WORDS = ["fox", "dog", "lazy", "brown", "question", "answer", "prompt", "rows", "train", "forty"]
+GENERATOR = np.random.default_rng(0)
+QUESTIONS = [
+    {
+        "question": f"What follows {WORDS[i % 10]} and {WORDS[i % 7]}?",
+        "choices": [" ".join(GENERATOR.permutation(WORDS)[: 1 + c]) for c in range(3)],
+        "answer": int(GENERATOR.integers(3)),
+    }
+    for i in range(13)
+]
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc, aggregation: {how}}}]
+metadata: {{version: 3.0}}
+{more}
+"""
+WRITE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 5, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+filter_list: [{{name: first, filter: [{{function: take_first}}]}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(vocab_size=VOCAB_SIZE, eos_token_id=2, max_position_embeddings=512).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """As in the stage: the harness' pool of forked processes can hang, here because they inherit handlers of signals."""
+    for name, value in SINGLE_PROCESS.items():
+        monkeypatch.setenv(name, value)
+
+
+def task_file(
+    folder: Path, name: str, *, template=CHOICE, how="mean", more="", data=True
+) -> EvaluateConfig:
+    """Write a task of 13 items to `folder`; return settings that run it."""
+    file = folder / f"{name}.jsonl"
+    if data:
+        file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    (folder / f"{name}.yaml").write_text(template.format(name=name, file=file, how=how, more=more))
+    return EvaluateConfig(
+        tasks=(name,), tasks_dir=str(folder), batch_size=4, bootstrap_resamples=100
+    )
+
+
+def load(settings, tokenizer):
+    return load_tasks(settings, tokenizer=tokenizer, trained_template_sha256=None)
+
+
+def scores(model, tokenizer, settings) -> TaskScores:
+    (tasks,) = load(settings, tokenizer).values()
+    return run_tasks(model, tasks, tokenizer=tokenizer, settings=settings)
+
+
+@torch.no_grad()
+def log_likelihood(model, tokenizer, prompt: str, answer: str) -> float:
+    context = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
+    log_p = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+    return sum(float(log_p[i - 1, whole[i]]) for i in range(len(context), len(whole)))
+
+
+def right_answers(model, tokenizer) -> list[float]:
+    """1.0 where the right choice is the likeliest, computed without the harness."""
+    right = []
+    for row in QUESTIONS:
+        message = [{"role": "user", "content": row["question"]}]
+        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        likely = [log_likelihood(model, tokenizer, prompt, choice) for choice in row["choices"]]
+        right.append(float(int(np.argmax(likely)) == row["answer"]))
+    return right
+
+
+def test_multiple_choice_equals_the_likeliest_answers_computed_directly(model, tokenizer, tmp_path):
+    found = scores(model, tokenizer, task_file(tmp_path, "direct"))
+    expected = right_answers(model, tokenizer)
+    assert 0 < sum(expected) < len(expected)
+    items = found.items["direct", "acc"]
+    assert [items[key] for key in sorted(items)] == expected
+    assert found.scores["direct"]["metrics"]["acc"]["value"] == pytest.approx(np.mean(expected))
+
+
+def test_scores_have_standard_error_items_and_version(model, tokenizer, tmp_path):
+    found = scores(model, tokenizer, task_file(tmp_path, "fields")).scores["fields"]
+    accuracy = found["metrics"]["acc"]
+    expected = np.sqrt(accuracy["value"] * (1 - accuracy["value"]) / 12)  # 13 items, less one
+    assert accuracy["stderr"] == pytest.approx(expected)
+    assert (found["items"], found["version"]) == (13, 3.0)
+
+
+def test_items_of_a_metric_that_is_not_their_mean_are_not_kept(model, tokenizer, tmp_path):
+    found = scores(model, tokenizer, task_file(tmp_path, "middle", how="median"))
+    assert list(found.scores["middle"]["metrics"]) == ["acc"]
+    assert found.items == {}
+
+
+def test_limit_is_kept(model, tokenizer, tmp_path):
+    settings = task_file(tmp_path, "limited").model_copy(update={"task_limit": 5})
+    found = scores(model, tokenizer, settings)
+    assert found.scores["limited"]["items"] == len(found.items["limited", "acc"]) == 5
+
+
+def test_the_same_tasks_run_again_give_the_same_items(model, tokenizer, tmp_path):
+    """Examples are drawn; the keys hold the hash of the whole prompt."""
+    settings = task_file(tmp_path, "again").model_copy(update={"num_fewshot": 2})
+    (tasks,) = load(settings, tokenizer).values()
+    first, second = (
+        run_tasks(model, tasks, tokenizer=tokenizer, settings=settings) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_examples_are_put_before_the_items(model, tokenizer, tmp_path):
+    without = task_file(tmp_path, "shots")
+    given = without.model_copy(update={"num_fewshot": 2})
+    prompts = [
+        {key[2] for key in scores(model, tokenizer, settings).items["shots", "acc"]}
+        for settings in (without, given)
+    ]
+    assert not prompts[0] & prompts[1]
+
+
+def test_metric_after_a_filter_carries_its_name(model, tokenizer, tmp_path):
+    found = scores(model, tokenizer, task_file(tmp_path, "writes", template=WRITE))
+    assert list(found.scores["writes"]["metrics"]) == ["exact_match,first"]
+
+
+def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
+    task_file(tmp_path, "member_a")
+    task_file(tmp_path, "member_b")
+    (tmp_path / "group.yaml").write_text(
+        "group: family\ntask: [member_a, member_b]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    settings = EvaluateConfig(tasks=("family",), tasks_dir=str(tmp_path), bootstrap_resamples=100)
+    found = scores(model, tokenizer, settings)
+    values = {name: score["metrics"]["acc"]["value"] for name, score in found.scores.items()}
+    assert values["family"] == pytest.approx((values["member_a"] + values["member_b"]) / 2)
+    assert found.scores["family"]["items"] == 26
+    assert sorted(task for task, _ in found.items) == ["member_a", "member_b"]
+
+
+def test_no_tasks_need_no_folder(tokenizer):
+    assert load(EvaluateConfig(tasks=(), tasks_dir=None), tokenizer) == {}
+
+
+def test_unknown_task_is_refused_with_the_nearest_name(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "pydocs_mc").model_copy(update={"tasks": ("pydocs_mk",)})
+    with pytest.raises(
+        UserError,
+        match=r"evaluate\.tasks = \['pydocs_mk'\]: 'pydocs_mk' is neither in .* pydocs_mc",
+    ):
+        load(settings, tokenizer)
+
+
+def test_task_without_its_data_file_is_refused(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "bare", data=False)
+    with pytest.raises(
+        UserError,
+        match=r"bare cannot be loaded \(FileNotFoundError.*bare\.jsonl.*Mend the task's file",
+    ):
+        load(settings, tokenizer)
+
+
+def test_examples_for_a_task_defined_without_are_refused(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "zero", more="num_fewshot: 0")
+    load(settings, tokenizer)
+    with pytest.raises(
+        UserError, match=r"evaluate\.num_fewshot = 3: the task zero is defined without examples"
+    ):
+        load(settings.model_copy(update={"num_fewshot": 3}), tokenizer)
+
+
+def test_chat_template_that_is_not_there_is_refused(tmp_path):
+    plain = tiny_tokenizer(tmp_path / "tokenizer", chat_template=False)
+    settings = task_file(tmp_path, "chat")
+    with pytest.raises(
+        UserError,
+        match=r"evaluate\.apply_chat_template = True: .*no chat template.*Set it to false",
+    ):
+        load(settings, plain)
+
+
+def test_chat_template_trained_on_is_accepted(tokenizer, tmp_path):
+    digest = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
+    load_tasks(task_file(tmp_path, "same"), tokenizer=tokenizer, trained_template_sha256=digest)
+
+
+def test_chat_template_other_than_the_one_trained_on_is_refused(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "other")
+    digest = hashlib.sha256(b"{{ messages }}").hexdigest()
+    with pytest.raises(
+        UserError, match=r"made with another chat template.*Give that template as --chat-template"
+    ):
+        load_tasks(settings, tokenizer=tokenizer, trained_template_sha256=digest)
+    raw = settings.model_copy(update={"apply_chat_template": False})
+    load_tasks(raw, tokenizer=tokenizer, trained_template_sha256=digest)
+
+
+def facts(settings, tokenizer):
+    (tasks,) = load(settings, tokenizer).values()
+    return task_facts(tasks, settings=settings, tokenizer=tokenizer)
+
+
+def test_facts_of_a_task_are_those_of_its_content(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "content")
+    first = facts(settings, tokenizer)
+    assert facts(settings, tokenizer) == first
+    task_file(tmp_path, "neighbour")
+    assert facts(settings, tokenizer) == first, "another task in the folder is no fact of this one"
+    batched = settings.model_copy(
+        update={"batch_size": 1, "samples": 3, "tasks_dir": f"{tmp_path}/."}
+    )
+    assert facts(batched, tokenizer) == first
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_fewshot": 2}, {"task_limit": 3}, {"seed": 1}, {"apply_chat_template": False}]
+)
+def test_facts_of_a_task_change_with_its_settings(tokenizer, tmp_path, change):
+    settings = task_file(tmp_path, "settings")
+    assert facts(settings.model_copy(update=change), tokenizer) != facts(settings, tokenizer)
+
+
+def test_facts_of_a_task_change_with_its_files(tokenizer, tmp_path):
+    settings = task_file(tmp_path, "edited")
+    found = [facts(settings, tokenizer)]
+    file = tmp_path / "edited.jsonl"
+    file.write_text(file.read_text().replace("What", "Which", 1))
+    found.append(facts(settings, tokenizer))
+    file.with_suffix(".yaml").write_text(
+        file.with_suffix(".yaml").read_text() + "description: Answer.\n"
+    )
+    found.append(facts(settings, tokenizer))
+    (tmp_path / "functions.py").write_text("LIMIT = 3\n")
+    found.append(facts(settings, tokenizer))
+    assert len({json.dumps(f, sort_keys=True) for f in found}) == 4

@@ -1,0 +1,63 @@
+"""How far an evaluation is, as its log says it where no terminal shows a bar."""
+
+import logging
+import threading
+
+import pytest
+
+from workflow.lib.evaluation.progress import Progress
+
+
+def test_line_tells_what_is_done_and_what_is_left() -> None:
+    progress = Progress("held-out loss", total=40, unit="documents", total_work=1000.0)
+    assert progress.line(31.0) == (
+        "held-out loss: 0 of 40 documents in 31 s; the time left is not known yet"
+    )
+    progress.add(3, work=400.0)  # the longest come first
+    assert progress.line(60.0) == "held-out loss: 3 of 40 documents in 1 min 0 s, about 1 min 30 s left"  # fmt: skip
+    progress.add(37, work=600.0)
+    assert progress.line(90.0) == "held-out loss: 40 of 40 documents in 1 min 30 s, about 0 s left"
+
+
+def test_things_that_cost_the_same_need_no_costs() -> None:
+    progress = Progress("samples", total=8, unit="answers")
+    progress.add(2)
+    assert progress.line(10.0) == "samples: 2 of 8 answers in 10 s, about 30 s left"
+
+
+class Lines(logging.Handler):
+    """Waits for lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.second = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if len(self.lines) == 2:
+            self.second.set()
+
+
+def test_lines_come_although_nothing_is_finished_and_end_with_the_block() -> None:
+    logger, heard = logging.getLogger("workflow"), Lines()
+    level = logger.level
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
+    try:
+        with Progress("tasks", total=5, unit="requests", line_s=1e-3):
+            heard.second.wait()
+        assert not [t for t in threading.enumerate() if t.name == "progress"]
+    finally:
+        logger.removeHandler(heard)
+        logger.setLevel(level)
+    assert all(line.startswith("tasks: 0 of 5 requests in ") for line in heard.lines)
+
+
+def test_an_error_within_the_block_passes_and_ends_the_lines() -> None:
+    with (
+        pytest.raises(RuntimeError, match="out of memory"),
+        Progress("tasks", total=5, unit="requests"),
+    ):
+        raise RuntimeError("out of memory")
+    assert not [t for t in threading.enumerate() if t.name == "progress"]

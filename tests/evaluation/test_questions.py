@@ -1,0 +1,272 @@
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.evaluation.test_lm_eval_tasks import task_file
+from tests.support.tiny_export import (
+    random_documents,
+    tiny_adapter,
+    tiny_base,
+    tiny_merged,
+    tiny_tokens,
+)
+from workflow.lib.artifacts.records import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.evaluation.evaluated_models import load_options, machine_facts, subjects
+from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.measurement_cache import Archive
+from workflow.lib.evaluation.questions import measure, parts, prepare
+from workflow.lib.evaluation.results import artifacts, summary_lines
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import provenance, write_checksums
+
+CPU = torch.device("cpu")
+DOCUMENTS = random_documents(9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
+    tiny_tokens(folder / "tokens", DOCUMENTS)
+    tiny_tokens(folder / "one", DOCUMENTS[:1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    local = task_file(tmp_path_factory.mktemp("tasks"), "local")
+    return local.model_copy(update={"samples": 3, "max_new_tokens": 5, "bootstrap_resamples": 200})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder / "base")
+
+
+def store(folder, name="tokens"):
+    return TokenStore.open(folder / name)
+
+
+def load(folder):
+    return load_base(folder / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+
+
+class Evaluator:
+    """Evaluates the folder's models against an archive; tells which parts were measured, by subject."""
+
+    def __init__(self, folder, archive, tokenizer):
+        self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer
+
+    def __call__(self, settings, world=None):
+        questions = prepare(store(self.folder), tokenizer=self.tokenizer, settings=settings)
+        options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
+        asked = parts(questions, world=world)
+        measured, new = {}, {}
+        for subject in subjects(
+            base=self.folder / "base",
+            adapter=self.folder / "adapter",
+            merged=self.folder / "merged",
+            options=options,
+        ):
+            measured[subject.name], new[subject.name] = measure(
+                subject, asked, archive=self.archive, machine=machine_facts(options), world=world
+            )
+        return questions, measured, artifacts(measured, questions, run="demo"), new
+
+
+@pytest.fixture(scope="module")
+def evaluator(folder, tokenizer):
+    return Evaluator(folder, folder / "archive", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def evaluated(evaluator, settings):
+    """Questions, base's and tuned's measurements and artifacts of one evaluation."""
+    questions, measured, found, _ = evaluator(settings)
+    return questions, measured["base"], measured["tuned"], found["base"], found["tuned"]
+
+
+def test_base_with_the_adapter_off_measures_as_the_plain_base(folder, evaluated):
+    plain = heldout_losses(load(folder), DOCUMENTS, batch_size=4, device=CPU)
+    assert evaluated[1].losses == plain
+
+
+def test_tuned_measures_otherwise_than_base(evaluated):
+    _, before, after, _, _ = evaluated
+    assert all(
+        abs(b - t) > 1e-3 for (b, _), (t, _) in zip(before.losses, after.losses, strict=True)
+    )
+    assert before.answers != after.answers
+
+
+def test_artifacts_are_what_the_report_reads(evaluator, evaluated, settings):
+    *_, found, _ = evaluator(settings)
+    kinds = {"base": Evaluation, "tuned": TunedEvaluation, "merged": MergedEvaluation}
+    for name, kind in kinds.items():
+        content = found[name] | {"provenance": provenance()}
+        kind.model_validate_json(json.dumps(content, allow_nan=False))
+
+
+def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
+    """The merged weights are rounded to bf16, which costs a little and is not nothing."""
+    *_, found, _ = evaluator(settings)
+    cost = found["merged"]["heldout"]["loss"] - found["tuned"]["heldout"]["loss"]
+    assert found["merged"]["merging"]["loss_difference"] == pytest.approx(-cost)
+    assert 0 < abs(cost) < 0.01
+    gain = found["tuned"]["comparison"]["loss_difference"]
+    assert found["merged"]["comparison"]["loss_difference"] == pytest.approx(gain - cost)
+    assert any(line.startswith("merged: held-out loss ") for line in summary_lines(found))
+
+
+def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
+    heldout = evaluated[3]["heldout"]
+    loss_sum = sum(document["loss_sum"] for document in heldout["per_document"])
+    tokens = sum(int(mask.sum()) for _, mask in DOCUMENTS)
+    assert heldout["loss"] == pytest.approx(loss_sum / tokens)
+    assert heldout["perplexity"] == pytest.approx(math.exp(loss_sum / tokens))
+    assert (heldout["trained_tokens"], heldout["documents"]) == (tokens, 9)
+    assert heldout["loss_ci95"][0] < heldout["loss"] < heldout["loss_ci95"][1]
+
+
+def test_loss_difference_is_base_minus_tuned(evaluated):
+    *_, base, tuned = evaluated
+    comparison = tuned["comparison"]
+    difference = base["heldout"]["loss"] - tuned["heldout"]["loss"]
+    assert comparison["loss_difference"] == pytest.approx(difference)
+    low, high = comparison["loss_difference_ci95"]
+    assert low < difference < high
+
+
+def test_task_difference_is_tuned_minus_base(evaluated):
+    *_, base, tuned = evaluated
+    before, after = (a["tasks"]["local"]["metrics"]["acc"]["value"] for a in (base, tuned))
+    found = tuned["comparison"]["tasks"]["local"]["acc"]["difference"]
+    assert found == pytest.approx(after - before)
+
+
+def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evaluated, tokenizer):
+    *_, base, tuned = evaluated
+    assert len(base["samples"]) == 3
+    for before, after in zip(base["samples"], tuned["samples"], strict=True):
+        assert {**before, "answer": ""} == {**after, "answer": ""}
+        ids, mask = DOCUMENTS[before["document"]]
+        assert before["prompt"] == tokenizer.decode(ids[: np.argmax(mask)].tolist())
+        first = int(np.argmax(mask))
+        end = first + int(np.argmin(np.append(mask[first:], False)))
+        assert before["reference"] == tokenizer.decode(ids[first:end].tolist())
+
+
+def test_summary_names_loss_and_task_with_signed_differences(evaluated):
+    *_, base, tuned = evaluated
+    loss, task = summary_lines({"base": base, "tuned": tuned})
+    assert loss.startswith(f"held-out loss {base['heldout']['loss']:.4f} -> ")
+    assert (
+        f": NF4 base - tuned {tuned['comparison']['loss_difference']:+.4f} (95% interval " in loss
+    )
+    assert task.startswith("local acc 0.")
+    assert ": tuned - NF4 base " in task
+
+
+def test_what_is_switched_off_is_null_or_empty(evaluator):
+    *_, found, new = evaluator(EvaluateConfig(heldout=False, tasks=(), samples=0))
+    written = found["base"]
+    assert (written["heldout"], written["tasks"], written["samples"]) == (None, {}, [])
+    assert new == {"base": [], "tuned": [], "merged": []}
+    assert found["tuned"]["comparison"] == {
+        "loss_difference": None,
+        "loss_difference_ci95": None,
+        "p_value": None,
+        "documents": 0,
+        "sources": {},
+        "tasks": {},
+    }
+
+
+def test_new_task_is_measured_alone(evaluator, evaluated, settings):
+    folder = Path(settings.tasks_dir)
+    task_file(folder, "added")
+    more = settings.model_copy(update={"tasks": ("local", "added")})
+    _, _, found, new = evaluator(more)
+    assert new == {name: ["task-added"] for name in ("base", "tuned", "merged")}
+    assert found["tuned"]["tasks"]["local"] == evaluated[4]["tasks"]["local"]
+    assert evaluator(more)[3] == {"base": [], "tuned": [], "merged": []}
+
+
+def test_other_resamples_measure_no_loss_again(evaluator, evaluated, settings):
+    other = settings.model_copy(update={"tasks": (), "bootstrap_resamples": 300, "batch_size": 1})
+    assert evaluator(other)[3] == {"base": [], "tuned": [], "merged": []}
+
+
+def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settings):
+    warm = settings.model_copy(update={"sample_temperature": 2.0})
+    _, _, found, new = evaluator(warm)
+    assert new["base"] == ["drawn"]
+    greedy, drawn = (
+        [sample[key] for sample in found["base"]["samples"]] for key in ("answer", "drawn")
+    )
+    assert greedy == [sample["answer"] for sample in evaluated[3]["samples"]]
+    assert drawn != greedy
+
+
+def test_base_is_not_measured_again_for_another_adapter(
+    folder, tokenizer, evaluated, settings, tmp_path
+):
+    shutil.copytree(folder / "base", tmp_path / "base")
+    tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
+    shutil.copytree(folder / "merged", tmp_path / "merged")
+    shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    write_checksums(tmp_path / "adapter")
+    *_, new = Evaluator(tmp_path, folder / "archive", tokenizer)(
+        settings.model_copy(update={"tasks": ()})
+    )
+    assert new == {"base": [], "tuned": ["heldout", "samples"], "merged": []}
+
+
+def test_losses_by_source_add_up(evaluated):
+    heldout = evaluated[3]["heldout"]
+    assert set(heldout["sources"]) == {"notes", "questions"}
+    sums = sum(part["loss"] * part["trained_tokens"] for part in heldout["sources"].values())
+    assert sums == pytest.approx(heldout["loss"] * heldout["trained_tokens"])
+    assert sum(part["documents"] for part in heldout["sources"].values()) == heldout["documents"]
+
+
+def test_max_documents_bounds_the_documents(folder, tokenizer):
+    few = EvaluateConfig(tasks=(), max_documents=4)
+    assert len(prepare(store(folder), tokenizer=tokenizer, settings=few).losses_of) == 4
+
+
+def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
+    with pytest.raises(
+        UserError, match=r"evaluate\.heldout = True: an interval needs at least 2 .* there are 1\."
+    ):
+        prepare(store(folder, "one"), tokenizer=tokenizer, settings=EvaluateConfig(tasks=()))
+
+
+def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
+    broken = tmp_path / "broken"
+    for name in ("base", "tokens", "merged"):
+        shutil.copytree(folder / name, broken / name)
+    shutil.copytree(folder / "adapter", broken / "adapter")
+    tensors = load_file(broken / "adapter" / "adapter_model.safetensors")
+    name = min(n for n in tensors if "layers.1.mlp.down_proj.lora_B" in n)
+    tensors[name].fill_(float("nan"))
+    save_file(tensors, broken / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_checksums(broken / "adapter")
+    loss_only = EvaluateConfig(tasks=(), samples=0, bootstrap_resamples=100)
+    with pytest.raises(
+        UserError, match=r"held-out loss of tuned is nan.*lower train\.learning_rate"
+    ):
+        Evaluator(broken, tmp_path / "archive", tokenizer)(loss_only)

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import random_llama
+from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.support.tiny_export import random_documents
+from workflow.lib.evaluation.sample_answers import (
+    Prompt,
+    choose_prompts,
+    generate_answers,
+    stop_token_ids,
+)
+
+CPU = torch.device("cpu")
+EOS = 2
+GENERATOR = np.random.default_rng(3)
+PROMPTS = [
+    Prompt(number, [int(i) for i in GENERATOR.integers(6, VOCAB_SIZE, size=length)], [7])
+    for number, length in enumerate([5, 1, 13, 8, 2])
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_llama(vocab_size=VOCAB_SIZE, eos_token_id=EOS).eval()
+
+
+def answers(model, *, stop_ids=(), batch_size=3, max_new_tokens=9):
+    return generate_answers(
+        model,
+        PROMPTS,
+        stop_ids=list(stop_ids),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        device=CPU,
+    )
+
+
+@torch.no_grad()
+def naive(model, prompt, *, max_new_tokens=9):
+    ids = list(prompt)
+    for _ in range(max_new_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [naive(model, prompt.prompt) for prompt in PROMPTS]
+
+
+def test_answers_are_the_most_likely_tokens_in_the_order_of_the_prompts(model, expected):
+    no_stop = VOCAB_SIZE - 1  # a token that no answer has
+    assert not any(no_stop in answer for answer in expected)
+    assert answers(model, stop_ids=[no_stop]) == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_answers_do_not_depend_on_the_batch_size(model, expected, batch_size):
+    assert answers(model, stop_ids=[VOCAB_SIZE - 1], batch_size=batch_size) == expected
+
+
+def test_answer_ends_before_the_first_stop_token(model, expected):
+    stop = expected[0][4]
+    cut = [a[: a.index(stop)] if stop in a else a for a in expected]
+    assert answers(model, stop_ids=[stop]) == cut
+    assert len(cut[0]) <= 4
+
+
+def test_sampling_settings_of_the_model_do_not_count(model, expected):
+    kept = model.generation_config
+    model.generation_config = type(kept)(
+        do_sample=True, temperature=5.0, repetition_penalty=9.0, eos_token_id=EOS
+    )
+    try:
+        assert answers(model, stop_ids=[VOCAB_SIZE - 1]) == expected
+    finally:
+        model.generation_config = kept
+
+
+def document(ids, mask):
+    return np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.bool_)
+
+
+def test_prompt_ends_at_the_first_trained_token_and_reference_at_the_next_gap():
+    two_turns = document([9, 8, 7, 6, 5, 4, 3], [0, 0, 1, 1, 0, 1, 1])
+    assert choose_prompts([two_turns], [0], count=1, seed=0) == [Prompt(0, [9, 8], [7, 6])]
+
+
+def test_reference_reaches_the_end_of_a_document_without_a_gap():
+    plain = document([9, 8, 7], [0, 1, 1])
+    assert choose_prompts([plain], [0], count=1, seed=0) == [Prompt(0, [9], [8, 7])]
+
+
+def test_choice_of_prompts_is_a_function_of_the_seed():
+    documents = random_documents(12)
+    numbers = [0, 2, 3, 5, 7, 8, 9, 11]
+    chosen = choose_prompts(documents, numbers, count=4, seed=1)
+    assert chosen == choose_prompts(documents, numbers, count=4, seed=1)
+    picked = [prompt.document for prompt in chosen]
+    assert picked == sorted(set(picked) & set(numbers))
+    assert len(picked) == 4
+
+
+def test_fewer_documents_than_samples_are_all_chosen():
+    chosen = choose_prompts(random_documents(3), [0, 2], count=8, seed=0)
+    assert [prompt.document for prompt in chosen] == [0, 2]
+
+
+def test_no_prompts_give_no_answers(model):
+    assert (
+        generate_answers(model, [], stop_ids=[EOS], max_new_tokens=3, batch_size=2, device=CPU)
+        == []
+    )
+
+
+def test_special_tokens_that_end_references_stop_an_answer(model, tmp_path):
+    tokenizer = tiny_tokenizer(tmp_path)
+    turn_end = tokenizer.convert_tokens_to_ids("<|user|>")  # special, and not the eos token
+    ordinary = 77
+    prompts = [Prompt(0, [9], [8, turn_end]), Prompt(1, [9], [turn_end, ordinary])]
+    assert stop_token_ids(prompts, tokenizer=tokenizer, model=model) == sorted({EOS, turn_end})

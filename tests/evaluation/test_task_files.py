@@ -1,0 +1,144 @@
+import pytest
+
+from workflow.lib.evaluation.task_files import (
+    check_tasks,
+    environment,
+    local_task_names,
+    refuse_code,
+)
+from workflow.lib.settings.evaluate import EvaluateConfig
+from workflow.lib.system.errors import UserError
+
+
+@pytest.fixture
+def tasks_dir(tmp_path):
+    (tmp_path / "one.yaml").write_text(
+        "task: one\ntag: [both, few]\nprocess_docs: !function code.that_is_not_there\n"
+    )
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "two.yaml").write_text("include: _shared.yaml\ntask: two\ntag: both\n")
+    (tmp_path / "deep" / "_shared.yaml").write_text("output_type: multiple_choice\n")
+    (tmp_path / "group.yaml").write_text("group: all_of_them\ntask: [one, elsewhere]\n")
+    (tmp_path / "empty.yaml").write_text("")
+    return str(tmp_path)
+
+
+def test_names_are_those_of_tasks_tags_and_groups(tasks_dir):
+    assert local_task_names(tasks_dir) == {"one", "two", "both", "few", "all_of_them"}
+
+
+def test_no_folder_has_no_names():
+    assert local_task_names(None) == set()
+
+
+def test_local_tasks_are_run_offline(tasks_dir):
+    variables = environment(("one", "both"), tasks_dir)
+    assert variables["HF_HUB_OFFLINE"] == variables["HF_DATASETS_OFFLINE"] == "1"
+
+
+def test_a_task_of_the_harness_may_use_the_network(tasks_dir):
+    assert "HF_HUB_OFFLINE" not in environment(("one", "arc_easy"), tasks_dir)
+
+
+def test_folder_that_is_not_there_is_refused(tmp_path):
+    missing = str(tmp_path / "tasks")
+    with pytest.raises(UserError, match=r"evaluate\.tasks_dir = .*there is no such folder"):
+        local_task_names(missing)
+
+
+def test_file_that_is_not_yaml_is_named(tmp_path):
+    (tmp_path / "broken.yaml").write_text("task: [one\n")
+    with pytest.raises(UserError, match=r"broken\.yaml: is no YAML that can be read"):
+        local_task_names(str(tmp_path))
+
+
+CODE = {
+    "function": "process_docs: !function utils.run",
+    "function below a list": "metric_list: [{metric: !function utils.run}]",
+    "function in an inline task": "task: [{task: x, doc_to_text: !function utils.run}]",
+    "class": "class: !function utils.Task",
+    "python object": "description: !!python/object/apply:os.system [true]",
+    "trusted data set": "dataset_kwargs: {trust_remote_code: true}",
+}
+
+
+@pytest.mark.parametrize("line", CODE.values(), ids=CODE)
+def test_task_file_that_would_run_code_is_refused(tmp_path, line):
+    (tmp_path / "one.yaml").write_text(f"output_type: multiple_choice\n{line}\n")
+    with pytest.raises(
+        UserError, match=r"one\.yaml would run code \(.*evaluate\.task_code = False"
+    ):
+        refuse_code(str(tmp_path))
+
+
+def test_code_behind_an_included_file_of_any_name_is_found(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "one.yaml").write_text("task: one\ninclude: [../shared]\n")
+    (tmp_path / "shared").write_text("include: tasks/one.yaml\nprocess_docs: !function utils.run\n")
+    with pytest.raises(UserError, match=r"shared would run code \(!function utils\.run\)"):
+        refuse_code(str(tmp_path / "tasks"))
+
+
+def test_task_files_without_code_are_fine(tmp_path):
+    (tmp_path / "one.yaml").write_text(
+        "task: one\ndoc_to_text: '{{question}}'\nmore: &a [1, 2.5]\n"
+    )
+    (tmp_path / "loop.yaml").write_text("task: &a [*a]\n")
+    refuse_code(str(tmp_path))
+    refuse_code("workflow/resources/tasks")
+
+
+@pytest.fixture
+def measuring_dir(tmp_path):
+    (tmp_path / "mc.yaml").write_text(
+        "task: mc\ntag: quick\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    (tmp_path / "number.yaml").write_text(
+        "task: number\nmetric_list: [{metric: exact_match}]\nfilter_list: [{name: strict}]\n"
+    )
+    (tmp_path / "plain.yaml").write_text("task: plain\noutput_type: loglikelihood\n")
+    (tmp_path / "inner.yaml").write_text("group: inner\ntask: [number, quick]\n")
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask: [inner]\n")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "required"),
+    [
+        (["mc"], "mc/acc_norm"),
+        (["number"], "number/exact_match,strict"),
+        (["plain"], "plain/perplexity"),
+        (["quick"], "mc/acc"),
+        (["outer"], "number/exact_match,strict"),
+        (["outer"], "mc/acc"),
+        ([], "heldout_loss"),
+    ],
+)
+def test_requirement_that_a_task_measures_is_accepted(measuring_dir, tasks, required):
+    settings = EvaluateConfig(tasks=tasks, tasks_dir=measuring_dir, require={required: 0.1})
+    check_tasks(settings)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "required", "message"),
+    [
+        (["mc"], "mc/accuracy", "the task measures acc, acc_norm. Name one of these"),
+        (["number"], "number/exact_match", "the task measures exact_match,strict"),
+        (["mc"], "number/exact_match", "'number' is not among the tasks that are run (mc)"),
+        (["quick"], "quick/acc", "'quick' is not among the tasks that are run (mc)"),
+        (["quick"], "plain/acc", "'plain' is not among the tasks that are run (mc)"),
+        ([], "mc/acc", "'mc' is not among the tasks that are run (none)"),
+    ],
+)
+def test_requirement_that_nothing_measures_is_refused(measuring_dir, tasks, required, message):
+    settings = EvaluateConfig(tasks=tasks, tasks_dir=measuring_dir, require={required: 0.1})
+    with pytest.raises(UserError) as caught:
+        check_tasks(settings)
+    assert f"evaluate.require = '{required}'" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_unknown_task_is_refused_with_the_nearest_names():
+    settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=None)
+    with pytest.raises(UserError, match=r"'arc_eazy' is not among the tasks of lm_eval .*arc_easy"):
+        check_tasks(settings)

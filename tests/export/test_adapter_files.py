@@ -1,0 +1,332 @@
+"""From the sharded adapter to files: PEFT reads them, and the merged model is the sum computed by hand."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from jinja2 import TemplateError
+from peft import AutoPeftModelForCausalLM, PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tests.support.finished import finished
+from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama, write_shards
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from workflow.lib.artifacts.records import ConversationFacts
+from workflow.lib.data.encoding.sample_encoder import PROBE, SampleEncoder
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.manifest import chat_facts
+from workflow.lib.export.adapter_files import (
+    base_reference,
+    check_adapter,
+    check_conversations,
+    dequantized_weight,
+    merged_tensors,
+    read_sharded_adapter,
+    replace_chat_template,
+    save_adapter,
+    save_tokenizer,
+    write_generation_config,
+    write_merged,
+)
+from workflow.lib.model.architecture.adapter_targets import adapter_scale
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import ExportConfig, ModelConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json, write_json
+
+NAME = "base_model.model.model.layers.1.mlp.down_proj"
+A, B = f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Path:
+    return finished(shared_folder)
+
+
+@pytest.fixture(scope="module")
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return read_sharded_adapter(run / "finetune" / "adapter")
+
+
+@pytest.fixture(scope="module")
+def config(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = read_json(run / "finetune" / "adapter_config.json")
+    return loaded
+
+
+def test_sharded_adapter_has_every_tensor_in_fp32(adapter: dict[str, torch.Tensor]) -> None:
+    assert len(adapter) == 2 * 3 * 7
+    assert {t.dtype for t in adapter.values()} == {torch.float32}
+    assert adapter[A].shape == (3, 176)
+    assert adapter[B].shape == (80, 3)
+
+
+def test_exported_files_load_in_stock_peft_value_by_value(
+    run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], tmp_path: Path
+) -> None:
+    save_adapter(adapter, config, tmp_path)
+    assert load_file(tmp_path / "adapter_model.safetensors").keys() == adapter.keys()
+    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(model, str(tmp_path))
+    loaded = {n.replace(".default.", "."): p for n, p in tuned.named_parameters() if "lora_" in n}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in adapter.items())
+    layers = [m for m in tuned.modules() if isinstance(m, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {adapter_scale(config, "any")}
+
+
+def damaged(adapter: dict[str, torch.Tensor], **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return adapter | {{"a": A, "b": B}[key]: tensor for key, tensor in changes.items()}
+
+
+def test_adapter_that_is_not_finite_is_refused(adapter: dict[str, torch.Tensor]) -> None:
+    for value in (math.nan, math.inf):
+        broken = adapter[A].clone()
+        broken[2, 7] = value
+        with pytest.raises(UserError) as caught:
+            check_adapter(damaged(adapter, a=broken))
+        assert (
+            str(caught.value)
+            == f"adapter tensor {A} is not finite. Lower train.learning_rate and train again."
+        )
+
+
+def test_adapter_without_effect_is_refused(adapter: dict[str, torch.Tensor]) -> None:
+    zeroed = {n: t * 0 if ".lora_B." in n else t for n, t in adapter.items()}
+    with pytest.raises(UserError) as caught:
+        check_adapter(zeroed)
+    assert str(caught.value) == (
+        "every B of the adapter is zero: it changes nothing. Train longer (train.max_steps)."
+    )
+    check_adapter(damaged(zeroed, b=adapter[B]))  # one that is not zero will do
+
+
+def test_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, {})
+    with pytest.raises(UserError, match=r"the sharded adapter has no tensors\. Train again\."):
+        read_sharded_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a part missing", "no index", "nothing there"])
+def test_damaged_folder_is_refused(run: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "adapter"
+    if damage != "nothing there":
+        folder.mkdir()
+        for path in (run / "finetune" / "adapter").iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+    part = folder / "shard-00001-of-00002.safetensors"
+    if damage == "truncated":
+        part.write_bytes(part.read_bytes()[:-100])
+    elif damage == "a part missing":
+        part.unlink()
+    elif damage == "no index":
+        (folder / "index.json").unlink()
+    with pytest.raises(UserError) as caught:
+        read_sharded_adapter(folder)
+    message = str(caught.value)
+    assert message.startswith(f"the sharded adapter in {folder} cannot be read (")
+    assert "Train again: delete that folder" in message
+    assert "Traceback" not in message
+
+
+def merge(run: Path, adapter: Any, config: Any, *, onto: str) -> dict[str, torch.Tensor]:
+    with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
+        return dict(merged_tensors(adapter, config, original=original, nf4=nf4, onto=onto))
+
+
+@pytest.mark.parametrize("onto", ["dequantized", "original"])
+def test_merged_weights_are_the_sum_by_hand(
+    run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], onto: str
+) -> None:
+    """W + s B A in fp32, rounded once; W as bitsandbytes quantizes it (rows are not whole blocks)."""
+    original = load_file(run / "model" / "model.safetensors")
+    merged = merge(run, adapter, config, onto=onto)
+    assert merged.keys() == original.keys()
+    for name, tensor in merged.items():
+        assert tensor.dtype == torch.bfloat16, name
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" not in adapter:
+            assert torch.equal(tensor, original[name]), name
+            continue
+        weight = original[name].float()
+        if onto == "dequantized":
+            packed, state = bnb.quantize_4bit(
+                original[name], blocksize=64, compress_statistics=True, quant_type="nf4"
+            )
+            weight = decoded_by_hand(packed, state)
+        update = (
+            7.5 / math.sqrt(3) * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+        )
+        torch.testing.assert_close(tensor.float(), weight + update, rtol=2**-8, atol=1e-6)  # bf16
+        assert float(update.abs().max()) > 0.01 * float(weight.abs().max())
+
+
+def test_the_two_merged_models_differ(run: Path, adapter: Any, config: Any) -> None:
+    one, other = (merge(run, adapter, config, onto=onto) for onto in ("dequantized", "original"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.equal(one[name], other[name])
+
+
+@torch.no_grad()
+def test_merged_model_in_stock_transformers_has_the_tuned_models_logits(
+    run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], tmp_path: Path
+) -> None:
+    with CheckpointReader(run / "model") as original, CheckpointReader(run / "base") as nf4:
+        tensors = merged_tensors(adapter, config, original=original, nf4=nf4, onto="original")
+        size = write_merged(
+            tensors, run / "model", tmp_path / "merged", settings=ExportConfig(shard_gib=1e-4)
+        )
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    shapes = load_file(run / "model" / "model.safetensors").values()
+    assert size == sum(2 * tensor.numel() for tensor in shapes)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.bfloat16
+    save_adapter(adapter, config, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(model, str(tmp_path / "adapter"))
+    ids = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    ours, theirs = merged.float()(ids).logits, tuned(ids).logits
+    # merged weights are rounded to bf16, 8 bits, in three layers
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
+
+
+def test_merged_config_is_the_originals_in_bf16(run: Path, tmp_path: Path) -> None:
+    write_merged(
+        iter({"a": torch.zeros(2)}.items()), run / "model", tmp_path / "m", settings=ExportConfig()
+    )
+    written, original = (
+        read_json(tmp_path / "m" / "config.json"),
+        read_json(run / "model" / "config.json"),
+    )
+    assert written == original | {"dtype": "bfloat16"}
+    assert "quantization_config" not in written
+
+
+def test_adapter_of_another_model_is_not_merged(run: Path, adapter: Any, config: Any) -> None:
+    foreign = adapter | {
+        A.replace("layers.1", "layers.9"): adapter[A],
+        B.replace("layers.1", "layers.9"): adapter[B],
+    }
+    with pytest.raises(
+        UserError,
+        match=r"tensors for base_model\.model\.model\.layers\.9\.mlp\.down_proj, which the model has not",
+    ):
+        merge(run, foreign, config, onto="original")
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_dequantized_weight_of_a_checkpoint_is_what_training_multiplies_with(
+    tmp_path: Path, double_quant: bool
+) -> None:
+    from tests.support.models import adapted
+    from workflow.lib.model.layers.nf4_linear import nf4_linears
+
+    base = quantized(tiny_llama(tmp_path / "model"), tmp_path / "nf4", double_quant=double_quant)
+    linears = dict(nf4_linears(adapted(base).peft_model.get_base_model()))
+    with CheckpointReader(base) as reader:
+        for path, linear in linears.items():
+            stored = dequantized_weight(reader, path.removesuffix(".base_layer"))
+            assert torch.equal(stored, linear.dequantize(torch.float32)), path
+
+
+def facts_of(model: Path, template: str | None) -> ConversationFacts:
+    """What `tokenize_dataset` says of conversations in this template."""
+    tokenizer = load_tokenizer(model)
+    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return ConversationFacts.model_validate(special | chat_facts(encoder, chat_template=template))
+
+
+def test_base_of_the_hub_is_named_by_id_and_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_json(
+        tmp_path / "downloaded" / "source.json", {"repo_id": "acme/tiny", "commit": "c0ffee"}
+    )
+    settings = ModelConfig(source="acme/tiny", revision="main")
+    assert base_reference(settings, Path("downloaded")) == {
+        "base_model_name_or_path": "acme/tiny",
+        "revision": "c0ffee",
+    }
+
+
+def test_adapter_on_a_local_base_loads_from_another_working_directory(
+    run: Path,
+    adapter: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run)
+    named = base_reference(ModelConfig(source="model"), Path("model"))
+    save_adapter(adapter, config | named, tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    tuned = AutoPeftModelForCausalLM.from_pretrained("adapter")
+    assert tuned.get_base_model().config.vocab_size == VOCAB
+
+
+def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(
+    run: Path, tmp_path: Path
+) -> None:
+    for path in (run / "model").glob("tokenizer*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    old = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "older"}]
+    config = tmp_path / "tokenizer_config.json"
+    write_json(config, read_json(config) | {"chat_template": old})
+    write_json(tmp_path / "chat_template.json", {"chat_template": "old"})
+    facts = facts_of(run / "model", CHAT_TEMPLATE)
+    replace_chat_template(tmp_path, facts=facts)
+    check_conversations(tmp_path, facts.probes)
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert not [name for name, text in texts.items() if '"old' in text]
+    assert read_json(config)["chat_template"] == texts["chat_template.jinja"] == CHAT_TEMPLATE
+
+
+def test_template_that_writes_the_date_is_exported(run: Path, tmp_path: Path) -> None:
+    """Trained was one day for all rows; stock Transformers is told the same day for the comparison."""
+    dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
+    facts = facts_of(run / "model", dated)
+    save_tokenizer(run / "model", tmp_path, facts=facts)
+    check_conversations(tmp_path, facts.probes)
+    assert (tmp_path / "chat_template.jinja").read_text() == dated
+
+
+def test_conversation_is_an_error_where_neither_base_nor_training_had_a_template(
+    tmp_path: Path,
+) -> None:
+    tiny_tokenizer(tmp_path / "model", chat_template=False)
+    facts = facts_of(tmp_path / "model", None)
+    save_tokenizer(tmp_path / "model", tmp_path / "adapter", facts=facts)
+    check_conversations(tmp_path / "adapter", facts.probes)
+    tokenizer = load_tokenizer(tmp_path / "adapter")
+    with pytest.raises(TemplateError, match="trained without a chat template"):
+        tokenizer.apply_chat_template(PROBE.messages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"eos_token_id": 9, "temperature": 0.6, "_from_model_config": True}, [2, 4, 9]),
+        ({"eos_token_id": [9, 11]}, [2, 4, 9, 11]),
+        ({}, [2, 4, 7]),  # the model's own, of config.json
+        (None, [2, 4, 7]),
+    ],
+)
+def test_generation_settings_are_the_bases_with_the_end_tokens_of_the_training(
+    run: Path, tmp_path: Path, settings: dict[str, Any] | None, ends: list[int]
+) -> None:
+    write_json(tmp_path / "config.json", {"eos_token_id": 7})
+    if settings is not None:
+        write_json(tmp_path / "generation_config.json", settings)
+    template = CHAT_TEMPLATE.replace("+ eos_token", "+ '<|user|>'")
+    facts = facts_of(run / "model", template)
+    write_generation_config(tmp_path, tmp_path / "export", facts=facts)
+    loaded = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert loaded.eos_token_id == ends
+    assert (loaded.bos_token_id, loaded.pad_token_id) == (1, 0)
+    assert loaded.temperature == (settings or {}).get("temperature", GenerationConfig().temperature)

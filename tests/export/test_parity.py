@@ -1,0 +1,143 @@
+"""The proof that the exported adapter is the trained one: what passes, and all that must not."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.finished import finished
+from tests.support.models import adapted, random_store
+from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
+from workflow.lib.export.parity import (
+    POSITIONS,
+    adapter_digest,
+    compare_logits,
+    save_logits,
+    trained_logits,
+)
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.system.files import read_json
+
+CPU = torch.device("cpu")
+A = "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Path:
+    return finished(shared_folder)
+
+
+@pytest.fixture(scope="module")
+def record(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "finetune" / "parity.safetensors")
+
+
+def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
+    """Export the adapter, with some tensors replaced, and load it as a user would."""
+    adapter = read_sharded_adapter(run / "finetune" / "adapter")
+    save_adapter(adapter | changes, read_json(run / "finetune" / "adapter_config.json"), folder)
+    base = load_base(run / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    return load_adapter(base, folder)
+
+
+def compare(model: Any, path: Path, exported: Path) -> dict[str, Any]:
+    file = exported / ADAPTER_WEIGHTS
+    return compare_logits(model, path, exported=file, compute_dtype=torch.float32, device=CPU)
+
+
+def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> None:
+    parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors", tmp_path)
+    assert parity["passed"]
+    assert parity["identical_values"]
+    assert parity["max_abs_difference"] <= parity["tolerance"] == 1e-4 * parity["max_abs_logit"]
+    assert parity["adapter_effect"] > 100 * parity["tolerance"]
+    assert (parity["rows"], parity["positions"], parity["argmax_agreement"]) == (2, 7 + 22, 1.0)
+    assert parity["compute_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])
+def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> None:
+    """However small its effect on the logits: the second alteration is far below their tolerance."""
+    altered = read_sharded_adapter(run / "finetune" / "adapter")[A]
+    altered[1, 5] *= 1 + change
+    parity = compare(
+        reloaded(run, tmp_path, **{A: altered}), run / "finetune" / "parity.safetensors", tmp_path
+    )
+    assert not parity["identical_values"]
+    assert not parity["passed"]
+    if change < 1e-3:
+        assert parity["max_abs_difference"] < parity["tolerance"]
+
+
+def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
+    """A wrong scale, for one."""
+    model = reloaded(run, tmp_path)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] *= 1.01
+    parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
+    assert parity["identical_values"]
+    assert not parity["passed"]
+    assert parity["max_abs_difference"] > parity["tolerance"]
+
+
+def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path: Path) -> None:
+    model = reloaded(run, tmp_path)
+    model.get_parameter(A.replace(".weight", ".default.weight")).data[1, 5] += 2**-12
+    parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
+    assert not parity["identical_values"]
+    assert not parity["passed"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["recorded", "reloaded", "both"])
+def test_logits_that_are_not_finite_fail(
+    run: Path, record: dict[str, torch.Tensor], tmp_path: Path, value: float, where: str
+) -> None:
+    model, changed = reloaded(run, tmp_path), dict(record)
+    if where != "reloaded":
+        changed["logits.1"] = changed["logits.1"].clone()
+        changed["logits.1"][3, 7] = value
+    if where != "recorded":
+        model.get_base_model().lm_head.weight.data[7] = value
+    save_file(changed, tmp_path / "parity.safetensors")
+    parity = compare(model, tmp_path / "parity.safetensors", tmp_path)
+    assert parity["passed"] is False
+
+
+def test_record_has_the_last_positions_of_two_documents(record: dict[str, torch.Tensor]) -> None:
+    documents = random_store(rows=11, seq_len=23).heldout_documents()
+    assert record.keys() == {"digest", "input_ids.0", "logits.0", "input_ids.1", "logits.1"}
+    for number in range(2):
+        ids = record[f"input_ids.{number}"]
+        assert ids.tolist() == documents[number][0].tolist()
+        assert record[f"logits.{number}"].shape == (min(len(ids), POSITIONS), 211)
+        assert record[f"logits.{number}"].dtype == torch.float32
+
+
+def test_record_of_one_process_is_that_of_two(
+    run: Path, record: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    training = adapted(run / "base", r=3, alpha=7.5, use_rslora=True)
+    values = read_sharded_adapter(run / "finetune" / "adapter")
+    with torch.no_grad():
+        for name, param in trainable_parameters(training).items():
+            param.copy_(values[name])
+    single = trained_logits(training, random_store(rows=11, seq_len=23), device=CPU)
+    assert torch.equal(single["digest"], record["digest"])
+    torch.testing.assert_close(single["logits.1"], record["logits.1"], rtol=1e-5, atol=1e-4)
+    save_logits(single, tmp_path / "parity.safetensors")
+    assert load_file(tmp_path / "parity.safetensors").keys() == record.keys()
+
+
+def test_digest_depends_on_names_and_values_and_not_on_order() -> None:
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    digest = adapter_digest({"a": one, "b": two})
+    assert digest.shape == (32,)
+    assert torch.equal(digest, adapter_digest({"b": two, "a": one.clone()}))
+    assert not torch.equal(digest, adapter_digest({"a": one, "c": two}))
+    assert not torch.equal(digest, adapter_digest({"a": torch.tensor([1.0, 2.0000002]), "b": two}))

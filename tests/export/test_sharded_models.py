@@ -1,0 +1,190 @@
+"""Two gloo processes, with slices of one model or a copy each, measure what the stock reload measures in one."""
+
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny_export import (
+    random_documents,
+    tiny_adapter,
+    tiny_base,
+    tiny_merged,
+    tiny_tokens,
+)
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.weight_checks import local_bytes
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.evaluation.evaluated_models import load_options, machine_facts, subjects
+from workflow.lib.evaluation.measurement_cache import Archive
+from workflow.lib.evaluation.questions import Measurement, measure, parts, prepare
+from workflow.lib.export.sharded_models import load_sharded_adapter
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
+from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_checksums
+
+EXACT = ModelConfig(compute_dtype="float32")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one process measured, by subject, with slices and with copies; the share of the model's bytes that it held; and what it was told of an adapter that does not fit."""
+
+    sliced: dict[str, Measurement]
+    copied: dict[str, Measurement]
+    held: float
+    refusal: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_export(tmp_path_factory.mktemp("export"))
+
+
+def make_export(folder: Path) -> Path:
+    """Make all that an evaluation reads, and an adapter that lacks a tensor."""
+    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    tiny_tokenizer(folder / "base")
+    incomplete = shutil.copytree(folder / "adapter", folder / "incomplete")
+    tensors = load_file(incomplete / ADAPTER_WEIGHTS)
+    tensors.pop(min(tensors))
+    save_file(tensors, incomplete / ADAPTER_WEIGHTS)
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
+    tiny_tokens(folder / "tokens", random_documents(7))
+    (folder / "tasks").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path) -> EvaluateConfig:
+    return make_settings(folder)
+
+
+def make_settings(folder: Path) -> EvaluateConfig:
+    """7 documents, 3 prompts and 13 items: nothing divides by 2, and answers differ in length."""
+    task_file(folder / "tasks", "writes", template=WRITE)
+    local = task_file(folder / "tasks", "local")
+    asked = {"tasks": ("local", "writes"), "samples": 3, "max_new_tokens": 5}
+    return local.model_copy(update={**asked, "sample_temperature": 0.7, "batch_size": 3})
+
+
+def evaluate(
+    folder: Path,
+    settings: EvaluateConfig,
+    device: str = "cpu",
+    *,
+    world: World | None,
+    shards: World | None = None,
+) -> dict[str, Measurement]:
+    tokens = TokenStore.open(folder / "tokens")
+    questions = prepare(tokens, tokenizer=load_tokenizer(folder / "base"), settings=settings)
+    chosen = torch.device(device) if world is None else world.device
+    options = load_options(folder / "base", device=chosen, settings=EXACT)
+    asked = subjects(
+        base=folder / "base",
+        adapter=folder / "adapter",
+        merged=folder / "merged",
+        options=options,
+        shards=shards,
+    )
+    machine = machine_facts(options)
+    archive = Archive(folder / f"archive of {settings.batch_size}, shards {shards is not None}")
+    wanted = parts(questions, world=world)
+    return {
+        subject.name: measure(subject, wanted, archive=archive, machine=machine, world=world)[0]
+        for subject in asked
+    }
+
+
+def load(folder: Path, adapter: str, world: World) -> torch.nn.Module:
+    options: dict[str, Any] = {"compute_dtype": torch.float32, "attention": "sdpa"}
+    return load_sharded_adapter(folder / "base", folder / adapter, world=world, **options)
+
+
+def refusal(folder: Path, world: World) -> str:
+    try:
+        load(folder, "incomplete", world)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu") -> Found:
+    """One process's view."""
+    with process_group(device, timeout_s=TIMEOUT_S) as world:
+        held, total = local_bytes(load(folder, "adapter", world))
+        return Found(
+            sliced=evaluate(folder, settings, world=world, shards=world),
+            copied=evaluate(folder, settings, world=world),
+            held=held / total,
+            refusal=refusal(folder, world),
+        )
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, settings: EvaluateConfig) -> dict[str, Measurement]:
+    return evaluate(folder, settings.model_copy(update={"batch_size": 5}), world=None)
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path, settings: EvaluateConfig) -> list[Found]:
+    return run_distributed(partial(in_two_processes, folder, settings), world_size=2)
+
+
+@pytest.fixture(params=["sliced", "copied"])
+def measured(request: pytest.FixtureRequest, together: list[Found]) -> dict[str, Measurement]:
+    first, second = (getattr(found, request.param) for found in together)
+    assert first == second
+    found: dict[str, Measurement] = first
+    return found
+
+
+SUBJECTS = pytest.mark.parametrize("subject", ["base", "tuned", "merged"])
+
+
+@SUBJECTS
+def test_losses_are_those_of_one_process(
+    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+) -> None:
+    """fp32 sums in another order."""
+    sums, counts = zip(*measured[subject].losses, strict=True)
+    expected_sums, expected_counts = zip(*alone[subject].losses, strict=True)
+    assert counts == expected_counts
+    assert sums == pytest.approx(expected_sums, rel=2e-5)
+
+
+@SUBJECTS
+def test_answers_are_those_of_one_process(
+    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+) -> None:
+    assert measured[subject].answers == alone[subject].answers
+    assert measured[subject].drawn == alone[subject].drawn
+
+
+@SUBJECTS
+def test_task_items_are_those_of_one_process(
+    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+) -> None:
+    assert {task for task, _ in alone[subject].tasks.items} == {"local", "writes"}
+    assert measured[subject].tasks.items == alone[subject].tasks.items
+
+
+def test_each_process_holds_half_of_a_sharded_model(together: list[Found]) -> None:
+    assert [found.held for found in together] == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+def test_adapter_without_a_tensor_is_refused_by_all(together: list[Found]) -> None:
+    for found in together:
+        assert "incomplete does not fit the model: of its tensors, 1 missing" in found.refusal

@@ -1,0 +1,29 @@
+"""The launcher beside NCCL: a process that fails or dies while the other waits for it on a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch_worker import NCCL
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.launch import launch_workers
+
+pytestmark = pytest.mark.gpu
+
+CAUSES = {
+    "fail in 1 beside a collective": "KeyError: 'a defect'",
+    "die in 1": "killed by SIGKILL",
+}
+
+
+@pytest.mark.parametrize(("behaviour", "cause"), CAUSES.items(), ids=CAUSES)
+def test_process_that_fails_beside_nccl_is_named_with_its_cause(
+    tmp_path: Path, two_gpus: int, behaviour: str, cause: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        launch_workers(
+            "tests.support.launch_worker", [NCCL + behaviour, str(tmp_path)], processes=2
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(cause)
+    assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")

@@ -1,0 +1,163 @@
+"""Which linears get an adapter of which rank and scale: PEFT's own rules, and what it would pass over in silence."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from workflow.lib.model.architecture.adapter_targets import (
+    adapter_ranks,
+    adapter_scale,
+    modules_to_save,
+)
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system import limits
+from workflow.lib.system.errors import UserError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "names": {"target_modules": ("q_proj", "down_proj")},
+    "ends of paths": {"target_modules": ("self_attn.v_proj", "layers.1.mlp.up_proj")},
+    "expression": {"target_modules": r"model\.layers\.[02]\..*_proj"},
+    "everything": {"target_modules": "all-linear"},
+    "ranks": {"rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\.\w+": 3, "up_proj": 5}},
+    "ranks and alphas": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"mlp.*": 11.0, "q_proj": 5.0}},
+    "rank-stabilized": {"rank_pattern": {"q_proj": 7}, "use_rslora": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=1, vocab_size=3
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def linears(model: nn.Module) -> list[str]:
+    found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [name for name in found if name != "lm_head"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_ranks_and_scales_are_those_that_peft_gives(
+    model: nn.Module, settings: dict[str, Any]
+) -> None:
+    lora = LoraSettings(r=4, alpha=6.0, **settings)
+    targets = lora.target_modules
+    config = LoraConfig(
+        r=4, lora_alpha=6.0, use_rslora=lora.use_rslora, task_type="CAUSAL_LM",  # type: ignore[arg-type]
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        rank_pattern=dict(lora.rank_pattern), alpha_pattern=dict(lora.alpha_pattern),
+    )  # fmt: skip
+    paths = linears(model)
+    with torch.device("meta"):
+        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    layers = {
+        name.removeprefix("base_model.model."): layer
+        for name, layer in adapted.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    ranks = adapter_ranks(lora, linears=paths)
+    assert ranks == {path: layer.r["default"] for path, layer in layers.items()}
+    assert 0 < len(ranks) <= 21
+    stored = config.to_dict()
+    for path, layer in layers.items():
+        assert adapter_scale(stored, path) == pytest.approx(layer.scaling["default"], rel=1e-12)
+    adapted.unload()
+
+
+def test_ranks_are_in_the_order_of_the_linears() -> None:
+    lora = LoraSettings(target_modules=("v_proj", "q_proj"))
+    assert list(adapter_ranks(lora, linears=["a.q_proj", "a.k_proj", "a.v_proj"])) == [
+        "a.q_proj",
+        "a.v_proj",
+    ]
+
+
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 7.5 / 3), (True, 7.5 / math.sqrt(3))])
+def test_scale_is_that_of_the_configuration(use_rslora: bool, scale: float) -> None:
+    config = {"r": 3, "lora_alpha": 7.5, "use_rslora": use_rslora}
+    assert adapter_scale(config, "model.layers.0.mlp.up_proj") == scale
+
+
+def refusal(**settings: Any) -> str:
+    paths = [f"model.layers.{n}.self_attn.{k}_proj" for n in range(2) for k in "qkv"]
+    with pytest.raises(UserError) as caught:
+        adapter_ranks(LoraSettings(**settings), linears=paths)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["qkv_proj", "lm_head", "embed_tokens", "mlp.q_proj"])
+def test_name_that_is_no_linear_lists_the_valid_names(target: str) -> None:
+    assert refusal(target_modules=("q_proj", target)) == (
+        f"lora.target_modules = {target!r}: no linear layer of the model has this name; it has q_proj, k_proj, v_proj. "
+        "Name some of these, or all-linear."
+    )
+
+
+def test_expression_that_matches_no_whole_path_shows_one() -> None:
+    text = refusal(target_modules="q_proj")
+    assert "matches the whole path of no linear layer; a path is model.layers.0.self_attn.q" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": "([a-z_.0-9]+)+!"}, {"rank_pattern": {"([a-z_.0-9]+)+!": 4}}],
+    ids=["target_modules", "rank_pattern"],
+)
+def test_expression_that_matches_for_ever_is_stopped(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    with pytest.raises(
+        UserError, match=r"lora\.target_modules, .* more than 0\.05 seconds .*\(a\+\)\+"
+    ):
+        adapter_ranks(LoraSettings(**settings), linears=["model.layers.0.self_attn.q_proj"])
+
+
+def test_pattern_that_matches_no_adapter_is_refused() -> None:
+    text = refusal(target_modules=("q_proj",), rank_pattern={"q_proj": 4, "v_proj": 4})
+    assert text == (
+        "lora.rank_pattern: 'v_proj' is the end of no adapted layer's path, such as "
+        "model.layers.0.self_attn.q_proj. Correct or remove it."
+    )
+    assert "lora.alpha_pattern: 'mlp'" in refusal(alpha_pattern={"mlp": 4.0})
+
+
+PATHS = {"embedding": "gpt_neox.embed_in", "head": "embed_out"}
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        ((), set()),
+        (("embed_out",), {"embed_out"}),
+        (("embed_in", "embed_out"), {"embed_out", "gpt_neox.embed_in"}),
+        (("gpt_neox.embed_in",), {"gpt_neox.embed_in"}),
+    ],
+)
+def test_modules_are_found_by_the_end_of_their_path(
+    names: tuple[str, ...], chosen: set[str]
+) -> None:
+    lora = LoraSettings(modules_to_save=names)
+    assert modules_to_save(lora, tied=False, **PATHS) == chosen
+
+
+@pytest.mark.parametrize("name", ["lm_head", "norm", "out", "neox.embed_in"])
+def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None:
+    with pytest.raises(
+        UserError,
+        match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and embed_in. Name embed_out",
+    ):
+        modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), tied=False, **PATHS)
+
+
+def test_tied_modules_are_refused() -> None:
+    with pytest.raises(UserError, match="ties its output head to its input embedding"):
+        modules_to_save(LoraSettings(modules_to_save=("embed_out",)), tied=True, **PATHS)

@@ -1,0 +1,321 @@
+"""Every supported model family: loss and adapter gradients of packed rows equal those of stock packages, document by document."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import VOCAB, adapted, quantized, random_store
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import process_group
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.activation_offload import Stash
+from workflow.lib.model.architecture.families import FAMILIES
+from workflow.lib.model.decoder_layers import checkpoint_activations_
+from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.layers import packed_attention
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.startup_checks import check_family
+
+ROWS, SEQ_LEN = 3, 29
+CPU = torch.device("cpu")
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}  # fmt: skip
+# Family, and what it has that others have not. Windows are shorter than rows, and than some documents.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("llama", {"num_key_value_heads": 4}),
+    "llama 3, scaled positions": ("llama", {"rope_parameters": LLAMA_3}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral, window": ("mistral", {"sliding_window": 5}),
+    "qwen 2, biases of q, k, v": ("qwen2", {}),
+    "qwen 2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen 3, norms of q and k": ("qwen3", {}),
+    "gemma 2, two softcaps, window, tied": (
+        "gemma2",
+        {"query_pre_attn_scalar": 16, "sliding_window": 5, "final_logit_softcapping": 3.0},
+    ),
+    "gemma 3, two rotary tables, window": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 16, "sliding_window": 5},
+    ),
+    "phi 3, fused linears": ("phi3", {}),
+    "phi 3, short factors of LongRoPE": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 29},
+    ),
+    "olmo 2, norms behind": ("olmo2", {}),
+}
+
+
+# Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one linear.
+PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
+FUSED = {
+    "llama": PLAIN, "mistral": PLAIN, "qwen2": PLAIN, "qwen3": PLAIN | {"norms": 12},
+    "gemma2": {"attentions": 3, "feed_forwards": 3}, "gemma3_text": {"attentions": 3, "feed_forwards": 3}, "phi3": {"norms": 6},
+    "olmo2": {"norms": 12, "feed_forwards": 3},
+}  # fmt: skip
+
+
+def base_of(case: str, folder: Path) -> Path:
+    """Save and quantize a random model, its norms and biases off their initial values."""
+    family, special = CASES[case]
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "initializer_range": 0.2, "pad_token_id": 0,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **(sizes | special))
+    ).float()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 1:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(folder / "original")
+    return quantized(folder / "original", folder / "nf4")
+
+
+def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) -> dict[str, Any]:
+    """Loss and gradients of all rows in one forward of the training module, every second layer recomputed."""
+    training = adapted(base, attention=attention, r=4, alpha=8).train()
+    model = training.peft_model.get_base_model()  # type: ignore[operator]
+    if fused:
+        replaced = fuse_layers_(model)
+        assert replaced == FUSED[model.config.model_type]
+        training.stash = Stash(CPU, window_bytes=4096)
+    checkpoint_activations_(model, every=2)
+    return trained(training, store)
+
+
+def test_attention_that_turns_a_part_of_each_head_is_left_alone() -> None:
+    """Tried with whole heads, its class computes what ours does."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    for parameters, count in ((rope | {"partial_rotary_factor": 1.0}, 1), (rope, 0)):
+        config = AutoConfig.for_model(
+            "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=VOCAB,
+            num_attention_heads=4, rope_parameters=parameters,
+        )  # fmt: skip
+        assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
+
+
+def test_a_part_of_each_head_is_found_where_rotary_parameters_are_nested_by_layer_type() -> None:
+    """As Gemma 3 has them."""
+    whole = {"rope_type": "default", "rope_theta": 1e4}
+    for share, count in ((1.0, 2), (0.5, 0)):
+        config = AutoConfig.for_model(
+            "gemma3_text", hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=VOCAB,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"sliding_attention": dict(whole), "full_attention": whole | {"partial_rotary_factor": share}},
+        )  # fmt: skip
+        assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
+
+
+def trained(training: Any, store: TokenStore) -> dict[str, Any]:
+    """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is sharded."""
+    params = trainable_parameters(training)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in params.values():
+            start, stop = local_range(param)
+            local(param).copy_((0.1 * torch.randn(param.shape, generator=generator))[start:stop])
+    batch = make_batch(
+        store.input_ids.astype("int64"), store.position_ids.astype("int64"), store.loss_mask.copy(), device=CPU
+    )  # fmt: skip
+    loss = training(
+        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
+    )
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        "values": {name: full(p) for name, p in params.items()},
+        "gradients": {name: full(p.grad) for name, p in params.items()},
+    }
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
+def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """The same by the model of a run over two processes; embeddings sliced and on the host in turn."""
+    found = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for number, (case, base) in enumerate(bases.items()):
+            plan = {
+                "activation_checkpointing": 2, "reshard_after_forward": True, "gpu_memory_bytes": None,
+                "offload_embedding": number % 2 == 0, "offload_activations": number % 2 == 1, "offload_window_bytes": (None, 4096)[number % 2], "offload_layers": number % 3,
+            }  # fmt: skip
+            config = RunConfig(lora=LoraSettings(r=4, alpha=8))
+            model = build_training_model(
+                base, config, plan, world, compute_dtype=torch.float32, attention=attention_of(case)
+            )
+            result = trained(model.training.train(), two_rows(world.rank))
+            check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)
+            dist.all_reduce(result["loss"])
+            found[case] = {key: result[key] for key in ("loss", "gradients")}
+    return found
+
+
+def two_rows(rank: int) -> TokenStore:
+    """Rows 0 and 1 for the first process; row 2, and once more without a trained token, for the second."""
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    rows = [[0, 1], [2, 2]][rank]
+    arrays = {
+        f"train.{name}.npy": getattr(store, name)[rows]
+        for name in ("input_ids", "loss_mask", "position_ids")
+    }
+    arrays["train.loss_mask.npy"][1] &= rank == 0
+    heldout = {f"heldout.{name}.npy": np.zeros(1) for name in ("input_ids", "loss_mask")}
+    return TokenStore(manifest=store.manifest, arrays=arrays | heldout | {"heldout.offsets.npy": np.array([0, 1])})  # fmt: skip
+
+
+def attention_of(case: str) -> str:
+    return "eager" if "softcaps" in case else "sdpa"
+
+
+def stock(
+    base: Path, store: TokenStore, attention: str, values: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The same by stock Transformers, bitsandbytes and PEFT, every document in a forward of its own."""
+    model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).train()
+    params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+    assert params.keys() == values.keys()
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(values[name])
+    total = torch.zeros(())
+    for row in range(ROWS):
+        edges = [*(store.position_ids[row] == 0).nonzero()[0], SEQ_LEN]
+        for start, stop in itertools.pairwise(edges):
+            ids = torch.from_numpy(store.input_ids[row, start:stop].astype("int64"))
+            mask = torch.from_numpy(store.loss_mask[row, start:stop].copy())
+            if mask.any():
+                logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+                total = total + torch.nn.functional.cross_entropy(
+                    logits[:-1][mask[1:]], ids[1:][mask[1:]], reduction="sum"
+                )
+    total.backward()
+    return {"loss": total.detach(), "gradients": {name: p.grad for name, p in params.items()}}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {case: base_of(case, folder / str(number)) for number, case in enumerate(CASES)}
+
+
+@pytest.fixture(scope="module")
+def single(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    return {case: ours(base, store, attention_of(case)) for case, base in bases.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    bases: dict[str, Path], single: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    assert max(store.position_ids.max(axis=1)) > 10, "a document longer than the windows"
+    return {
+        case: stock(base, store, attention_of(case), single[case]["values"])
+        for case, base in bases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(bases: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
+    return run_distributed(sharded, bases, world_size=2)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        # fp32, sums in another order: rows of documents here, documents there
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(
+            found["gradients"][name], gradient, rtol=1e-3, atol=1e-5 * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )  # fmt: skip
+        assert largest > 0, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_stock_packages(
+    single: dict[str, dict[str, Any]], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert_same(single[case], reference[case])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "window" in case])
+def test_documents_stay_apart_in_eager_attention_with_windows_too(
+    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    assert_same(ours(bases[case], store, "eager"), reference[case])
+
+
+def plain_varlen_attn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *_: Any,
+    scale: float, window_size: tuple[int, int], **__: Any,
+) -> torch.Tensor:  # fmt: skip
+    """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document, `window_size[0]` tokens back."""
+    found = []
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
+        back = window_size[0] if window_size[0] >= 0 else stop
+        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril().triu(-back)
+        made = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        found.append(made[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("case", [case for case in CASES if "softcap" not in case])
+def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
+    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The kernel is for GPUs, so its definition takes its place; an argument that it does not know would raise."""
+    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen_attn)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    assert_same(ours(bases[case], store, "varlen", fused=fused), reference[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_layers_and_offloaded_activations_change_neither(
+    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    found = ours(bases[case], store, attention_of(case), fused=True)
+    assert_same(found, reference[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_of_two_processes_are_those_of_stock_packages(
+    shared: list[dict[str, dict[str, Any]]], reference: dict[str, dict[str, Any]], case: str
+) -> None:
+    """With embedding and head in slices of 106 and 105 rows."""
+    for process in shared:
+        assert_same(process[case], reference[case])
+
+
+def test_every_supported_family_has_a_case() -> None:
+    assert {family for family, _ in CASES.values()} == set(FAMILIES)

@@ -1,0 +1,339 @@
+"""Shape facts from config.json and safetensors headers, and the mistakes that they show."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
+from workflow.lib.model.architecture import model_shape, safetensors_headers
+from workflow.lib.model.architecture.families import FAMILIES
+from workflow.lib.model.architecture.model_shape import read_config, read_shape, shape_of_config
+from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.system.errors import UserError
+
+
+def reject(folder: Path, *parts: str) -> None:
+    """Assert that reading the folder raises a `UserError` whose message has all parts."""
+    with pytest.raises(UserError) as caught:
+        read_shape(folder)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the key."""
+    config = {k: v for k, v in (TINY | changes).items() if v is not ...}
+    return write_checkpoint(folder, config=config)
+
+
+def with_shapes(folder: Path, changes: dict[str, tuple[int, ...] | None]) -> Path:
+    """Write the tiny checkpoint with other tensors; None removes one."""
+    model_shape = {k: v for k, v in (tensor_shapes(TINY) | changes).items() if v is not None}
+    return write_checkpoint(folder, shapes=model_shape)
+
+
+def test_parameters_are_counted_as_in_the_file(tmp_path: Path) -> None:
+    shape = read_shape(write_checkpoint(tmp_path))
+    stored = sum(int(np.prod(s)) for s in tensor_shapes(TINY).values())
+    assert shape.quantized_weights + shape.plain_weights == stored
+
+
+def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
+    shape = read_shape(write_checkpoint(tmp_path))
+    found = {x.name: (x.out_features, x.in_features) for x in shape.linears}
+    assert found == {
+        "q_proj": (30, 30), "k_proj": (10, 30), "v_proj": (10, 30), "o_proj": (30, 30),
+        "gate_proj": (46, 30), "up_proj": (46, 30), "down_proj": (30, 46),
+    }  # fmt: skip
+
+
+def save_tiny(folder: Path, family: str, **changes: Any) -> int:
+    """Save a tiny model of a family as Transformers builds it; return its parameters."""
+    small = {k: v for k, v in TINY.items() if k not in ("model_type", "tie_word_embeddings")}
+    config = transformers.CONFIG_MAPPING[family](**small, head_dim=14, pad_token_id=0, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_supported_family_is_what_transformers_builds(tmp_path: Path, family: str) -> None:
+    parameters = save_tiny(tmp_path, family)
+    shape = read_shape(tmp_path)
+    assert shape.quantized_weights + shape.plain_weights == parameters
+    assert shape_of_config(read_config(tmp_path / "config.json"), origin=tmp_path) == shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+)
+def test_biases_follow_from_the_switches_of_config(
+    tmp_path: Path, family: str, switches: dict[str, bool]
+) -> None:
+    save_tiny(tmp_path, family, **switches)
+    config = read_config(tmp_path / "config.json")
+    assert shape_of_config(config, origin=tmp_path) == read_shape(tmp_path)
+
+
+def test_tied_embeddings_count_once(tmp_path: Path) -> None:
+    config = TINY | {"tie_word_embeddings": True}
+    folder = write_checkpoint(tmp_path, config=config, shapes=tensor_shapes(config))
+    shape = read_shape(folder)
+    assert shape.plain_weights == 101 * 30 + 3 * 2 * 30 + 30
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    whole = read_headers(tmp_path)
+    names = sorted(whole)
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        tensors = {n: np.zeros(whole[n].shape, np.float16) for n in names if files[n] == file}
+        save_file(tensors, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": files}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {n: t.shape for n, t in read_headers(tmp_path).items()} == {
+        n: t.shape for n, t in whole.items()
+    }
+
+
+def test_stored_rotary_tables_do_not_count(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": (5,)}
+    assert read_shape(with_shapes(tmp_path, extra)).layer_vectors == (30, 30)
+
+
+def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, model_type="mixtral", num_local_experts=8)
+    reject(folder, "mixture of experts", "num_local_experts = 8", "Supported: llama, mistral")
+
+
+def test_unknown_family_lists_the_supported(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, model_type="bloom"), "'bloom'", "llama, mistral, qwen2", "olmo2")
+
+
+def test_missing_size_is_named(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, intermediate_size=...), "intermediate_size = None", "config.json")
+
+
+def test_size_that_is_no_number_is_named(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, vocab_size="many"), "vocab_size = 'many'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers = 1000000000: must be at most 10,000"),
+        ("num_hidden_layers", 10**4000, f"num_hidden_layers = 1{'0' * 19}...: must be at most"),
+        ("num_hidden_layers", float("inf"), "num_hidden_layers = inf: must be at most 10,000"),
+        ("vocab_size", 10**12, "vocab_size = 1000000000000: must be at most 16,777,216"),
+        ("text_config", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be"),
+        ("num_attention_heads", 31, "num_attention_heads = 31: must be at most hidden_size = 30"),
+    ],
+)
+def test_size_beyond_any_model_is_refused(
+    tmp_path: Path, key: str, value: object, bound: str
+) -> None:
+    reject(with_config(tmp_path, **{key: value}), f"config.json: {bound}", "model.source")
+
+
+def test_absurd_size_of_a_config_alone_is_refused() -> None:
+    with pytest.raises(UserError, match="num_hidden_layers = 1000000000: must be at most 10,000"):
+        shape_of_config(TINY | {"num_hidden_layers": 10**9}, origin=Path("config.json"))
+
+
+def test_config_too_large_to_be_one_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path)
+    monkeypatch.setattr(model_shape, "MAX_CONFIG_BYTES", 20)
+    reject(tmp_path, "config.json cannot be read as JSON (it is larger than")
+
+
+def test_head_dim_is_required_where_it_does_not_follow(tmp_path: Path) -> None:
+    reject(with_config(tmp_path, model_type="qwen3"), "head_dim = None")
+
+
+def test_config_that_is_not_json(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("<html>not found</html>")
+    reject(tmp_path, "config.json cannot be read as JSON", "model.source")
+
+
+def test_config_that_is_absent(tmp_path: Path) -> None:
+    reject(tmp_path, "config.json cannot be read as JSON", "No such file")
+
+
+def test_quantized_model_asks_for_the_original(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
+    reject(folder, "quantized already", "original bf16, fp16 or fp32 checkpoint")
+
+
+def test_packed_tensors_ask_for_the_original(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, dtype=np.uint8)
+    reject(folder, "stored as U8", "original bf16, fp16 or fp32 checkpoint")
+
+
+def test_pickles_alone_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    reject(tmp_path, "only pytorch_model.bin", "save_pretrained")
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    reject(tmp_path, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_shape_that_disagrees_with_config(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.2.mlp.up_proj.weight": (47, 30)})
+    reject(folder, "model.layers.2.mlp.up_proj.weight has shape [47, 30]", "[46, 30]")
+
+
+def test_tensor_that_is_missing(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.1.self_attn.o_proj.weight": None})
+    reject(folder, "no tensor model.layers.1.self_attn.o_proj.weight")
+
+
+def test_more_layers_than_config_says(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, num_hidden_layers=2)
+    reject(folder, "decoder layer 2", "num_hidden_layers = 2")
+
+
+def test_norm_missing_in_one_layer(tmp_path: Path) -> None:
+    folder = with_shapes(tmp_path, {"model.layers.1.input_layernorm.weight": None})
+    reject(folder, "decoder layer 1 differ from layer 0")
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    reject(tmp_path, "not a whole safetensors file", "promises", "Download it again")
+
+
+def test_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
+    reject(tmp_path, "is not a safetensors file, whatever its name says")
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    reject(tmp_path, "is not a safetensors file, whatever its name says")
+
+
+def test_git_lfs_pointer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    reject(tmp_path, "Git LFS pointer", "git lfs pull")
+
+
+def test_header_whose_offsets_do_not_match_the_shape(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    header = json.dumps({"x": {"dtype": "F16", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    reject(tmp_path, "a tensor of shape (3,) F16 in 8 bytes")
+
+
+def test_header_of_millions_of_dimensions_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    entry = {"dtype": "U8", "shape": [2] * 10**6, "data_offsets": [0, 8]}
+    header = json.dumps({"x": entry}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    reject(tmp_path, "a tensor of 1000000 dimensions, at most 8 are")
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "²"])
+def test_layer_of_a_number_that_no_model_has_is_ignored(tmp_path: Path, number: str) -> None:
+    found = read_shape(with_shapes(tmp_path, {f"model.layers.{number}.mlp.bias": (5,)}))
+    assert found.num_layers == 3
+
+
+def test_index_too_large_to_be_one_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path)
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(safetensors_headers, "MAX_HEADER_BYTES", 20)
+    reject(tmp_path, "is no index of a checkpoint (ValueError('it is larger than")
+
+
+def test_index_that_names_an_absent_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path, "names 2 of 2 files that are not beside it", "Complete the download")
+
+
+def test_index_that_names_a_file_elsewhere(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    index = {"weight_map": {"a": "../model.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path / "model", "not beside it: ../model.safetensors")
+
+
+def test_index_that_claims_a_tensor_for_the_wrong_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    index = {"weight_map": {"ghost": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    reject(tmp_path, "holds 'ghost', but it does not")
+
+
+FACTORS = {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", **FACTORS}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {}, None),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None),
+        ("llama", {"rope_parameters": LONG | {"original_max_position_embeddings": 37}}, 37),
+        ("llama", {"rope_parameters": LONG}, 128),
+        ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 41}, 41),
+        (
+            "phi3",
+            {
+                "rope_scaling": {"type": "su", "original_max_position_embeddings": 43, **FACTORS},
+                "original_max_position_embeddings": 43,
+            },
+            43,
+        ),
+        ("phi3", {"rope_scaling": {"type": "yarn", **FACTORS}}, 4096),
+        ("phi3", {}, None),
+    ],
+)
+def test_longropes_short_factors_reach_as_far_as_in_transformers(
+    family: str, changes: dict[str, Any], expected: int | None
+) -> None:
+    config = TINY | {"model_type": family} | changes
+    assert shape_of_config(config, origin=Path("model")).short_positions == expected
+    theirs = transformers.CONFIG_MAPPING[family](**json.loads(json.dumps(TINY | changes)))
+    is_long = theirs.rope_parameters["rope_type"] == "longrope"
+    assert is_long == (expected is not None)
+    if is_long:
+        assert theirs.rope_parameters["original_max_position_embeddings"] == expected
+
+
+def test_longrope_of_one_kind_of_layers_counts() -> None:
+    nested = {"full_attention": LONG | {"original_max_position_embeddings": 37}, "sliding_attention": {"rope_type": "default"}}  # fmt: skip
+    config = TINY | {"rope_parameters": nested}
+    assert shape_of_config(config, origin=Path("model")).short_positions == 37

@@ -1,0 +1,287 @@
+"""The NF4 linear against bitsandbytes' own quantization, decoded by hand, and the fused adapter node against plain autograd."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import quantize_4bit
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import decoded_by_hand, nf4_linear
+from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
+from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
+from workflow.lib.model.layers.rms_norm import RmsNorm, keepable, restored
+
+# (out, in), and what is odd about it at block size 64
+SHAPES = {
+    "3 blocks, half a byte over": (5, 37),
+    "5 blocks": (3, 101),
+    "289 blocks, 2 nested, odd everything": (137, 135),
+    "512 blocks, 2 whole nested": (256, 128),
+    "rows of one block and a quarter": (12, 80),
+    "the same, the last block not full": (3, 80),
+    "rows of half a block": (5, 32),
+}
+SCALE = 1.75
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
+    tmp_path: Path, shape: tuple[int, int], block_size: int, double_quant: bool
+) -> None:
+    weight = random(*shape)
+    linear = nf4_linear(tmp_path / "base", weight, block_size=block_size, double_quant=double_quant)
+    packed, state = quantize_4bit(
+        weight, blocksize=block_size, compress_statistics=double_quant, quant_type="nf4"
+    )
+    expected = decoded_by_hand(packed, state)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = linear.dequantize(dtype)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, expected.to(dtype))
+
+
+def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path: Path) -> None:
+    """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq. 4 and 5)."""
+    weight = random(3, 64, seed=3)
+    linear = nf4_linear(tmp_path / "base", weight, double_quant=False)
+    scales = weight.abs().amax(dim=1, keepdim=True)
+    nearest = (weight / scales)[..., None].sub(linear.quant_map).abs().argmin(-1)
+    torch.testing.assert_close(linear.dequantize(torch.float32), linear.quant_map[nearest] * scales)
+
+
+def test_padding_bytes_have_no_influence(tmp_path: Path) -> None:
+    linear = nf4_linear(tmp_path / "base", random(5, 37))
+    before = linear.dequantize(torch.float32)
+    for name, size in linear.spec.sizes.items():
+        data = linear.get_parameter(name).data.view(torch.uint8)
+        data[size:] = 0xFF
+    assert linear.absmax.nbytes > linear.spec.sizes["absmax"], (
+        "the sizes were chosen to need padding"
+    )
+    assert torch.equal(linear.dequantize(torch.float32), before)
+
+
+@pytest.fixture
+def padded_sizes() -> dict[str, int]:
+    return NF4Spec(shape=(5, 37), block_size=64, double_quant=True, offset=0.0).sizes
+
+
+def test_stored_sizes_are_those_of_the_paper(padded_sizes: dict[str, int]) -> None:
+    """185 weights: 93 bytes of codes, 3 blocks with an 8-bit scale each, one fp32 scale of scales."""
+    assert padded_sizes == {"weight": 93, "absmax": 3, "nested_absmax": 4}
+    single = NF4Spec(shape=(5, 37), block_size=64, double_quant=False, offset=0.0).sizes
+    assert single == {"weight": 93, "absmax": 12}
+
+
+def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path: Path) -> None:
+    """float32: FSDP2 rewrites NaN patterns of bf16 groups on CUDA, and refuses frozen uint8 on torch 2.11."""
+    linear = nf4_linear(tmp_path / "base", random(5, 37), bias=random(5))
+    params = dict(linear.named_parameters())
+    assert {name: tuple(p.shape) for name, p in params.items()} == {
+        "weight": (24,), "absmax": (1,), "nested_absmax": (1,), "bias": (5,),
+    }  # fmt: skip
+    assert all(p.dtype == torch.float32 and not p.requires_grad for p in params.values())
+
+
+@pytest.mark.parametrize("bias", [None, random(7, seed=5)], ids=["no bias", "bias"])
+def test_linear_without_adapter_has_the_value_and_gradient_of_the_plain_product(
+    tmp_path: Path, bias: torch.Tensor | None
+) -> None:
+    linear = nf4_linear(tmp_path / "base", random(7, 13), bias=bias)
+    x = random(2, 3, 13, seed=1).requires_grad_()
+    reference = torch.nn.functional.linear(x, linear.dequantize(torch.float32), bias)
+    out = linear(x)
+    assert torch.equal(out, reference)
+    grad = random(2, 3, 7, seed=2)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, x, grad), torch.autograd.grad(reference, x, grad)
+    )
+
+
+class Layer:
+    """What the fused node asks of a PEFT layer: the base linear, and the masters A and B."""
+
+    def __init__(self, base: NF4Linear, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.base, self.weights = base, (a, b)
+
+    def get_base_layer(self) -> NF4Linear:
+        return self.base
+
+    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weights
+
+    def fused_scale(self) -> float:
+        return SCALE
+
+
+@pytest.fixture(params=[None, random(7, seed=5)], ids=["no bias", "bias"])
+def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
+    base = nf4_linear(tmp_path / "base", random(7, 13), bias=request.param)
+    return Layer(
+        base, random(3, 13, seed=6).requires_grad_(), random(7, 3, seed=7).requires_grad_()
+    )
+
+
+def fused(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    return nf4_lora_matmul(x, layer)
+
+
+def plain(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """y = x W^T + b + s (x A^T) B^T, in fp64."""
+    base, (a, b) = layer.base, (w.double() for w in layer.weights)
+    bias = None if base.bias is None else base.bias.double()
+    weight = base.dequantize(torch.float32).double()
+    return torch.nn.functional.linear(x.double(), weight, bias) + SCALE * (
+        x.double() @ a.t() @ b.t()
+    )
+
+
+def test_fused_adapter_equals_autograd_of_the_plain_formula(layer: Layer) -> None:
+    """fp32 against fp64: sums of 13 terms of order 1, so a few units of 1e-7 times 10."""
+    x = random(2, 3, 13, seed=8).requires_grad_()
+    grad = random(2, 3, 7, seed=9)
+    ours, reference = fused(x, layer), plain(x, layer)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(ours, (x, *layer.weights), grad)
+    references = torch.autograd.grad(reference, (x, *layer.weights), grad.double())
+    for name, got, expected in zip(("dx", "dA", "dB"), gradients, references, strict=True):
+        torch.testing.assert_close(
+            got, expected, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_fused_adapter_gradients_equal_finite_differences(layer: Layer) -> None:
+    """The output is linear in each of x, A and B, so a central difference is exact whatever its width."""
+    inputs = {
+        "x": random(4, 13, seed=8).requires_grad_(),
+        "A": layer.weights[0],
+        "B": layer.weights[1],
+    }
+    weights = random(4, 7, seed=9)
+    gradients = torch.autograd.grad(
+        (fused(inputs["x"], layer) * weights).sum(), list(inputs.values())
+    )
+    for seed, (tensor, gradient) in enumerate(zip(inputs.values(), gradients, strict=True)):
+        direction, original = random(*tensor.shape, seed=seed), tensor.detach().clone()
+        values = []
+        for sign in (1, -1):
+            tensor.data = original + sign * direction
+            values.append((fused(inputs["x"], layer) * weights).sum())
+        tensor.data = original
+        # sums of order 10 to 100 in fp32
+        torch.testing.assert_close(
+            (gradient * direction).sum(), (values[0] - values[1]) / 2, rtol=1e-4, atol=1e-3
+        )
+
+
+def test_fused_adapter_saves_nothing_but_x_and_x_times_a(layer: Layer) -> None:
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = random(2, 3, 13).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        fused(x, layer)
+    assert [tuple(t.shape) for t in saved] == [(6, 13), (6, 3)]
+    assert saved[0].data_ptr() == x.data_ptr(), "x itself, no copy"
+    torch.testing.assert_close(saved[1], (x @ layer.weights[0].t()).detach().reshape(6, 3))
+
+
+def test_input_gradient_of_the_first_layer_is_not_computed(layer: Layer) -> None:
+    """The embedding is frozen: the first layer's x wants no gradient, and its product is saved."""
+    counted = Counted(layer.base)
+    fused(random(4, 13), Layer(counted, *layer.weights)).sum().backward()
+    assert counted.calls == 1
+
+
+def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(
+    layer: Layer,
+) -> None:
+    """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it a third time."""
+    counted = Counted(layer.base)
+    x = random(4, 13, seed=8).requires_grad_()
+    adapted = Layer(counted, *layer.weights)
+    out = checkpoint(lambda x: fused(x.relu(), adapted), x, use_reentrant=False)
+    gradients = torch.autograd.grad(out.sum(), (x, *layer.weights))
+    assert counted.calls == 2
+    expected = torch.autograd.grad(fused(x.relu(), layer).sum(), (x, *layer.weights))
+    assert all(map(torch.equal, gradients, expected))
+
+
+class Counted:
+    """An NF4 linear that counts its dequantizations."""
+
+    def __init__(self, base: NF4Linear) -> None:
+        self._base, self.calls = base, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        self.calls += 1
+        return self._base.dequantize(dtype)
+
+
+def test_master_gradients_are_float32_under_bfloat16_activations(layer: Layer) -> None:
+    x = random(4, 13).bfloat16().requires_grad_()
+    base = layer.base
+    if base.bias is not None:
+        base.bias.data = base.bias.data.bfloat16()
+    out = fused(x, layer)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert [t.grad.dtype for t in (x, *layer.weights)] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
+
+
+@pytest.mark.parametrize("nodes", ["one node", "a node each"])
+def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nodes: str) -> None:
+    """Two linears share it; gradients are those of autograd through norm and plain formula, in fp64."""
+    norm = RmsNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
+    x = random(2, 3, 13, seed=8).requires_grad_()
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    normed = norm(x)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if nodes == "one node":
+            ours = torch.cat(nf4_lora_matmuls(normed, [layer, layer]))
+        else:
+            ours = torch.cat([nf4_lora_matmul(normed, layer), nf4_lora_matmul(normed, layer)])
+    wide = [tensor for tensor in kept if tensor.shape == (6, 13)]
+    assert sum(tensor.numel() for tensor in kept) == 13 * 6 * len(wide) + 6 * 6
+    assert all(tensor.data_ptr() == x.data_ptr() for tensor in wide)
+    weight, wide = norm.weight.double(), x.double()
+    by_hand = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    reference = torch.cat([plain(by_hand, layer)] * 2)
+    grad = random(4, 3, 7, seed=9)
+    found = torch.autograd.grad(ours, (x, *layer.weights), grad)
+    expected = torch.autograd.grad(reference, (x, *layer.weights), grad.double())
+    for name, one, other in zip(("dx", "dA", "dB"), found, expected, strict=True):
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_output_of_a_norm_that_was_changed_is_kept_itself(layer: Layer) -> None:
+    norm = RmsNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
+    normed = norm(random(2, 13, seed=8)).mul_(3.0)
+    found, kept = keepable(normed)
+    assert found is None
+    assert torch.equal(restored(found, kept), normed)

@@ -1,0 +1,143 @@
+"""Which attention a run gets, and that no path lets a document see another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.layers.packed_attention import (
+    document_bounds,
+    flash_arguments,
+    varlen_attention,
+)
+from workflow.lib.model.lora import init_adapters_, inject_adapters
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def resolved(
+    name: str,
+    device: torch.device = GPU,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    softcapped: bool = False,
+) -> str:
+    return resolve_training_attention(name, device, compute_dtype=dtype, softcapped=softcapped)
+
+
+def test_auto_on_a_cpu_is_sdpa() -> None:
+    assert resolved("auto", CPU, dtype=torch.float32) == "sdpa"
+
+
+def test_auto_on_a_gpu_without_the_package_is_the_flash_attention_of_torch() -> None:
+    assert resolved("auto") in ("varlen", "flash_attention_2")
+
+
+def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
+    assert resolved("auto", dtype=torch.float32) == "sdpa"
+
+
+def test_auto_never_drops_the_soft_capping_of_scores() -> None:
+    assert resolved("auto", CPU, dtype=torch.float32, softcapped=True) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "softcapped", "reason"),
+    [
+        (CPU, torch.bfloat16, False, "it needs a GPU, and this runs on cpu"),
+        (GPU, torch.float32, False, "it computes in 16 bits, and compute_dtype is float32"),
+        (GPU, torch.bfloat16, True, "it cannot soft-cap attention scores"),
+    ],
+)
+def test_varlen_where_it_cannot_run_is_refused(
+    device: torch.device, dtype: torch.dtype, softcapped: bool, reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"model\.attention = 'varlen': {reason}.*Set it to auto"):
+        resolved("varlen", device, dtype=dtype, softcapped=softcapped)
+
+
+def test_a_model_with_attention_dropout_keeps_it() -> None:
+    settings = {"compute_dtype": torch.bfloat16, "softcapped": False, "dropout": 0.1}
+    assert resolve_training_attention("auto", GPU, **settings) != "varlen"
+    with pytest.raises(UserError, match=r"attention_dropout is 0\.1.*Set it to auto"):
+        resolve_training_attention("varlen", GPU, **settings)
+
+
+def test_sdpa_for_a_soft_capped_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.attention = 'sdpa': it ignores the soft-capping"):
+        resolved("sdpa", softcapped=True)
+
+
+def test_document_bounds_of_two_rows_with_three_documents() -> None:
+    bounds, longest = document_bounds(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]))
+    assert bounds.tolist() == [0, 3, 5, 10]
+    assert bounds.dtype == torch.int32
+    assert longest == 5
+
+
+def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
+    bounds, longest = document_bounds(torch.tensor([[0, 1, 0]]))
+    assert flash_arguments(bounds, longest)["cu_seq_lens_k"] is bounds
+    assert flash_arguments(bounds, longest)["max_length_q"] == 2
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [({"s_aux": torch.zeros(2)}, "s_aux"), ({"softcap": 50.0}, "softcap"), ({"is_causal": False}, "is_causal"),
+     ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"), ({"s_aux": 1, "softcap": 2.0}, "s_aux, softcap")],
+)  # fmt: skip
+def test_varlen_refuses_whatever_it_would_leave_out(told: dict[str, Any], named: str) -> None:
+    """Sinks, for instance: the check of the family uses the same attention, so it would not notice."""
+    heads = torch.zeros(1, 2, 5, 16)
+    bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
+    with pytest.raises(UserError) as caught:
+        varlen_attention(
+            torch.nn.Linear(1, 1), heads, heads, heads, **({"attention_mask": None} | bounds | told)
+        )
+    assert str(caught.value) == (
+        f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot do, and the model would be "
+        "trained without. Set it to eager."
+    )
+
+
+def logits(training: CausalLMForTraining, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits (rows, seq_len, vocab) of packed rows, as training computes them."""
+    everywhere = torch.arange(ids.numel())
+    with torch.no_grad():
+        return training(ids, rows, everywhere, None).unflatten(0, ids.shape)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_changed_document_changes_no_other_document(tmp_path: Path, attention: str) -> None:
+    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
+    training = whole_model(base, attention=attention)
+    store = random_store(rows=2, seq_len=37, seed=3)
+    ids = torch.from_numpy(store.input_ids.astype("int64"))
+    positions = torch.from_numpy(store.position_ids.astype("int64"))
+    start = int((positions[0] == 0).nonzero().flatten()[-1])
+    assert start > 0, "the first row holds several documents"
+    last, first = ids.clone(), ids.clone()
+    last[0, start:] = (last[0, start:] + 1) % VOCAB
+    first[0, :start] = (first[0, :start] + 1) % VOCAB
+    plain, with_last, with_first = (logits(training, x, positions) for x in (ids, last, first))
+    torch.testing.assert_close(with_last[0, :start], plain[0, :start])
+    torch.testing.assert_close(with_first[0, start:], plain[0, start:])
+    torch.testing.assert_close(with_last[1], plain[1])
+    assert not torch.allclose(with_last[0, start:], plain[0, start:])
+
+
+def whole_model(base: Path, *, attention: str) -> CausalLMForTraining:
+    """Build the training module of an NF4 base in this process, fp32."""
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
+    training = CausalLMForTraining(inject_adapters(model, LoraSettings(r=2)))
+    materialize_(training, transformers_model=model, device=CPU)
+    load_weights_(model, base)
+    init_adapters_(training, seed=0, base=base)
+    return training

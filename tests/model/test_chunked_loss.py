@@ -1,0 +1,193 @@
+"""The chunked loss against torch's cross-entropy, and which positions count."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
+from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, output_head
+from workflow.lib.model.training_module import CausalLMForTraining
+
+HIDDEN = 13
+ROWS = {
+    "one": 1,
+    "a chunk less one": CHUNK_ROWS - 1,
+    "a chunk": CHUNK_ROWS,
+    "two chunks and 3": 2 * CHUNK_ROWS + 3,
+}
+
+
+def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=generator)
+    return hidden, torch.randint(0, VOCAB, (rows,), generator=generator)
+
+
+@pytest.fixture(params=[(1.0, None), (1.0, 3.0), (0.25, None)], ids=["plain", "capped", "scaled"])
+def head(request: pytest.FixtureRequest) -> OutputHead:
+    torch.manual_seed(0)
+    module = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
+    scale, softcap = request.param
+    return OutputHead(module, scale, softcap)
+
+
+def reference(head: OutputHead, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The same by torch alone, in fp64."""
+    assert isinstance(head.module, nn.Linear)
+    logits = head.scale * hidden.double() @ head.module.weight.double().t()
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_loss_and_gradient_equal_torch_for_any_number_of_chunks(
+    head: OutputHead, rows: int
+) -> None:
+    hidden, targets = draw(rows)
+    hidden.requires_grad_()
+    ours, theirs = LinearCrossEntropy(head)(hidden, targets), reference(head, hidden, targets)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=0)  # fp32 sum of <= 3 chunks
+    (7 * ours).backward()
+    expected = torch.autograd.grad(7 * theirs, hidden)
+    torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_no_rows_cost_nothing_but_keep_their_gradient(head: OutputHead) -> None:
+    """A micro-batch without a trained token must take part in backward: other processes wait for it."""
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    loss = LinearCrossEntropy(head)(hidden, torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    assert loss == 0.0
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, HIDDEN)
+
+
+def test_no_rows_still_run_the_head(head: OutputHead) -> None:
+    """FSDP frees a unit's weights when all of its modules have run."""
+    seen: list[int] = []
+    head.module.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+    LinearCrossEntropy(head)(torch.zeros(0, HIDDEN), torch.zeros(0, dtype=torch.int64))
+    assert seen == [0]
+
+
+def test_nothing_is_kept_for_backward_without_gradients(head: OutputHead) -> None:
+    hidden, targets = draw(5)
+    with torch.no_grad():
+        loss = LinearCrossEntropy(head)(hidden, targets)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.double(), reference(head, hidden, targets), rtol=1e-6, atol=0)
+
+
+def test_gradient_of_the_rows_is_not_held_by_the_loss(head: OutputHead) -> None:
+    hidden, targets = draw(3)
+    hidden.requires_grad_()
+    loss = LinearCrossEntropy(head)(hidden, targets)
+    loss.backward()
+    assert loss.grad_fn is not None
+    assert loss.grad_fn.grad is None  # type: ignore[attr-defined]
+
+
+def test_without_targets_the_logits_are_returned(head: OutputHead) -> None:
+    hidden, _ = draw(5)
+    logits = LinearCrossEntropy(head)(hidden, None)
+    assert torch.equal(logits, head.logits(hidden))
+    assert logits.dtype == torch.float32
+
+
+def test_logits_of_a_whole_batch_never_exist(head: OutputHead) -> None:
+    """The head sees at most `CHUNK_ROWS` rows at a time."""
+    seen: list[int] = []
+    head.module.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+    hidden, targets = draw(2 * CHUNK_ROWS + 3)
+    LinearCrossEntropy(head)(hidden.requires_grad_(), targets).backward()
+    assert seen == [CHUNK_ROWS, CHUNK_ROWS, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "softcap"),
+    [
+        ({}, 1.0, None),
+        ({"logit_scale": 0.0625}, 0.0625, None),  # Cohere
+        ({"logits_scaling": 8.0}, 0.125, None),  # Granite
+        ({"final_logit_softcapping": 30.0}, 1.0, 30.0),  # Gemma 2
+        ({"logit_scale": None}, 1.0, None),  # MPT
+    ],
+    ids=str,
+)
+def test_head_is_scaled_and_capped_as_its_family_does(
+    config: dict[str, float | None], scale: float, softcap: float | None
+) -> None:
+    head = output_head(nn.Identity(), PretrainedConfig(**config))
+    assert (head.scale, head.softcap) == (scale, softcap)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> CausalLMForTraining:
+    folder = tmp_path_factory.mktemp("loss")
+    base = quantized(tiny_llama(folder / "original"), folder / "nf4")
+    return adapted(base, r=2)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
+    places = torch.arange(19).repeat(2, 1)
+    places[1, 7:] -= 7  # two documents in the second row
+    return ids, places
+
+
+@torch.no_grad()
+def test_loss_is_that_of_the_chosen_positions_alone(training: CausalLMForTraining) -> None:
+    ids, places = batch()
+    chosen = torch.tensor([0, 4, 20, 33])
+    targets = ids.flatten()[chosen + 1]
+    logits = training.family_logits(ids[:1], places[:1])
+    first = nn.functional.cross_entropy(logits[[0, 4]], targets[:2], reduction="sum")
+    second = training(ids[1:], places[1:], chosen[2:] - 19, targets[2:])
+    # another batch shape, so other kernels; fp32
+    torch.testing.assert_close(
+        training(ids, places, chosen, targets), first + second, rtol=1e-5, atol=0
+    )
+
+
+@torch.no_grad()
+def test_tokens_after_the_last_chosen_position_have_no_influence(
+    training: CausalLMForTraining,
+) -> None:
+    ids, places = batch()
+    chosen, targets = torch.tensor([3, 21]), torch.tensor([5, 9])
+    before = training(ids, places, chosen, targets)
+    ids[:, 12:] = 0
+    assert torch.equal(training(ids, places, chosen, targets), before)
+
+
+@torch.no_grad()
+def test_another_document_of_the_row_has_no_influence(training: CausalLMForTraining) -> None:
+    ids, places = batch()
+    chosen, targets = torch.arange(19 + 7, 38), torch.arange(12)
+    before = training(ids, places, chosen, targets)
+    ids[1, :7] = 0
+    assert torch.equal(training(ids, places, chosen, targets), before)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("rows", [0, 5, CHUNK_ROWS + 3])
+def test_gradient_of_a_trained_head_is_torchs(rows: int, softcap: float | None) -> None:
+    """Over several pieces of the vocabulary, none of them whole, and several chunks of rows; of no rows it is zero."""
+    torch.manual_seed(0)
+    module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5)
+    hidden, targets = draw(rows)
+    hidden.requires_grad_()
+    (7 * LinearCrossEntropy(OutputHead(module, 0.5, softcap))(hidden, targets)).backward()
+    exact, leaf = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5).double(), hidden.detach().double()
+    exact.load_state_dict(module.state_dict())
+    logits = 0.5 * exact(leaf.requires_grad_())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    (7 * nn.functional.cross_entropy(logits, targets, reduction="sum")).backward()
+    pairs = (hidden, leaf), (module.weight, exact.weight), (module.bias, exact.bias)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)

@@ -1,0 +1,238 @@
+"""Adapters: PEFT's names and configuration, initial values of any number of processes, the fused path and PEFT's."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from workflow.lib.export.stock_models import decode_partial_rows_
+from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
+from workflow.lib.model.lora import (
+    FusedLoraLinear,
+    init_adapters_,
+    inject_adapters,
+    lora_config,
+    trainable_parameters,
+)
+from workflow.lib.model.nf4_model import build_nf4_on_meta
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_json
+from workflow.lib.training.build import TrainingModel
+
+TARGETS = ("q_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+def stock(base: Path, **lora: Any) -> PeftModel:
+    """Stock PEFT on stock bitsandbytes."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.compute_dtype = torch.float32
+            module.support_avx512bf16_for_cpu = False
+    decode_partial_rows_(model)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", TARGETS], ids=["all", "two"])
+def test_names_and_shapes_are_those_of_stock_peft(base: Path, targets: Any) -> None:
+    ours = trainable_parameters(adapted(base, r=3, target_modules=targets))
+    listed = targets if isinstance(targets, str) else list(targets)
+    theirs = get_peft_model_state_dict(stock(base, r=3, target_modules=listed))
+    assert {n: tuple(p.shape) for n, p in ours.items()} == {
+        n: tuple(t.shape) for n, t in theirs.items()
+    }
+    assert len(ours) == 2 * 3 * (7 if targets == "all-linear" else 2)
+
+
+def test_only_adapters_are_trained_in_fp32(base: Path) -> None:
+    training = adapted(base, r=3)
+    trained = [(n, p.dtype) for n, p in training.named_parameters() if p.requires_grad]
+    assert all(".lora_A." in name or ".lora_B." in name for name, _ in trained)
+    assert {dtype for _, dtype in trained} == {torch.float32}
+
+
+def test_initial_values_are_those_of_peft_in_distribution(base: Path) -> None:
+    """A uniform in +-1/sqrt(in_features), so of variance 1/(3 in_features); B zero."""
+    for name, param in trainable_parameters(adapted(base, r=16)).items():
+        if ".lora_B." in name:
+            assert not param.any()
+            continue
+        bound = 1 / math.sqrt(param.shape[1])
+        assert float(param.abs().max()) <= bound
+        assert float(param.abs().max()) > 0.98 * bound
+        # 16 x 80 draws and more: the standard error of the mean square is 2.5%
+        assert float(param.square().mean()) == pytest.approx(bound**2 / 3, rel=0.1)
+
+
+def test_initial_values_depend_on_the_seed_and_differ_between_layers(base: Path) -> None:
+    training = adapted(base, r=3)
+
+    def draw(seed: int) -> dict[str, torch.Tensor]:
+        init_adapters_(training, seed=seed, base=base)
+        params = trainable_parameters(training)
+        return {name: p.detach().clone() for name, p in params.items() if ".lora_A." in name}
+
+    first, again, other = draw(1), draw(1), draw(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+    same_shape = [t for t in first.values() if t.shape == (3, 80)]
+    assert len({tuple(t.flatten().tolist()) for t in same_shape}) == len(same_shape)
+
+
+def test_target_that_is_no_linear_layer_is_refused(base: Path) -> None:
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
+    with pytest.raises(UserError) as caught:
+        inject_adapters(model, LoraSettings(target_modules=("q_proj", "qkv_proj")))
+    message = str(caught.value)
+    assert message.startswith(
+        "lora.target_modules = 'qkv_proj': no linear layer of the model has this name; it has "
+    )
+    assert "down_proj" in message
+    assert message.endswith("all-linear.")
+
+
+def test_expression_means_linears_even_if_it_matches_other_modules(base: Path) -> None:
+    training = adapted(base, r=3, target_modules=r"model\.layers\.1\.mlp\..*")
+    names = {n for n, m in training.named_modules() if isinstance(m, FusedLoraLinear)}
+    assert {name.rpartition("layers.")[2] for name in names} == {
+        "1.mlp.gate_proj",
+        "1.mlp.up_proj",
+        "1.mlp.down_proj",
+    }
+
+
+@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
+def test_scale_is_alpha_over_r_or_its_root(base: Path, use_rslora: bool, scale: float) -> None:
+    training = adapted(base, r=4, alpha=8, use_rslora=use_rslora)
+    layers = [m for m in training.modules() if isinstance(m, FusedLoraLinear)]
+    assert len(layers) == 21
+    assert {layer.scaling["default"] for layer in layers} == {scale}
+
+
+def randomized(training: CausalLMForTraining) -> CausalLMForTraining:
+    torch.manual_seed(3)
+    for param in trainable_parameters(training).values():
+        torch.nn.init.normal_(param, std=0.1)
+    return training
+
+
+def logits(training: CausalLMForTraining) -> torch.Tensor:
+    ids = torch.randint(0, VOCAB, (1, 13), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(13)
+    out: torch.Tensor = training(ids, places[None], places, None)
+    return out
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Counts the calls of the fused node."""
+    calls: list[None] = []
+    fused = NF4LoraMatMul.apply
+
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        return fused(*args)
+
+    monkeypatch.setattr(NF4LoraMatMul, "apply", counted)
+    return calls
+
+
+def test_fused_path_gives_the_logits_of_stock_peft(base: Path, fused_calls: list[None]) -> None:
+    training = randomized(adapted(base, r=3, alpha=7.5, use_rslora=True))
+    reference = stock(
+        base, r=3, lora_alpha=7.5, use_rslora=True, target_modules="all-linear"
+    ).eval()
+    with torch.no_grad():
+        weights = trainable_parameters(training)
+        for name, param in reference.named_parameters():
+            if param.requires_grad:
+                param.copy_(weights[name.replace(".default.", ".")])
+    ids = torch.randint(0, VOCAB, (1, 13), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        logits(training), reference(input_ids=ids).logits[0], rtol=1e-5, atol=1e-4
+    )
+    assert len(fused_calls) == 21
+
+
+def test_dropout_trains_through_pefts_own_forward(base: Path, fused_calls: list[None]) -> None:
+    training = randomized(adapted(base, r=3, dropout=0.5)).train()
+    torch.manual_seed(0)
+    first = logits(training)
+    assert not torch.allclose(first, logits(training)), "dropout is random"
+    torch.manual_seed(0)
+    assert torch.equal(first, logits(training)), "and a function of the seed"
+    assert not fused_calls
+
+
+def test_dropout_is_off_in_evaluation_which_is_fused(base: Path, fused_calls: list[None]) -> None:
+    with_dropout = logits(randomized(adapted(base, r=3, dropout=0.5)).eval())
+    assert torch.equal(with_dropout, logits(randomized(adapted(base, r=3))))
+    assert len(fused_calls) == 2 * 21
+
+
+def test_disabled_adapter_gives_the_base_models_logits(base: Path) -> None:
+    training = randomized(adapted(base, r=3))
+    with training.peft_model.disable_adapter():
+        off = logits(training)
+    torch.testing.assert_close(
+        off, logits(adapted(base, r=3)), rtol=0, atol=1e-5
+    )  # B = 0; a sum more
+    assert not torch.allclose(off, logits(training), atol=0.1)
+
+
+def test_adapter_configuration_is_one_that_stock_peft_reads(base: Path, tmp_path: Path) -> None:
+    training = adapted(base, r=3, alpha=7.5, dropout=0.25, target_modules=TARGETS, use_rslora=True)
+    write_json(tmp_path / "adapter_config.json", TrainingModel(training, [], 0).adapter_config())
+    config = PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(config, LoraConfig)
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 7.5, 0.25)
+    assert config.target_modules == set(TARGETS)
+    assert (config.use_rslora, config.inference_mode, config.task_type) == (True, True, "CAUSAL_LM")
+
+
+def test_settings_reach_peft() -> None:
+    config = lora_config(LoraSettings(r=5, alpha=10, dropout=0.1), linears=["a.q_proj"])
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.bias) == (5, 10, 0.1, "none")
+    assert config.target_modules == "all-linear"
+
+
+class MadeZeros(TorchDispatchMode):
+    """Notes the shapes of tensors of zeros that are made within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros.default:
+            self.shapes.append(tuple(made.shape))
+        return made
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_backward_makes_no_gradients_for_what_needs_none(base: Path, fused: bool) -> None:
+    training = adapted(base, r=3)
+    if fused:
+        fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]
+    ids = torch.arange(8)[None]
+    loss = training(ids, ids, torch.arange(8), torch.arange(8))
+    with MadeZeros() as seen:
+        loss.backward()
+    assert not [shape for shape in seen.shapes if len(shape) == 2]

@@ -1,0 +1,141 @@
+"""The factor on the loss in float16: it changes nothing but what float16 can hold, and no step is lost."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from tests.training.test_loop import STEPS, full, settings
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.checkpoint import CheckpointWriter, resume_
+from workflow.lib.training.loop import make_optimizer, steps
+
+IDENTITY = "0123456789ab-cdef01234567"
+FAR_TOO_LARGE = (
+    2.0**140
+)  # products with gradients of fp32 overflow until it has been halved some times
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loss_scale")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+def trained(
+    base: Path, world: World, *, factor: float | None, dtype: torch.dtype, folder: Path | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Train with a loss scale that starts at `factor`, or with what the type brings along; save and resume in `folder`."""
+    config = settings(dropout=0.2, max_grad_norm=0.5)
+    build = {"compute_dtype": dtype, "attention": "sdpa"}
+    training = build_training_model(base, config, PLAN, world, **build).training
+    if factor is not None:
+        training.loss_scale = LossScale()
+        training.loss_scale.values[0] = factor
+    optimizer = make_optimizer(training, config.train)
+    params = trainable_parameters(training)
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+    )
+    metrics = list(
+        steps(
+            training, optimizer, random_store(rows=13, seq_len=31), config.train, first_step=0, num_steps=STEPS,
+            micro_batch_size=1, elapsed_s=0.0, world=world,
+        )
+    )  # fmt: skip
+    found: dict[str, Any] = {
+        "losses": [m.loss for m in metrics],
+        "repeats": [m.repeats for m in metrics],
+        "gradients": gradients[0],
+        "weights": {name: full(p) for name, p in params.items()},
+    }
+    if folder is not None:
+        writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world)
+        writer.save(training, optimizer, step=STEPS)
+        writer.wait()
+        assert training.loss_scale is not None
+        found["saved"] = training.loss_scale.values.clone()
+        training.loss_scale.values.zero_()
+        resume_(folder, training, optimizer, identity=IDENTITY, world=world)
+        found["resumed"] = training.loss_scale.values
+    return found
+
+
+def survey(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    fp32 = torch.float32
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {
+            "plain": trained(base, world, factor=None, dtype=fp32),
+            "scaled": trained(base, world, factor=INITIAL, dtype=fp32, folder=folder),
+            "overflowing": trained(base, world, factor=FAR_TOO_LARGE, dtype=fp32),
+            "float16": trained(base, world, factor=None, dtype=torch.float16),
+        }
+
+
+@pytest.fixture(scope="module")
+def found(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return run_distributed(survey, base, folder, world_size=2)[0]
+
+
+@pytest.mark.parametrize("case", ["scaled", "overflowing"])
+def test_loss_scale_changes_no_loss_no_gradient_and_no_weight(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    """It is a power of two, and a repeated step drops out what it dropped out before."""
+    assert found[case]["losses"] == found["plain"]["losses"]
+    for key in ("gradients", "weights"):
+        torch.testing.assert_close(found[case][key], found["plain"][key], rtol=0, atol=0)
+
+
+def test_steps_that_overflow_are_made_once_more_and_counted(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    assert found["plain"]["repeats"] == [None] * STEPS
+    assert found["scaled"]["repeats"] == [0] * STEPS
+    first, *later = found["overflowing"]["repeats"]
+    assert first > 0
+    assert later[-1] - first < 5, "the factor is kept from step to step"
+
+
+def test_float16_trains_with_a_scaled_loss_close_to_float32(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    """11 bits of mantissa, through three layers."""
+    half, exact = found["float16"], found["plain"]
+    assert half["repeats"] != [None] * STEPS
+    torch.testing.assert_close(half["losses"], exact["losses"], rtol=2e-3, atol=0)
+    for name, gradient in exact["gradients"].items():
+        atol = 2e-2 * float(gradient.abs().max())
+        torch.testing.assert_close(half["gradients"][name], gradient, rtol=0, atol=atol)
+
+
+def test_checkpoint_holds_the_loss_scale(found: dict[str, dict[str, Any]]) -> None:
+    assert found["scaled"]["saved"].tolist() == [INITIAL, STEPS, 0]
+    assert torch.equal(found["scaled"]["resumed"], found["scaled"]["saved"])
+
+
+def test_factor_doubles_after_many_steps_without_overflow() -> None:
+    scale = LossScale()
+    for _ in range(STEPS_UNTIL_DOUBLED - 1):
+        assert not scale.must_repeat(1.0)
+    assert scale.factor == INITIAL
+    scale.must_repeat(1.0)
+    assert scale.factor == 2 * INITIAL
+
+
+def test_gradients_that_overflow_without_a_factor_are_not_tried_for_ever() -> None:
+    scale = LossScale()
+    tries = 0
+    while scale.must_repeat(math.inf):
+        tries += 1
+    assert scale.factor == SMALLEST
+    assert tries == math.log2(INITIAL)

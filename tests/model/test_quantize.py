@@ -1,0 +1,238 @@
+"""Our NF4 checkpoint against the one that Transformers makes itself, its files, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.support.models import VOCAB, quantized, tiny_llama
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.quantize import (
+    ShardWriter,
+    check_checkpoint,
+    copy_companions,
+    nf4_config,
+    quantizable_linears,
+    read_model_config,
+)
+from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("original"), dtype=torch.bfloat16)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with CheckpointReader(folder) as reader:
+        return {name: reader.tensor(name) for name in reader.names()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"double_quant": False}], ids=str)
+def test_checkpoint_is_the_one_that_transformers_makes(
+    original: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is copied. Block size 64 is all it knows."""
+    ours = tensors(quantized(original, tmp_path / "ours", **settings))
+    double = QuantizeConfig(**settings).double_quant
+    model = AutoModelForCausalLM.from_pretrained(
+        original,
+        dtype=torch.bfloat16,
+        device_map="cpu",
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
+        ),
+    )
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name].reshape(tensor.shape), tensor), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stock_transformers_loads_the_checkpoint_whole_and_packed(
+    tmp_path: Path, tied: bool
+) -> None:
+    source = tiny_llama(tmp_path / "original", tied=tied)
+    base = quantized(source, tmp_path / "nf4")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, device_map="cpu", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    packed = [name for name, p in model.named_parameters() if isinstance(p, Params4bit)]
+    assert len(packed) == 3 * len(LINEARS)
+    assert {name.split(".")[-2] for name in packed} == set(LINEARS)
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    assert ("lm_head.weight" in tensors(base)) is not tied
+
+
+def test_everything_but_the_linears_is_copied_bit_for_bit(original: Path, tmp_path: Path) -> None:
+    ours, source = tensors(quantized(original, tmp_path / "nf4")), tensors(original)
+    kept = {name: t for name, t in source.items() if name.split(".")[-2] not in LINEARS}
+    assert len(kept) == 2 + 2 * 3 + 1  # embedding, head; two norms a layer; the last norm
+    assert all(
+        torch.equal(ours[name], t) and ours[name].dtype == t.dtype for name, t in kept.items()
+    )
+
+
+def test_no_source_tensor_is_lost(original: Path, tmp_path: Path) -> None:
+    assert tensors(original).keys() <= tensors(quantized(original, tmp_path / "nf4")).keys()
+
+
+class TestShards:
+    def write(self, folder: Path, sizes: list[int], *, shard_bytes: int) -> ShardWriter:
+        folder.mkdir(exist_ok=True)
+        writer = ShardWriter(folder, shard_bytes=shard_bytes)
+        for number, size in enumerate(sizes):
+            writer.add({f"t{number}": torch.full((size,), number, dtype=torch.uint8)})
+        writer.close()
+        return writer
+
+    def test_files_are_cut_before_they_exceed_the_size(self, tmp_path: Path) -> None:
+        writer = self.write(tmp_path, [60, 40, 1, 250, 99], shard_bytes=100)
+        assert writer.total_bytes == 450
+        files = sorted(tmp_path.glob("*.safetensors"))
+        assert [f.name for f in files] == [
+            f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)
+        ]
+        assert [sorted(load_file(f)) for f in files] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
+
+    def test_index_names_the_file_of_every_tensor_and_the_total(self, tmp_path: Path) -> None:
+        self.write(tmp_path, [60, 41, 7], shard_bytes=100)
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"] == {"total_size": 108}
+        for name, file in index["weight_map"].items():
+            assert name in load_file(tmp_path / file)
+        assert sorted(index["weight_map"]) == ["t0", "t1", "t2"]
+
+    def test_no_temporary_name_stays(self, tmp_path: Path) -> None:
+        self.write(tmp_path, [60, 60], shard_bytes=100)
+        assert len(list(tmp_path.iterdir())) == 3
+
+    def test_what_waits_never_exceeds_a_shard_or_one_tensor(self, tmp_path: Path) -> None:
+        """The memory of quantization and merging: a shard, or a tensor larger than it, and the next tensor."""
+        writer = ShardWriter(tmp_path, shard_bytes=100)
+        draw = torch.Generator().manual_seed(0)
+        for number in range(50):
+            size = int(torch.randint(1, 180, (), generator=draw))
+            writer.add({f"t{number}": torch.zeros(size, dtype=torch.uint8)})
+            waiting = sum(t.nbytes for t in writer._pending.values())
+            assert waiting <= max(100, size)
+        writer.close()
+
+    def test_checkpoint_of_many_shards_is_whole(self, original: Path, tmp_path: Path) -> None:
+        base = quantized(original, tmp_path / "nf4")
+        assert len(list(base.glob("*.safetensors"))) > 2
+
+
+def refusal(folder: Path) -> str:
+    model = build_on_meta(folder, dtype=torch.bfloat16)
+    with pytest.raises(UserError) as caught, CheckpointReader(folder) as reader:
+        check_checkpoint(model, quantizable_linears(model), reader)
+    return str(caught.value)
+
+
+def rewritten(folder: Path, change: dict[str, torch.Tensor | None]) -> Path:
+    """Save a tiny Llama with some tensors replaced, or left out (None)."""
+    tiny_llama(folder)
+    kept = {
+        n: t for n, t in (load_file(folder / "model.safetensors") | change).items() if t is not None
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_checkpoint_without_a_tensor_of_the_model_is_refused(tmp_path: Path) -> None:
+    message = refusal(rewritten(tmp_path / "model", {Q_PROJ: None, "model.norm.weight": None}))
+    assert message.startswith(
+        f"the checkpoint lacks {Q_PROJ} and 1 more of the 30 tensors of its config.json's model"
+    )
+    assert message.endswith("Check model.source.")
+
+
+@pytest.mark.parametrize("name", [Q_PROJ, "model.embed_tokens.weight"])
+def test_tensor_of_another_shape_is_refused(tmp_path: Path, name: str) -> None:
+    expected = (VOCAB, 80) if "embed" in name else (80, 80)
+    message = refusal(rewritten(tmp_path / "model", {name: torch.zeros(VOCAB + 6, 80)}))
+    assert message == (
+        f"{name} has shape {(VOCAB + 6, 80)}, but config.json says {expected}: "
+        "the files do not belong together. Check model.source."
+    )
+
+
+@pytest.mark.parametrize(("dtype", "shown"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weight_that_is_quantized_already_is_refused(
+    tmp_path: Path, dtype: torch.dtype, shown: str
+) -> None:
+    message = refusal(rewritten(tmp_path / "model", {Q_PROJ: torch.zeros(80, 80).to(dtype)}))
+    assert message == (
+        f"{Q_PROJ} is stored as {shown}: the checkpoint is quantized already. "
+        "Set model.source to the original bf16 or fp16 checkpoint."
+    )
+
+
+def test_model_without_a_linear_layer_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path
+    )
+    assert "GPT2LMHeadModel has no linear layer besides its head" in refusal(tmp_path)
+
+
+def test_config_of_a_quantized_model_is_refused(original: Path, tmp_path: Path) -> None:
+    base = quantized(original, tmp_path / "nf4")
+    with pytest.raises(UserError, match=r"quantized already\. Set model.source to the original"):
+        read_model_config(base)
+
+
+@pytest.mark.parametrize("text", [None, "{"], ids=["absent", "broken"])
+def test_unreadable_config_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"config.json cannot be read as JSON \(.*Check model.source"
+    ):
+        read_model_config(tmp_path)
+
+
+def test_config_keeps_the_original_and_adds_the_quantization() -> None:
+    config = nf4_config(
+        {"model_type": "llama", "vocab_size": 7}, QuantizeConfig(double_quant=False)
+    )
+    assert config["vocab_size"] == 7
+    added = BitsAndBytesConfig.from_dict(config["quantization_config"])
+    assert added.quantization_method() == "nf4"
+    assert added.bnb_4bit_use_double_quant is False
+
+
+def test_companions_are_copied_and_weights_are_not(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+    )
+    for folder in (source, target):
+        folder.mkdir()
+    for name in (*names, "model.safetensors", "config.json", "README.md", "spiece.model"):
+        (source / name).write_text(name)
+    copy_companions(source, target)
+    assert {p.name for p in target.iterdir()} == {*names, "spiece.model"}

@@ -1,0 +1,245 @@
+"""The traced allocations against those of the engine itself, recorded on the CPU as it trains a tiny model."""
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.models import quantized, tiny_gemma2, tiny_llama
+from tests.support.preflight_examples import SEVEN, setup
+from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.model.decoder_layers import checkpoint_activations_
+from workflow.lib.model.lora import init_adapters_, inject_adapters
+from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import saved_activations
+from workflow.lib.planning.memory.trace_step import step_trace
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.training.batches import MicroBatch, make_batch
+from workflow.lib.training.loop import backward
+
+ROWS, SEQ_LEN = 2, 64
+ATTENTION_ONLY = SEVEN[:4]
+RANK_4 = LoraSettings(r=4)
+
+
+class Recorder(TorchDispatchMode):
+    """The bytes of all storages that operations make within the block, and their peak."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._there = {tensor.untyped_storage()._cdata for tensor in known}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._there:
+            self._there.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._there.discard(key)
+        self.now -= num_bytes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return made(tmp_path_factory.mktemp("traced"), vocab_size=101)
+
+
+def made(folder: Path, *, vocab_size: int) -> tuple[Path, Path]:
+    """Return a model and its NF4 base."""
+    source = tiny_llama(
+        folder / "original", hidden_size=128, intermediate_size=384, num_attention_heads=4,
+        num_key_value_heads=1, vocab_size=vocab_size,
+    )  # fmt: skip
+    return source, quantized(source, folder / "nf4")
+
+
+def random_batch() -> MicroBatch:
+    ids = np.random.default_rng(0).integers(0, 101, size=(ROWS, SEQ_LEN))
+    places = np.tile(np.arange(SEQ_LEN), (ROWS, 1))
+    return make_batch(ids, places, places > 0, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A vocabulary that outgrows all else."""
+    return made(tmp_path_factory.mktemp("wide"), vocab_size=9001)
+
+
+def adapted_in_bf16(base: Path, lora: LoraSettings = RANK_4, *, every: int = 0) -> Any:
+    """Return the training module of an NF4 folder, every so many layers recomputed (0: none)."""
+    model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
+    training = CausalLMForTraining(inject_adapters(model, lora))
+    if every:
+        checkpoint_activations_(model, every=every)
+    materialize_(training, transformers_model=model, device=torch.device("cpu"))
+    load_weights_(model, base)
+    init_adapters_(training, seed=0, base=base)
+    return training.train()
+
+
+def recorded(
+    base: Path, *, targets: tuple[str, ...], dora: bool, every: int, modules: tuple[str, ...] = (), batches: int = 1
+) -> int:  # fmt: skip
+    """The peak of so many micro-batches on the CPU in bf16 above what lies there before, bytes."""
+    lora = LoraSettings(r=4, target_modules=targets, use_dora=dora, modules_to_save=modules)
+    training = adapted_in_bf16(base, lora, every=every)
+    batch = random_batch()
+    with Recorder([*training.parameters(), *training.buffers()]) as seen:
+        for _ in range(batches):
+            loss = training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+            loss.backward()
+            del loss
+    return seen.peak
+
+
+def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path, Path]) -> None:
+    """With recomputation its graph would hold hidden states until the next one has its loss."""
+    _, base = folders
+    training = adapted_in_bf16(base, every=1)
+    batches, left = [random_batch(), random_batch()], []
+
+    def taken() -> Iterator[MicroBatch]:
+        for batch in batches:
+            yield batch
+            gradients = [p.grad for p in training.parameters() if p.grad is not None]
+            left.append(seen.now - sum(grad.untyped_storage().nbytes() for grad in gradients))
+
+    with Recorder([*training.parameters(), *training.buffers()]) as seen:
+        backward(training, taken(), trained_tokens=9, factor=1.0, device=torch.device("cpu"))
+    hidden_size = training.peft_model.get_base_model().config.hidden_size
+    assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
+
+
+def traced(shape: ModelShape, chosen: Setup) -> int:
+    """The same by the trace, without rounding; gradients are made in it too."""
+    tape = step_trace(shape, chosen, checked=False)
+    before = tape.events.index("look_up_embedding")
+    now = peak = 0
+    for event in tape.events[before : tape.events.index("optimizer_step")]:
+        if isinstance(event, int):
+            now += tape.sizes[event] if event >= 0 else -tape.sizes[~event]
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "lever",
+    [{"every": 1}, {"every": 0}, {"every": 2}, {"every": 1, "targets": ATTENTION_ONLY},
+     {"every": 0, "dora": True}],
+    ids=str,
+)  # fmt: skip
+def test_peak_above_the_weights_is_that_of_the_engine(
+    folders: tuple[Path, Path], lever: dict[str, Any]
+) -> None:
+    """Fused layers are left out: they compute in place, by kernels that a CPU has not."""
+    source, base = folders
+    wanted = {"targets": SEVEN, "dora": False} | lever
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={},
+        targets=wanted["targets"], dora=wanted["dora"], activation_checkpointing=wanted["every"],
+    )  # fmt: skip
+    found = traced(read_shape(source), chosen)
+    assert found == pytest.approx(recorded(base, **wanted), rel=0.02)
+
+
+@pytest.fixture(scope="module", params=[None, 50.0], ids=["plain", "soft-capped"])
+def gemma(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("gemma")
+    source = tiny_gemma2(folder / "original", attn_logit_softcapping=request.param)
+    return source, quantized(source, folder / "nf4")
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
+    gemma: tuple[Path, Path], every: int
+) -> None:
+    source, base = gemma
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={}, targets=SEVEN,
+        activation_checkpointing=every,
+    )  # fmt: skip
+    found = traced(read_shape(source), chosen)
+    measured = recorded(base, targets=SEVEN, dora=False, every=every)
+    assert found == pytest.approx(measured, rel=0.02)
+
+
+def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_trace_keeps(
+    gemma: tuple[Path, Path],
+) -> None:
+    """Recorded by autograd's own hooks. The closed form counts as much, or a little more."""
+    source, base = gemma
+    shape = read_shape(source)
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={}, targets=SEVEN,
+        activation_checkpointing=False,
+    )  # fmt: skip
+    tape = step_trace(shape, chosen, checked=False)
+    forward = tape.events[tape.events.index("forward") : tape.events.index("loss")]
+    made = [event for event in forward if isinstance(event, int) and event >= 0]
+    traced_bytes = sum(tape.sizes[x] for x in made if tape.terms[x] == "saved_activations")
+    measured = saved_bytes(base)
+    assert traced_bytes == pytest.approx(measured, rel=0.01)
+    assert measured <= shape.num_layers * saved_activations(shape, chosen) <= 1.03 * measured
+
+
+def saved_bytes(base: Path) -> int:
+    """Bytes of all that autograd keeps of the decoder layers of one micro-batch in bf16, weights and tables left out."""
+    training = adapted_in_bf16(base)
+    batch = random_batch()
+    there = {t.untyped_storage().data_ptr() for t in (*training.parameters(), *training.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its address
+        return tensor
+
+    def of_layers(*_: Any) -> None:
+        kept.clear()
+
+    decoder = training.peft_model.get_base_model().model
+    decoder.layers[0].register_forward_pre_hook(of_layers)
+    last: list[int] = []
+    decoder.norm.register_forward_pre_hook(lambda *_: last.append(sum(s.nbytes() for s in kept.values())))  # fmt: skip
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+    return last[0]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(
+    "modules", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids=str
+)
+def test_peak_with_trained_modules_is_that_of_the_engine(
+    wide: tuple[Path, Path], modules: tuple[str, ...], batches: int
+) -> None:
+    source, base = wide
+    chosen = setup(
+        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={},
+        targets=SEVEN, activation_checkpointing=True, accumulates=batches > 1,
+        trains_head="lm_head" in modules, trains_embedding="embed_tokens" in modules,
+    )  # fmt: skip
+    found = traced(read_shape(source), chosen)
+    measured = recorded(base, targets=SEVEN, dora=False, every=1, modules=modules, batches=batches)
+    assert found == pytest.approx(measured, rel=0.02)

@@ -1,0 +1,83 @@
+"""What a cluster is asked for: from the same prediction as preflight's verdict, with room."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.workflow_project import REPOSITORY
+from workflow.lib.planning.preflight.cluster_request import (
+    Allocation,
+    quantizing,
+    reading,
+    training,
+)
+from workflow.lib.settings.config import RunConfig, load_config
+
+BASE = str(REPOSITORY / "workflow" / "resources" / "base")
+H100 = {"gpus": 2, "gpu_model": "H100", "nodes": 4}
+
+
+def run_config(**sections: Any) -> RunConfig:
+    return load_config(sections | {"runs": {"demo": {}}})[1]["demo"]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> str:
+    """A million rows of 256 tokens, as long as the demo's."""
+    train = {"packed_rows": 10**6, "tokens": 256 * 10**6, "trained_tokens": 128 * 10**6}
+    path = tmp_path / "manifest.json"
+    splits = {"train": train, "heldout": {"tokens": 10**5, "documents": 500}}
+    path.write_text(json.dumps({"seq_len": 256, "vocab_size": 1024, "splits": splits}))
+    return str(path)
+
+
+def hours(run: RunConfig, manifest: str) -> float:
+    return training(run, model=BASE, manifest=manifest).runtime / 60
+
+
+@pytest.fixture(autouse=True)
+def _login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_twice_the_epochs_take_twice_the_time(manifest: str) -> None:
+    one, two = (
+        hours(run_config(hardware=H100, train={"epochs": n}), manifest) for n in (10.0, 20.0)
+    )
+    assert two - 1 / 3 == pytest.approx(2 * (one - 1 / 3), rel=0.01)  # 20 min to start and end
+
+
+def test_gpus_ask_for_less_time_than_cpus(manifest: str) -> None:
+    slow, fast = (hours(run_config(hardware=on), manifest) for on in ({"gpus": 0}, H100))
+    assert fast < slow
+
+
+def test_memory_is_of_one_node_whatever_their_number(manifest: str) -> None:
+    few, many = (
+        training(
+            run_config(
+                hardware=H100 | {"nodes": n}, train={"global_batch_size": 64, "micro_batch_size": 1}
+            ),
+            model=BASE,
+            manifest=manifest,
+        )
+        for n in (1, 8)
+    )
+    assert few.mem_mb == many.mem_mb
+    assert 2 * 2.5 * 1024 < few.mem_mb < 10 * 1024  # two processes with CUDA
+
+
+def test_merged_model_asks_for_more_memory(manifest: str) -> None:
+    plain, merged = (
+        reading(run_config(export={"merged": flag}), model=BASE, manifest=manifest)
+        for flag in (False, True)
+    )
+    assert merged.mem_mb - plain.mem_mb == pytest.approx(2 * 1024 * 1.25, abs=2)
+
+
+def test_quantization_needs_no_tokens() -> None:
+    asked = quantizing(run_config(), model=BASE, manifest="not there")
+    assert asked == Allocation(mem_mb=asked.mem_mb, runtime=asked.runtime)
+    assert 3 * 1024 < asked.mem_mb < 5 * 1024

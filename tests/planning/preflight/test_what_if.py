@@ -1,0 +1,122 @@
+"""Preflight by hand: what is imagined, what is found, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.preflight_examples import TINY, write_checkpoint
+from workflow.lib.model.architecture.model_shape import read_shape
+from workflow.lib.planning.preflight.what_if import find_shape, settings_of
+from workflow.lib.system.errors import UserError
+
+
+def ask(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def refused(*words: str) -> str:
+    """Ask, assert one message without traceback, and return it."""
+    answer = ask(*words)
+    assert answer.returncode == 1
+    assert "Traceback" not in answer.stderr
+    return answer.stderr.strip().splitlines()[-1]
+
+
+def test_llama_2_70b_fits_two_cards_of_24_gb_with_short_rows(tmp_path: Path) -> None:
+    words = ("--gpus", "2x4090", "--seq-len", "1024", "--rank", "8", "--output", str(tmp_path / "p.json"))  # fmt: skip
+    answer = ask("--model", "meta-llama/Llama-2-70b-hf", *words)
+    assert answer.returncode == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert (found["verdict"], found["plan"]["processes"]) == ("fits", 2)
+    assert found["host_capacity_bytes"] is None
+    assert "fits" in answer.stderr
+
+
+def test_what_does_not_fit_names_changes_that_would() -> None:
+    here = ("--set", "hardware.offload_layers=0", "--set", "hardware.offload_activations=false")
+    message = refused("--model", "Llama-3.1-70B", "--gpus", "2x4090", *here)
+    assert "does not fit" in message
+    assert "hardware.gpus = 4" in message
+
+
+def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
+    tmp_path: Path,
+) -> None:
+    answer = ask(
+        "--model", "Llama-3.1-70B", "--gpus", "2x4090", "--output", str(tmp_path / "p.json")
+    )
+    assert answer.returncode == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["plan"]["offload_layers"] > 0
+    assert f"{found['plan']['offload_layers']} layers; gathered weights" in answer.stderr
+
+
+def test_any_setting_can_be_given(tmp_path: Path) -> None:
+    words = ("--set", "hardware.price_per_gpu_hour=0.5", "--set", "train.micro_batch_size=2")
+    answer = ask("--model", "Qwen3-0.6B", "--gpus", "3090", "--seq-len", "512", *words)
+    assert answer.returncode == 0
+    assert "cost" in answer.stderr
+    assert "micro-batch 2" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--model", "Qwen3-8B"), "--gpus = None"),
+        (("--model", "Qwen3-8B", "--gpus", "2x4091"), "Did you mean 4090"),
+        (("--model", "$NOWHERE/model", "--gpus", "4090"), "$NAME are not expanded in settings"),
+        (("--model", "Qwen3-88B", "--gpus", "4090"), "Did you mean Qwen/Qwen3-8B"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--rows", "0"), "--rows = 0"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--seq-len", "99999"), "max_position_embeddings is 40960"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r"), "--set = 'lora.r'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), "offload_layers = -1: must be 0 to 10000"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
+        (("--config", "{}", "--model", "x"), "--tokens = None"),
+    ],
+)  # fmt: skip
+def test_mistake_is_one_message(words: tuple[str, ...], part: str) -> None:
+    assert part in refused(*words)
+
+
+def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "whole")
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"dtype": "float16"}))
+    whole = read_shape(folder)
+    assert find_shape(str(folder), revision=None) == whole
+    assert find_shape(str(tmp_path), revision=None) == whole
+    assert find_shape(str(tmp_path / "config.json"), revision=None) == whole
+
+
+def test_config_of_an_unsupported_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "bloom"}))
+    with pytest.raises(UserError, match="'bloom' is not supported"):
+        find_shape(str(tmp_path), revision=None)
+
+
+def test_rows_of_a_step_suit_any_number_of_gpus() -> None:
+    settings = settings_of([], seq_len=64, rank=4, processes=3, batch=None)
+    assert settings.train.global_batch_size == 18
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"batch": 0}, "train.global_batch_size = 0: must be at least 1"),
+        ({"seq_len": 0}, "data.seq_len = 0: must be at least 8"),
+        ({"rank": 0}, "lora.r = 0: must be at least 1"),
+        ({"rank": 100_000}, "lora.r = 100000: must be at most 1024"),
+    ],
+)
+def test_absurd_size_is_named_without_a_file_that_is_not_there(
+    sizes: dict[str, int], part: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        settings_of([], **({"seq_len": 64, "rank": 4, "processes": 3, "batch": None} | sizes))
+    assert str(caught.value).startswith(part)
+    assert "config.yaml" not in str(caught.value)

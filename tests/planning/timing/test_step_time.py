@@ -1,0 +1,158 @@
+"""The time model against what was measured on H200, by hand, and where things run beside each other."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import llama_70b, setup
+from workflow.lib.planning.timing.gpu_traffic import Traffic
+from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
+from workflow.lib.planning.timing.step_time import (
+    Work,
+    estimate,
+    gpu_parts,
+    gpu_seconds,
+    micro_batch_work,
+)
+from workflow.lib.system.gpu_models import BY_NAME
+
+H200 = "NVIDIA H200"
+WORK = Work(4e12, 1e12, 3e9, 5e9, 9, 1 / 3)
+
+
+def estimated(work: Work = WORK, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"basis": "a table", "num_gpus": 1, "tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": None}  # fmt: skip
+    return estimate(gpu_parts(work, BY_NAME[H200]), **(settings | changes))
+
+
+def test_product_work_of_one_layer_by_hand() -> None:
+    shape = llama_70b(layers=1, vocab=32000)
+    linears = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    adapters = 16 * (2 * 16384 + 2 * 9216 + 3 * 36864)
+    work = micro_batch_work(shape, setup(seq_len=100), trained_share=0.5)
+    not_recomputed = 2 * 8192 * 28672  # the down projection
+    head = 2 * 32000 * 8192
+    assert work.product_flops == 100 * (6 * linears - not_recomputed + 8 * adapters + head)
+
+
+def test_without_recomputation_there_is_a_third_less() -> None:
+    kept = micro_batch_work(llama_70b(), setup(activation_checkpointing=False), trained_share=0.0)
+    recomputed = micro_batch_work(llama_70b(), setup(), trained_share=0.0)
+    down = 28672 / (
+        3 * 28672 + 2 * 8192 + 2 * 1024
+    )  # its share of the weights is made again by neither
+    expected = 2 / (3 - down)
+    assert kept.product_flops / recomputed.product_flops == pytest.approx(expected, rel=0.01)
+    assert kept.layer_passes / recomputed.layer_passes == pytest.approx(2 / 3)
+
+
+def test_recomputing_every_fourth_layer_costs_a_quarter_of_recomputing_all() -> None:
+    some, every, none = (
+        micro_batch_work(llama_70b(), setup(activation_checkpointing=k), trained_share=0.0)
+        for k in (4, 1, False)
+    )
+    assert some.layer_passes - none.layer_passes == (every.layer_passes - none.layer_passes) / 4
+
+
+def test_masked_attention_does_twice_the_work_of_causal() -> None:
+    causal = micro_batch_work(llama_70b(), setup(), trained_share=1.0)
+    masked = micro_batch_work(llama_70b(), setup(attention="sdpa"), trained_share=1.0)
+    assert masked.attention_flops == 2 * causal.attention_flops
+
+
+def test_short_micro_batches_wait_for_python() -> None:
+    work = micro_batch_work(llama_70b(layers=8), setup(seq_len=16), trained_share=1.0)
+    assert gpu_seconds(work, BY_NAME["NVIDIA B200"]) == pytest.approx(
+        8 * 3 * H200_CONSTANTS.launch_s
+    )
+
+
+def test_unknown_speed_has_no_estimate() -> None:
+    settings = {"tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": 1.0}
+    found = estimate(None, basis="unknown", num_gpus=1, **settings)
+    assert {found[key] for key in ("step_s", "total_h", "tokens_per_s_per_process", "cost")} == {
+        None
+    }
+    assert (found["basis"], found["parts_s"]) == ("unknown", {})
+
+
+def test_total_is_steps_of_micro_batches() -> None:
+    found = estimated()
+    micro_s = gpu_seconds(WORK, BY_NAME[H200])
+    assert found["step_s"] == pytest.approx(3 * micro_s)
+    assert found["total_h"] == pytest.approx(7 * 3 * micro_s / 3600)
+    assert found["tokens_per_s_per_process"] == pytest.approx(61 / micro_s)
+
+
+def test_cost_counts_every_gpu() -> None:
+    priced = estimated(num_gpus=4, price_per_gpu_hour=2.5)
+    assert priced["cost"] == pytest.approx(priced["total_h"] * 4 * 2.5)
+
+
+def test_there_is_no_cost_without_a_price_or_on_the_cpu() -> None:
+    assert estimated()["cost"] is None
+    assert estimated(num_gpus=0, price_per_gpu_hour=2.5)["cost"] is None
+
+
+def test_parts_add_up_to_the_time() -> None:
+    assert sum(gpu_parts(WORK, BY_NAME[H200]).values()) == gpu_seconds(WORK, BY_NAME[H200])
+
+
+def test_traffic_between_gpus_hides_behind_compute() -> None:
+    gpu = BY_NAME[H200]
+    alone = gpu_parts(WORK, gpu, traffic=Traffic(0.0, 0.001, 0.0))
+    compute_s = sum(alone.values()) - 0.001
+    hidden, late = (
+        gpu_parts(WORK, gpu, traffic=Traffic(share * compute_s, 0.001, 0.0)) for share in (0.9, 1.5)
+    )
+    assert hidden == alone
+    assert late["waiting_for_other_gpus"] == pytest.approx(0.5 * compute_s + 0.001)
+
+
+def test_activations_leave_and_come_back_behind_compute_as_far_as_the_slot_allows() -> None:
+    gpu = BY_NAME[H200]
+    compute_s = gpu_seconds(WORK, gpu)
+    a_third = int(compute_s / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
+    hidden, late = (
+        gpu_parts(replace(WORK, stashed_bytes=size), gpu) for size in (a_third, 2 * a_third)
+    )
+    assert hidden["waiting_for_the_host"] == pytest.approx(0.0, abs=1e-3 * compute_s)
+    # twice a third: behind forward (a third) only half of it, behind the rest (two thirds) all
+    assert late["waiting_for_the_host"] == pytest.approx(compute_s / 3, rel=0.02)
+
+
+def test_on_pcie_activations_and_weights_share_the_slot() -> None:
+    gpu = BY_NAME["NVIDIA GeForce RTX 4090"]
+    third = int(gpu_seconds(WORK, gpu) / 3 * gpu.host_bandwidth * H200_CONSTANTS.host_share)
+    stashed = replace(WORK, stashed_bytes=third)
+    alone = gpu_parts(stashed, gpu)
+    compute_s = sum(alone.values()) - alone["waiting_for_the_host"]
+    assert alone["waiting_for_the_host"] == pytest.approx(0, abs=0.01 * compute_s)
+    traffic = Traffic(0.5 * compute_s, 0.0, 0.0)
+    assert gpu_parts(WORK, gpu, traffic=traffic)["waiting_for_other_gpus"] == 0.0
+    both = gpu_parts(stashed, gpu, traffic=traffic)  # 2/3 out and back, and 1/2
+    assert both["waiting_for_other_gpus"] == pytest.approx(compute_s / 6, rel=0.1)
+
+
+def test_layer_from_the_host_is_late_by_what_the_layer_before_it_does_not_cover() -> None:
+    gpu = BY_NAME[H200]
+    hosting = replace(WORK, layers=3, hosted_layers=2)
+    forward_s = gpu_seconds(WORK, gpu) * WORK.forward_share / 3  # of one layer
+    covered = int(0.9 * forward_s * gpu.host_bandwidth * H200_CONSTANTS.host_share)
+    assert gpu_seconds(replace(hosting, hosted_bytes=covered), gpu) == gpu_seconds(WORK, gpu)
+    late = gpu_parts(replace(hosting, hosted_bytes=2 * covered), gpu)["waiting_for_the_host"]
+    assert late == pytest.approx(2 * 0.8 * forward_s)  # backward takes twice as long: covered
+
+
+def test_gpu_waits_for_embedding_rows_from_the_host() -> None:
+    rows = replace(WORK, looked_up_bytes=int(H200_CONSTANTS.lookup_bandwidth / 100))
+    seconds = gpu_seconds(rows, BY_NAME[H200]) - gpu_seconds(WORK, BY_NAME[H200])
+    assert seconds == pytest.approx(0.01)
+
+
+def test_dora_costs_a_product_of_every_weight_with_a() -> None:
+    plain = micro_batch_work(llama_70b(), setup(), trained_share=1.0)
+    dora = micro_batch_work(llama_70b(), setup(dora=True), trained_share=1.0)
+    assert 1 < dora.product_flops / plain.product_flops < 1.15
+    assert dora.kept_bytes > plain.kept_bytes

@@ -1,0 +1,138 @@
+"""Environments: one list of versions, from which pip's and conda's are made."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ENVS = Path(__file__).resolve().parents[2] / "envs"
+REQUIREMENTS = sorted(path for path in ENVS.glob("*.txt") if path.name != "pins.txt")
+
+
+def render() -> ModuleType:
+    """Return envs/render.py as a module."""
+    spec = importlib.util.spec_from_file_location("render", ENVS / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(path: Path) -> list[str]:
+    """Return the requirements of a file, without comments and options."""
+    stripped = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [line for line in stripped if line and not line.startswith(("#", "-"))]
+
+
+def normalized(name: str) -> str:
+    """Return a package's name as PyPI compares it, without extras."""
+    return name.partition("[")[0].lower().replace("_", "-").replace(".", "-")
+
+
+def pins() -> dict[str, str]:
+    """Return the pinned version of every package."""
+    pairs = (line.split("==") for line in lines(ENVS / "pins.txt"))
+    return {normalized(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("kind", render().KINDS)
+def test_conda_environment_is_what_the_script_writes(kind: str) -> None:
+    written = (ENVS / f"{kind}.yaml").read_text(encoding="utf-8")
+    assert written == render().conda_environment(kind), "`python envs/render.py` writes it again"
+
+
+def test_every_conda_environment_is_written_by_the_script() -> None:
+    assert {path.stem for path in ENVS.glob("*.yaml")} == set(render().KINDS)
+
+
+@pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.name)
+def test_every_requirement_has_one_version(path: Path) -> None:
+    names = [line.partition("==") for line in lines(path)]
+    loose = [name for name, pinned, _ in names if not pinned and normalized(name) not in pins()]
+    assert loose == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in REQUIREMENTS if path.name != "flash-attn.txt"], ids=lambda p: p.name
+)
+def test_pip_reads_the_pins_with_every_list(path: Path) -> None:
+    assert "-c pins.txt" in path.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_pin_is_one_exact_version() -> None:
+    assert [p for p in lines(ENVS / "pins.txt") if not re.fullmatch(r"[\w.-]+==[\w.!]+", p)] == []
+
+
+def test_every_package_that_the_workflow_imports_is_pinned() -> None:
+    root = ENVS.parent / "workflow"
+    sources = [*root.glob("lib/**/*.py"), *root.glob("scripts/*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"workflow"}
+    tops.remove("triton")  # comes with PyTorch for GPUs, in the one version that fits it
+    owners = importlib.metadata.packages_distributions()
+    loose = {top for top in tops if not {normalized(o) for o in owners[top]} & pins().keys()}
+    assert len(tops) > 10
+    assert loose == set()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
+def test_container_installs_the_lists_with_their_pins_and_names_no_version(name: str) -> None:
+    text = (ENVS / name).read_text(encoding="utf-8")
+    for kind in render().KINDS:
+        assert f"-r /opt/workflow/envs/{kind}.txt" in text
+    assert "==" not in text
+    python = yaml.safe_load((ENVS / "torch.yaml").read_text())["dependencies"][0]
+    assert f"python:{python.partition('=')[2]}-slim" in text
+
+
+def test_stages_run_in_the_image_that_the_definition_builds() -> None:
+    common = (ENVS.parent / "workflow" / "rules" / "common.smk").read_text(encoding="utf-8")
+    assert 'Path(workflow.basedir) / "envs" / "workflow.sif"' in common
+    assert (
+        "apptainer build envs/workflow.sif envs/apptainer.def"
+        in (ENVS / "apptainer.def").read_text()
+    )
+
+
+def test_audit_reads_every_pin() -> None:
+    recipe = (ENVS.parent / "Makefile").read_text().split("\naudit:")[1].split("\n\n")[0]
+    assert "-r envs/pins.txt" in recipe
+    assert "--strict" in recipe, "a pin that cannot be asked about is no pass"
+    jobs = yaml.safe_load((ENVS.parent / ".github/workflows/ci.yaml").read_text())["jobs"]
+    assert [step for step in jobs["audit"]["steps"] if step.get("run") == "make audit"]
+
+
+def test_no_package_is_pinned_twice() -> None:
+    assert len(pins()) == len(lines(ENVS / "pins.txt"))
+
+
+@pytest.mark.skipif(
+    not (Path(sys.prefix) / ".installed").exists(), reason="not the environment of `make install`"
+)
+def test_installed_versions_are_the_pinned_ones() -> None:
+    installed = {
+        normalized(package.metadata["Name"]): package.version.partition("+")[0]
+        for package in importlib.metadata.distributions()
+    }
+    both = pins().keys() & installed.keys()
+    assert {name: installed[name] for name in both} == {name: pins()[name] for name in both}
+    assert len(both) > 50
+
+
+def test_hooks_before_a_commit_are_the_commands_of_make_lint() -> None:
+    root = ENVS.parent
+    hooks = yaml.safe_load((root / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    recipe = (root / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    commands = recipe.replace("$(BIN)", ".venv/bin").replace("ruff check .", "ruff check")
+    assert len(hooks) == 5
+    assert [hook["entry"] for hook in hooks if hook["entry"] not in commands] == []

@@ -1,0 +1,65 @@
+import csv
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.report_examples import edit, write_run
+from workflow.lib.report.comparison import comparison_csv, result_columns, setting_columns
+from workflow.lib.report.run_results import Run, read_runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    write_run(tmp_path, "demo", num_steps=13)
+    folder = write_run(tmp_path, "other", num_steps=13, rate=5e-4)
+    edit(folder / "finetune" / "summary.json", lambda d: d["settings"]["lora"].update(r=64))
+    edit(
+        folder / "finetune" / "summary.json", lambda d: d["settings"]["model"].update(source="=1+1")
+    )
+    for subject in ("base", "tuned"):
+        edit(folder / "evaluate_run" / f"{subject}.json", lambda d: d.update(tasks={}))
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(tasks={}))
+    tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
+    return read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
+
+
+def test_csv_has_one_line_a_run_with_unrounded_numbers(runs: list[Run]) -> None:
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
+    assert [row["run"] for row in rows] == ["demo", "other"]
+    assert float(rows[0]["tuned_heldout_loss"]) == 1.5123456789
+    assert float(rows[0]["tuned_heldout_loss_ci95_low"]) == 1.4511
+    assert float(rows[0]["heldout_p_value"]) == 0.000999
+    assert float(rows[0]["train.learning_rate"]) == 2e-4
+    assert int(rows[0]["peak_bytes_measured"]) == runs[0].summary.peak_bytes.measured
+    assert float(rows[0]["pydocs_mc.acc.difference"]) == 0.3618
+
+
+def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs: list[Run]) -> None:
+    (row, _) = csv.DictReader(io.StringIO(comparison_csv(runs)))
+    assert float(row["nf4_base_heldout_loss"]) == 2.9876543211
+    assert float(row["nf4_base_perplexity"]) == 19.8391
+    assert float(row["pydocs_mc.acc.nf4_base"]) == 0.2519
+    assert not [name for name in row if re.search(r"(?<!nf4_)\bbase", name) or ".base" in name]
+
+
+def test_value_that_a_run_lacks_is_an_empty_cell(runs: list[Run]) -> None:
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
+    assert rows[1]["pydocs_mc.acc.tuned"] == ""
+    assert rows[0]["train.max_steps"] == ""
+
+
+def test_text_that_a_spreadsheet_would_run_is_made_text(runs: list[Run]) -> None:
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
+    assert rows[1]["model.source"] == "'=1+1"
+
+
+def test_differing_settings_are_marked(runs: list[Run]) -> None:
+    different = {column.name for column in setting_columns(runs) if column.differs}
+    assert different == {"data", "model.source", "lora.r", "train.learning_rate"}
+
+
+def test_columns_hold_a_value_for_every_run(runs: list[Run]) -> None:
+    columns = [*setting_columns(runs), *result_columns(runs)]
+    assert {len(column.values) for column in columns} == {2}

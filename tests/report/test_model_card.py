@@ -1,0 +1,278 @@
+"""The model card: metadata that the hub reads, and facts that are the run's."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
+from markdown_it import MarkdownIt
+
+from tests.support.hub_server import start_hub
+from tests.support.models import quantized, tiny_llama
+from tests.support.report_examples import HOSTILE, edit, write_run
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.tiny_export import tiny_adapter
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
+from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.report.model_card import CardInputs, model_card
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.files import write_json
+
+
+def read(folder: Path, **changes: Any) -> CardInputs:
+    tokens = folder.parents[1] / "tokens" / f"{folder.name}-data"
+    inputs = CardInputs(
+        model_id="acme/tiny-1b",
+        revision="c0ffee",
+        dataset_id="acme/questions",
+        dataset="questions",
+        quantize=QuantizeConfig(),
+        summary=read_record(folder / "finetune" / "summary.json", Summary),
+        manifest=read_record(tokens / "manifest.json", Manifest),
+        parity=read_record(folder / "consolidate" / "parity.json", Parity),
+        base=read_record(folder / "evaluate_run" / "base.json", Evaluation),
+        tuned=read_record(folder / "evaluate_run" / "tuned.json", TunedEvaluation),
+    )
+    return dataclasses.replace(inputs, **changes)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path, "demo", num_steps=3)
+
+
+def test_metadata_is_read_back_by_the_hubs_own_parser(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(model_card(read(run)))
+    data = ModelCard.load(tmp_path / "README.md").data
+    found = {key: value for key, value in data.to_dict().items() if key != "model-index"}
+    assert found == {
+        "base_model": "acme/tiny-1b",
+        "base_model_relation": "adapter",
+        "datasets": "acme/questions",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "qlora", "fsdp"],
+    }
+    validate_repo_id(found["base_model"])
+    validate_repo_id(found["datasets"])
+
+
+def validated(card: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Let huggingface_hub validate a card, in a process that takes a stand-in for the hub."""
+    (folder / "README.md").write_text(card)
+    code = (
+        "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
+    )
+    with start_hub({}) as endpoint:
+        return subprocess.run(
+            [sys.executable, "-c", code, str(folder / "README.md")],
+            env=os.environ | {"HF_ENDPOINT": endpoint, "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["from the hub", "local"])
+def test_huggingface_hubs_own_validation_accepts_the_card(
+    run: Path, tmp_path: Path, named: bool
+) -> None:
+    changes = {} if named else {"model_id": None, "dataset_id": None}
+    done = validated(model_card(read(run, **changes)), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_huggingface_hubs_own_validation_refuses_a_folder_as_data_set(
+    run: Path, tmp_path: Path
+) -> None:
+    done = validated(model_card(read(run, dataset_id="/data/questions.jsonl")), tmp_path)
+    assert "\"datasets\" with value '/data/questions.jsonl' is not valid" in done.stderr
+
+
+def test_results_are_in_the_hubs_terms_unrounded(run: Path) -> None:
+    data = ModelCard(model_card(read(run))).data
+    results = {(r.dataset_type, r.metric_type): r.metric_value for r in data.eval_results}
+    assert data.model_name == "demo"
+    assert results == {
+        ("acme/questions", "loss"): 1.5123456789,
+        ("acme/questions", "perplexity"): 4.5373,
+        ("pydocs_mc", "acc"): 0.6137,
+        ("pydocs_mc", "acc_norm"): 0.6331,
+    }
+
+
+def test_local_base_and_data_are_described_and_not_linked(run: Path) -> None:
+    text = model_card(read(run, model_id=None, dataset_id=None))
+    assert not {"base_model", "base_model_relation", "datasets"} & set(
+        ModelCard(text).data.to_dict()
+    )
+    assert "| Base model | <code>base-8b</code>, NF4 with bitsandbytes |" in text
+
+
+def test_no_path_of_the_machine_is_published(run: Path) -> None:
+    edit(
+        run / "finetune" / "summary.json",
+        lambda d: d["settings"]["model"].update(source="/home/alice/models/x"),
+    )
+    manifest = run.parents[1] / "tokens" / f"{run.name}-data" / "manifest.json"
+    edit(manifest, lambda d: d["sources"][0].update(file="/home/alice/data/train.jsonl"))
+    text = model_card(read(run, model_id=None, revision=None, dataset_id=None))
+    assert "alice" not in text
+    assert "| Files | <code>train.jsonl</code> (2,003 rows) |" in text
+    assert "`path/to/base` is the folder of <code>base-8b</code>." in text
+    assert "`adapter_config.json` names the base by its path on the machine" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# demo",
+        "| Rows | 1,997 trained, 1,997 held out, 12 dropped |",
+        r"| Adapter | LoRA, rank 16, alpha 32, targets <code>q\_proj</code>, <code>v\_proj</code> |",
+        "| Optimizer steps | 3 of 17 rows of 257 tokens |",
+        "| Export check | logits of the reloaded adapter within 0.0078 of the trained model's (tolerance 0.05) at 513 positions |",
+        r"| loss on 127 held-out documents, nats per token | 2.9877 \[2.8801, 3.0912\] | 1.5123 \[1.4511, 1.5732\] | +1.4753 \[1.3711, 1.5802\], p &lt; 0.001 |",
+        r"| pydocs\_mc, acc, 331 items | 0.2519 | 0.6137 | +0.3618 \[0.3021, 0.4214\] |",
+        "| measured | NF4 base | tuned | difference |",
+        "| Chat template | <code>chat_template.jinja</code>, in this folder |",
+        "    'acme/tiny-1b',",
+        "    revision='c0ffee',",
+        "        bnb_4bit_use_double_quant=True,",
+    ],
+)
+def test_card_states_the_runs_facts(run: Path, line: str) -> None:
+    assert line in model_card(read(run)).splitlines()
+
+
+def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
+    edit(
+        run / "finetune" / "summary.json",
+        lambda d: d["settings"]["lora"].update(modules_to_save=["embed_tokens", "lm_head"]),
+    )
+    assert (
+        r"<code>v\_proj</code>; <code>embed\_tokens</code> and <code>lm\_head</code> trained whole |"
+        in model_card(read(run))
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([0.1, 0.3], "is lower than"),
+        ([-0.1, 0.3], "is not clearly different from"),
+        ([-0.3, -0.1], "is higher than"),
+    ],
+)
+def test_first_sentence_follows_the_interval(run: Path, ends: list[float], words: str) -> None:
+    edit(
+        run / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(loss_difference_ci95=ends),
+    )
+    assert f"Its held-out loss {words} that of the base in 4 bits (NF4)" in model_card(read(run))
+
+
+BETTER, WORSE, UNCLEAR, UNJUDGED = (
+    r"- Better than the NF4 base, by the 95% interval: pydocs\_mc {}.",
+    r"- Worse than the NF4 base, by the 95% interval: pydocs\_mc {}.",
+    r"- No clear change against the NF4 base: pydocs\_mc {}.",
+    r"- Not judged, for want of an interval or of a direction: pydocs\_mc {}.",
+)
+GAIN, LOSS, NEITHER = [0.033, 0.2], [-0.2, -0.033], [-0.02, 0.04]
+
+
+@pytest.mark.parametrize(
+    ("acc", "acc_norm", "upwards", "told"),
+    [
+        (GAIN, NEITHER, True, {"acc": BETTER, r"acc\_norm": UNCLEAR}),
+        (NEITHER, LOSS, True, {"acc": UNCLEAR, r"acc\_norm": WORSE}),
+        (LOSS, None, False, {"acc": BETTER, r"acc\_norm": UNJUDGED}),
+        (GAIN, LOSS, None, {r"acc, pydocs\_mc acc\_norm": UNJUDGED}),
+    ],
+)
+def test_each_metric_of_a_task_is_told_by_its_own_interval(
+    run: Path, acc: Any, acc_norm: Any, upwards: bool | None, told: dict[str, str]
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for metric, ends in (("acc", acc), ("acc_norm", acc_norm)):
+            document["comparison"]["tasks"]["pydocs_mc"][metric].update(difference_ci95=ends)
+            document["tasks"]["pydocs_mc"]["metrics"][metric].update(higher_is_better=upwards)
+
+    edit(run / "evaluate_run" / "tuned.json", change)
+    lines = model_card(read(run)).splitlines()
+    sentences = [line for line in lines if "NF4 base" in line or "Not judged" in line]
+    found = {line for line in sentences if line.startswith("- ") and "pydocs" in line}
+    assert found == {sentence.format(metric) for metric, sentence in told.items()}
+
+
+def used(card: str, **replaced: Path) -> dict[str, Any]:
+    """Run the code of the section Use with the paths of a reader, and return its names."""
+    (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    for placeholder, path in replaced.items():
+        quoted = f"path/to/{placeholder.replace('__', '/')}"
+        assert quoted in block
+        block = block.replace(quoted, str(path))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "quantize", [{}, {"double_quant": False}, {"block_size": 128}], ids=["usual", "single", "wide"]
+)
+def test_card_loads_what_was_evaluated(run: Path, tmp_path: Path, quantize: dict[str, Any]) -> None:
+    """Bit for bit: the NF4 weights, the types, and the adapter. Rows are whole blocks: others stock packages misread."""
+    shapes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    model = tiny_llama(tmp_path / "model", dtype=torch.bfloat16, **shapes, num_key_value_heads=2)
+    nf4, adapter = quantized(model, tmp_path / "nf4", **quantize), tmp_path / "adapter"
+    tiny_tokenizer(adapter)
+    write_json(adapter / "generation_config.json", {"eos_token_id": [2, 4]})
+    options = {"device": torch.device("cpu"), "compute_dtype": torch.bfloat16, "attention": "sdpa"}
+    tiny_adapter(load_base(nf4, **options), adapter)
+    evaluated = load_adapter(load_base(nf4, **options), adapter)
+    changes = {"model_id": None, "revision": None, "quantize": QuantizeConfig(**quantize)}
+    base = {"nf4__base": nf4} if "block_size" in quantize else {"base": model}
+    loaded = used(model_card(read(run, **changes)), **base, this__folder=adapter)
+    expected, found = (dict(m.named_parameters()) for m in (evaluated, loaded["model"]))
+    assert found.keys() == expected.keys()
+    assert {n for n in found if not torch.equal(found[n], expected[n])} == set()
+    assert {n for n in found if found[n].dtype != expected[n].dtype} == set()
+    assert loaded["model"].generation_config.eos_token_id == [2, 4]
+    assert loaded["tokenizer"].chat_template == CHAT_TEMPLATE
+
+
+def test_run_that_measured_nothing_says_so(run: Path) -> None:
+    for subject in ("base", "tuned"):
+        edit(run / "evaluate_run" / f"{subject}.json", lambda d: d.update(heldout=None, tasks={}))
+    nothing = {"loss_difference": None, "loss_difference_ci95": None, "p_value": None, "tasks": {}}
+    edit(run / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(nothing))
+    text = model_card(read(run))
+    assert "Nothing was measured." in text
+    assert "model-index" not in ModelCard(text).data.to_dict()
+
+
+def test_hostile_text_is_neither_markup_nor_metadata(run: Path) -> None:
+    hostile = f"{HOSTILE} | [a](http://x.example) **b**\n---\nlicense: mit\n# c"
+    edit(
+        run / "finetune" / "summary.json",
+        lambda d: (d["settings"]["model"].update(source=hostile), d.update(device_name=hostile)),
+    )
+    for subject in ("base", "tuned"):
+        edit(
+            run / "evaluate_run" / f"{subject}.json",
+            lambda d: d.update(tasks={hostile: d["tasks"].pop("pydocs_mc")}),
+        )
+    edit(
+        run / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(tasks={hostile: d["comparison"]["tasks"]["pydocs_mc"]}),
+    )
+    text = model_card(read(run))
+    assert "license" not in ModelCard(text).data.to_dict()
+    page = MarkdownIt("commonmark", {"html": True}).enable("table").render(ModelCard(text).text)
+    assert not [tag for tag in ("<script", "<img", "<a ", "<strong", "\x1b") if tag in page]
+    assert page.count("<h1>") == 1

@@ -1,0 +1,144 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_examples import edit, write_run
+from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json
+
+
+def read(root: Path, *names: str) -> list[Run]:
+    tokens = {name: root / "tokens" / f"{name}-data" for name in names}
+    return read_runs(root / "runs", names=list(names), tokens=tokens)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path, "demo", num_steps=13)
+
+
+def test_values_are_those_of_the_files(tmp_path: Path, folder: Path) -> None:
+    (run,) = read(tmp_path, "demo")
+    tuned = read_json(folder / "evaluate_run" / "tuned.json")
+    assert run.tuned.heldout is not None
+    assert run.tuned.heldout.loss == tuned["heldout"]["loss"]
+    assert list(run.tuned.heldout.loss_ci95) == tuned["heldout"]["loss_ci95"]
+    assert run.summary.elapsed_s == read_json(folder / "finetune" / "summary.json")["elapsed_s"]
+
+
+def test_samples_stand_base_beside_tuned(tmp_path: Path, folder: Path) -> None:
+    (run,) = read(tmp_path, "demo")
+    base, tuned = (
+        read_json(folder / "evaluate_run" / f"{subject}.json")["samples"]
+        for subject in ("base", "tuned")
+    )
+    assert [(s.document, s.base, s.tuned) for s in run.samples] == [
+        (b["document"], b["answer"], t["answer"]) for b, t in zip(base, tuned, strict=True)
+    ]
+
+
+def test_scores_pair_every_metric_with_its_difference(tmp_path: Path, folder: Path) -> None:
+    (run,) = read(tmp_path, "demo")
+    assert [
+        (s.metric, s.base.value, s.tuned.value, s.difference.difference) for s in run.scores
+    ] == [
+        ("acc", 0.2519, 0.6137, 0.3618),
+        ("acc_norm", 0.2777, 0.6331, 0.3554),
+    ]
+
+
+def test_checks_hold_preflight_training_and_parity(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
+    edit(folder / "preflight_run" / "preflight.json", lambda d: d.update(verdict="does_not_fit"))
+    (run,) = read(tmp_path, "demo")
+    assert [check.passed for check in run.checks] == [False, True, True, True, False]
+    assert [check.name[:12] for check in run.failed_checks] == ["Preflight: t", "The exported"]
+
+
+def test_runs_keep_the_order_of_the_command_line(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_run(tmp_path, name, num_steps=3)
+    assert [run.name for run in read(tmp_path, "b", "a")] == ["b", "a"]
+
+
+def _other_run(document: dict[str, Any]) -> None:
+    document["run"] = "other"
+
+
+def _other_prompt(document: dict[str, Any]) -> None:
+    document["samples"][1]["document"] = 12
+
+
+def _other_task(document: dict[str, Any]) -> None:
+    document["tasks"]["other"] = document["tasks"].pop("pydocs_mc")
+
+
+def _fewer_documents(document: dict[str, Any]) -> None:
+    document["heldout"]["documents"] = 126
+
+
+def _no_difference(document: dict[str, Any]) -> None:
+    del document["comparison"]["tasks"]["pydocs_mc"]["acc"]
+
+
+def _swapped(document: dict[str, Any]) -> None:
+    document["subject"] = "base"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("finetune/summary.json", _other_run, r"summary\.json: run = 'other' does not agree with"),
+        ("evaluate_run/base.json", _other_run, r"base\.json: run = 'other' does not agree with"),
+        ("evaluate_run/tuned.json", _swapped, r"tuned\.json: subject = 'base' does not agree with"),
+        (
+            "evaluate_run/tuned.json",
+            _other_prompt,
+            r"tuned\.json: samples\.document = \[3, 12, 29\]",
+        ),
+        ("evaluate_run/tuned.json", _other_task, r"tuned\.json: tasks = \{'other'"),
+        ("evaluate_run/tuned.json", _no_difference, r"tuned\.json: comparison\.tasks = "),
+        ("evaluate_run/tuned.json", _fewer_documents, r"tuned\.json: heldout\.documents = 126"),
+        (
+            "finetune/summary.json",
+            lambda d: d.update(seq_len=256),
+            r"summary\.json: seq_len = 256 .*manifest\.json = 257",
+        ),
+        (
+            "finetune/summary.json",
+            lambda d: d.update(num_steps=12),
+            r"metrics\.jsonl: step = 13 does not agree with .*num_steps = 12",
+        ),
+    ],
+)
+def test_files_of_different_runs_are_refused(
+    tmp_path: Path, folder: Path, file: str, change: Callable[[Any], None], message: str
+) -> None:
+    edit(folder / file, change)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, "demo")
+
+
+def test_run_without_tokens_folder_is_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"--run = \['demo'\]: has no tokens folder\. Add --tokens"):
+        read_runs(tmp_path / "runs", names=["demo"], tokens={})
+
+
+def test_tokens_folder_without_run_is_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--tokens = \['dmeo'\]: no such --run\. Known runs: demo\."
+    ):
+        read_runs(tmp_path / "runs", names=["demo"], tokens={"dmeo": tmp_path})
+
+
+def test_run_named_twice_is_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"--run = \['demo'\]: a run is shown once"):
+        read(tmp_path, "demo", "demo")
+
+
+def test_run_name_cannot_leave_the_runs_folder(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"--run = \['\.\./runs/demo'\]: a run's name is letters"):
+        read_runs(tmp_path / "runs", names=["../runs/demo"], tokens={})

@@ -1,0 +1,159 @@
+"""No code from data, models or tasks is run, and no pickle is read."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import tiny_llama
+from tests.support.tiny import tiny_tokenizer
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.model.architecture.model_shape import read_shape
+from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.safetensors_reader import shard_of_tensor
+from workflow.lib.system.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*(ROOT / "workflow" / "lib").rglob("*.py"), *(ROOT / "workflow" / "scripts").glob("*.py")])  # fmt: skip
+RUNS_CODE = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "pickle.load", "pickle.loads",
+    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "joblib.load", "pd.read_pickle", "runpy.run_path",
+    "shutil.unpack_archive", "tarfile.open", "zipfile.ZipFile", "tempfile.mktemp",
+}  # fmt: skip
+KEPT_IN = {"np.load": "allow_pickle", "from_pretrained": "local_files_only"}
+
+
+def test_sources_are_found() -> None:
+    """Without any, the tests below would pass."""
+    assert len(SOURCES) > 150
+
+
+def calls(path: Path) -> list[ast.Call]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def keywords(call: ast.Call) -> dict[str, str]:
+    return {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_source_calls_nothing_that_runs_what_it_reads(path: Path) -> None:
+    called = {ast.unparse(call.func) for call in calls(path)}
+    assert not called & RUNS_CODE
+    assert not [call for call in calls(path) if keywords(call).get("shell") == "True"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_arrays_are_loaded_without_pickle(path: Path) -> None:
+    loads = [call for call in calls(path) if ast.unparse(call.func) in ("np.load", "numpy.load")]
+    assert all(keywords(call).get("allow_pickle") == "False" for call in loads)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_models_and_tokenizers_are_built_without_code_from_their_folder(path: Path) -> None:
+    built = [call for call in calls(path) if re.match(r"Auto\w+\.from_", ast.unparse(call.func))]
+    assert all(keywords(call).get("trust_remote_code") == "False" for call in built)
+
+
+def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path: Path) -> None:
+    """The package by which they do so, `kernels`, is not there for them even if it is installed."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("raise SystemExit('kernels was imported')")
+    look = "import workflow.scripts, importlib.util as u; print(u.find_spec('kernels')); import kernels"
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.stdout == "None\n"
+    assert "ModuleNotFoundError" in done.stderr
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "weights.pth", "consolidated.00.ckpt"]
+)
+def test_base_in_a_pickle_is_refused_and_not_read(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "here"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(pickle.dumps(Bomb(target)))
+    with pytest.raises(UserError, match=rf"model\.source: .* has only {name}.*safetensors"):
+        read_headers(tmp_path / "model")
+    with pytest.raises(UserError, match=r"model\.source"):
+        shard_of_tensor(tmp_path / "model")
+    assert not target.exists()
+
+
+def test_pickle_under_a_safetensors_name_is_refused_and_not_read(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    torch.save(Bomb(target), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        read_headers(tmp_path)
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        shard_of_tensor(tmp_path)
+    assert not target.exists()
+
+
+def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="names files that are not there"):
+        shard_of_tensor(folder)
+
+
+def custom_model(folder: Path, target: Path) -> Path:
+    """Write a model and a tokenizer whose classes are code in their folder, which writes a file when imported."""
+    tiny_llama(folder)
+    tiny_tokenizer(folder)
+    (folder / "custom.py").write_text(f"from pathlib import Path\nPath({str(target)!r}).touch()\n")
+    classes = {
+        "config.json": {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"},
+        "tokenizer_config.json": {"AutoTokenizer": ["custom.Tokenizer", "custom.Tokenizer"]},
+    }
+    for name, auto_map in classes.items():
+        content = json.loads((folder / name).read_text())
+        changes = {
+            "auto_map": auto_map,
+            "model_type": "custom",
+            "tokenizer_class": "CustomTokenizer",
+        }
+        (folder / name).write_text(json.dumps(content | changes))
+    return folder
+
+
+def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    folder = custom_model(tmp_path / "model", target)
+    with pytest.raises(UserError, match=r"code of the model's own repository.*never run"):
+        read_shape(folder)
+    with pytest.raises(UserError, match=r"code of its own repository, which is never run"):
+        build_on_meta(folder, dtype=torch.float32)
+    assert not target.exists()
+
+
+def test_tokenizer_with_code_of_its_own_is_never_run(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    folder = custom_model(tmp_path / "model", target)
+    with pytest.raises(UserError, match=r"code of the model's repository, which is never run"):
+        load_tokenizer(folder)
+    assert not target.exists()

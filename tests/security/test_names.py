@@ -1,0 +1,170 @@
+"""Names and paths, however they are spelled, are data: they work or are refused, and no shell ever reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.workflow_project import Project, make_project
+from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.settings.config import load_config
+from workflow.lib.system.errors import UserError
+
+# Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its folder.
+HOSTILE = [
+    "a b",
+    "it's",
+    'say "x"',
+    "a;touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "a\ntouch pwned",
+    "a|touch pwned&",
+    "--help",
+    "-n",
+    "*",
+    "{run}",
+    "{{x}}",
+    "größe-数据",
+    "a\\b",
+    "#x",
+    "%s",
+    "!x",
+    "~",
+]
+COLUMN = "{run} a'b\"c;touch pwned;$(touch pwned)`touch pwned`\n--help ../../ß数"
+REFUSED_RUN_NAMES = [*HOSTILE, "..", ".", "a/b", "../x", ".hidden", "-x", "_x", "a" * 65, ""]
+
+
+def rename(project: Project, old: str, new: str) -> None:
+    target = project.root / new
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (project.root / old).rename(target)
+
+
+@pytest.fixture(scope="module")
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to work in whose own name is hostile."""
+    folder = tmp_path_factory.mktemp("names") / "w $(touch pwned) 'q\" ;touch pwned"
+    folder.mkdir()
+    return folder
+
+
+def pwned(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.name.strip("'\"; ") == "pwned"]
+
+
+def rename_column(path: Path, old: str, new: str) -> None:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    renamed = [{new if key == old else key: value for key, value in row.items()} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in renamed), encoding="utf-8")
+
+
+def hostile_project(root: Path) -> Project:
+    """A project whose files, column, model, layers, template and title have every hostile character at once."""
+    project = make_project(root)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        rename_column(project.root / "data" / name, "prompt", COLUMN)
+    every = "-- a b'c\"d;touch pwned;$(touch pwned)`touch pwned`|&*#%s!ß数"
+    (project.root / every).mkdir()
+    names = {
+        "model": f"{every}/-model {every}",
+        "data/train.jsonl": f"{every}/-train\n;touch pwned.jsonl",
+        "data/heldout.jsonl": f"{every}/--help {every}.jsonl",
+    }
+    for old, new in names.items():
+        rename(project, old, new)
+    template = (project.root / names["model"] / "chat_template.jinja").read_text()
+    (project.root / every / "--template; $(touch pwned).jinja").write_text(template)
+    tasks = project.root / every / "$(touch pwned)"
+    tasks.mkdir()
+    project.edit(
+        {
+            "model": {"source": f"./{names['model']}"},
+            "data": {
+                "train": names["data/train.jsonl"],
+                "heldout": names["data/heldout.jsonl"],
+                "chat_template": f"./{every}/--template; $(touch pwned).jinja",
+                "format": "prompt_completion",
+                "columns": {"prompt": COLUMN},
+            },
+            "lora": {"target_modules": r".*_proj|--x '\"; \$\(touch pwned\)`touch pwned`"},
+            "evaluate": {"tasks_dir": f"./{every}/$(touch pwned)"},
+            "report": {"title": f"{every}\n<script>alert(1)</script>"},
+        }
+    )
+    return project
+
+
+def test_stages_work_with_hostile_names_and_run_nothing_of_them(hostile_folder: Path) -> None:
+    project = hostile_project(hostile_folder / "project")
+    done = project.snakemake("preflight")
+    assert done.status == 0, done.output
+    assert project.json("preflight_run", "preflight.json")["verdict"] == "fits"
+    assert pwned(hostile_folder) == []
+
+
+def test_hub_id_and_revision_are_data_to_every_shell(hostile_folder: Path) -> None:
+    project = make_project(hostile_folder / "hub")
+    hostile = {"source": "$(touch pwned);`touch pwned`/a b'c\"", "revision": "--help;touch pwned"}
+    project.edit({"model": hostile})
+    done = project.snakemake("preflight")
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    assert "model.source = '$(touch pwned)" in done.output
+    assert pwned(hostile_folder) == []
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return make_project(tmp_path_factory.mktemp("fresh") / "project")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("model", "source", "{run}", "reads braces in a path as wildcards"),
+        ("model", "source", "--help", "begins like an option"),
+        ("data", "chat_template", "$(touch pwned)", "there is no such file"),
+    ],
+)
+def test_path_that_cannot_work_is_refused_by_one_message(
+    fresh: Project, tmp_path: Path, section: str, key: str, value: str, said: str
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    project.edit({section: {key: value}})
+    done = project.snakemake("--dry-run", "preflight")
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    lines = [line for line in done.output.splitlines() if said in line]
+    assert len(lines) == 1, done.output
+    assert pwned(tmp_path) == []
+
+
+@pytest.mark.parametrize("train", ["--help", "../x", "`touch pwned`", "{tokens}.jsonl"])
+def test_data_path_that_cannot_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "{tokens}.jsonl").write_text("{}\n")
+    settings = load_config({"data": {"train": train, "heldout": None}})[1]["demo"]
+    with pytest.raises(UserError, match=r"data\.train = .*(no such file|reads braces)"):
+        check_local_paths("demo", settings)
+
+
+def refusal(document: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(document)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
+def test_run_name_that_is_no_plain_name_is_refused(name: str) -> None:
+    assert "runs: the name" in refusal({"runs": {name: {}}})
+
+
+@pytest.mark.parametrize("name", REFUSED_RUN_NAMES)
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_label_that_is_no_plain_name_is_refused(section: str, name: str) -> None:
+    assert f"{section}.name = " in refusal({section: {"name": name}})

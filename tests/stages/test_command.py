@@ -1,0 +1,228 @@
+"""The command line that all stages share: exit status, one message for a mistake, a traceback for a defect, the log."""
+
+import argparse
+import errno
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.system.errors import UserError
+from workflow.scripts.command import interrupt, only_writer, run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+def outcome(main: object, monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str | None:
+    """Run `main` as a stage would; return the exit status, 0 if it returns."""
+    monkeypatch.setattr(sys, "argv", ["stage", "--config", '{"a": [1]}', *options])
+    assert callable(main)
+    try:
+        run(main, stage_parser("What it does."))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def succeed(args: argparse.Namespace) -> None:
+    assert args.config == {"a": [1]}
+    logger.info("derived fact")
+    logger.debug("detail")
+
+
+def mistake(args: argparse.Namespace) -> None:
+    raise UserError("train.epochs = 0: must be above 0. Raise it.")
+
+
+def defect(args: argparse.Namespace) -> None:
+    raise KeyError("missing")
+
+
+def full_disk(args: argparse.Namespace) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "train.input_ids.npy")
+
+
+def interrupted(args: argparse.Namespace) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("main", "status"),
+    [(succeed, 0), (mistake, 1), (defect, 1), (full_disk, 1), (interrupted, 130)],
+)
+def test_exit_status(monkeypatch: pytest.MonkeyPatch, main: object, status: int) -> None:
+    assert outcome(main, monkeypatch) == status
+
+
+def test_interrupt_that_is_told_twice_interrupts_once() -> None:
+    """By the terminal and by Snakemake: what a stage tidies up is not cut."""
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_full_disk_is_one_message_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome(full_disk, monkeypatch)
+    said = capsys.readouterr().err
+    assert said.startswith("the disk is full (train.input_ids.npy).")
+    assert "Traceback" not in said
+
+
+def test_second_process_may_not_write_the_same_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One that outlived a killed Snakemake, say."""
+    from workflow.scripts import command
+
+    monkeypatch.setattr(command, "WAIT_S", 0.0)
+    output = tmp_path / "tokens"
+    args = argparse.Namespace(output=output)
+    with (
+        only_writer(args),
+        pytest.raises(UserError, match=f"is writing {output}"),
+        only_writer(args),
+    ):
+        pass
+
+
+def test_mistake_is_one_message_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outcome(mistake, monkeypatch, "--log", str(tmp_path / "log"))
+    assert capsys.readouterr().err == "train.epochs = 0: must be above 0. Raise it.\n"
+    written = (tmp_path / "log").read_text()
+    assert re.fullmatch(
+        r".* DEBUG the stage has begun\n\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be above 0\. Raise it\.\n",
+        written,
+    )
+
+
+def test_quoted_name_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def quote(args: argparse.Namespace) -> None:
+        raise UserError("no such file: a\x1b]0;title\x07\x9b2Jb\r")
+
+    outcome(quote, monkeypatch, "--log", str(tmp_path / "log"))
+    for text in (capsys.readouterr().err, (tmp_path / "log").read_text()):
+        assert r"no such file: a\x1b]0;title\x07\x9b2Jb\x0d" in text
+
+
+def test_defect_has_its_traceback_on_terminal_and_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outcome(defect, monkeypatch, "--log", str(tmp_path / "log"))
+    for text in (capsys.readouterr().err, (tmp_path / "log").read_text()):
+        assert "stage failed unexpectedly" in text
+        assert "Traceback (most recent call last)" in text
+        assert text.endswith("KeyError: 'missing'\n")
+
+
+def test_log_has_details_that_the_terminal_has_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "stage" / "demo.log"
+    outcome(succeed, monkeypatch, "--log", str(log))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "derived fact\n")
+    assert [line.split(" ", 2)[2] for line in log.read_text().splitlines()] == [
+        "DEBUG the stage has begun",
+        "INFO derived fact",
+        "DEBUG detail",
+        "DEBUG the stage has ended",
+    ]
+
+
+def test_log_is_appended_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All workers of a run write to one file."""
+    (tmp_path / "log").write_text("earlier\n")
+    outcome(succeed, monkeypatch, "--log", str(tmp_path / "log"))
+    assert (tmp_path / "log").read_text().startswith("earlier\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        (["--config", "{"], "argument --config: invalid loads value: '{'"),
+    ],
+)
+def test_wrong_command_line_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stage", *options])
+    with pytest.raises(SystemExit) as caught:
+        run(succeed, stage_parser("What it does."))
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+STAGES = sorted(
+    p.stem
+    for p in (Path(__file__).parents[2] / "workflow" / "rules").glob("*.smk")
+    if p.stem != "common"
+)
+
+
+def test_stages_are_found() -> None:
+    assert {"finetune", "consolidate", "quantize_base"} <= set(STAGES)
+
+
+@pytest.mark.parametrize("stage", ["download_source", "render_report", "finetune"])
+def test_every_stage_explains_itself(stage: str) -> None:
+    command = [sys.executable, "-m", f"workflow.scripts.{stage}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0
+    assert "--config" in done.stdout
+    assert "--log" in done.stdout
+
+
+def test_no_stage_imports_the_compiler_that_a_package_asks_for() -> None:
+    """A fifth of the time that a stage takes to start."""
+    look = "import workflow.scripts, bitsandbytes, sys; print('torch._inductor.compile_fx' in sys.modules)"
+    root = Path(__file__).parents[2]
+    unset = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", look], cwd=root, env=unset, capture_output=True, text=True)  # fmt: skip
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback() -> None:
+    stage = [sys.executable, "-X", "importtime", "-m", "workflow.scripts.quantize_base", "--help"]
+    process = subprocess.Popen(
+        stage,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    # A module is told when its import is done: torch's first part, seconds before torch itself.
+    next(line for line in process.stderr if " torch." in line)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in "".join(said)

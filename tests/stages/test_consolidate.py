@@ -1,0 +1,229 @@
+"""The stage: a whole folder with what the design promises, or exit status 1 and nothing exported."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.support.finished import CONFIG, finished, write_manifest
+from tests.support.models import write_shards
+from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
+from workflow.lib.data.encoding.sample_encoder import PROBE
+from workflow.lib.export.adapter_files import read_sharded_adapter
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256, read_json, write_json
+from workflow.scripts.consolidate import main
+
+# Of one's own: another form than the base's template, and a turn ends with another token than eos.
+OWN_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|system|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+EOS, END_OF_TURN = 2, 3
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Path:
+    return finished(shared_folder)
+
+
+def settings(**export: Any) -> dict[str, Any]:
+    config = CONFIG.model_copy(update={"export": ExportConfig(**export)})
+    return config.model_dump(mode="json", include={"model", "export"})
+
+
+@pytest.fixture(scope="module")
+def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stage's folder, from the untouched run, with the merged model and a chat template of one's own."""
+    folder = tmp_path_factory.mktemp("consolidate")
+    manifest = write_manifest(
+        run, tmp_path_factory.mktemp("own") / "manifest.json", chat_template=OWN_TEMPLATE
+    )
+    return consolidated(
+        run, folder / "consolidate", manifest=manifest, merged=True, merge_onto="original"
+    )
+
+
+def consolidated(run: Path, output: Path, *, manifest: Path, **export: Any) -> Path:
+    main(argparse.Namespace(
+        config=settings(**export), finetune=run / "finetune", base=run / "base", model=run / "model",
+        manifest=manifest, output=output,
+    ))  # fmt: skip
+    return output
+
+
+def test_folder_has_what_the_design_promises_and_nothing_temporary(output: Path) -> None:
+    assert {p.name for p in output.iterdir()} == {"adapter", "parity.json", "merged"}
+    names = {"adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"}
+    names |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    names |= {"generation_config.json"}
+    assert {p.name for p in (output / "adapter").iterdir()} == names
+    assert [p.name for p in output.parent.iterdir()] == ["consolidate"]
+
+
+def test_parity_is_recorded_as_passed(output: Path) -> None:
+    parity = read_json(output / "parity.json")
+    assert parity["passed"]
+    assert parity["identical_values"]
+    assert "commit" in parity["provenance"]
+
+
+@pytest.mark.parametrize("folder", ["adapter", "merged"])
+def test_export_writes_conversations_in_the_template_of_the_training(
+    run: Path, output: Path, folder: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(output / folder)
+    base = AutoTokenizer.from_pretrained(run / "model")
+    ids = tokenizer.apply_chat_template(PROBE.messages)["input_ids"]
+    assert ids == base.apply_chat_template(PROBE.messages, chat_template=OWN_TEMPLATE)["input_ids"]
+    assert ids != base.apply_chat_template(PROBE.messages)["input_ids"]
+    assert (output / folder / "chat_template.jinja").read_text() == OWN_TEMPLATE
+
+
+@pytest.mark.parametrize("folder", ["adapter", "merged"])
+def test_generation_ends_at_the_end_of_turn_of_the_template(output: Path, folder: str) -> None:
+    assert GenerationConfig.from_pretrained(output / folder).eos_token_id == [EOS, END_OF_TURN]
+
+
+def test_tokenizer_does_not_tell_how_it_was_loaded(run: Path, output: Path) -> None:
+    text = (output / "adapter" / "tokenizer_config.json").read_text()
+    assert not [word for word in (str(run), "is_local", "local_files_only") if word in text]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_export_that_writes_a_conversation_otherwise_is_refused(
+    run: Path, tmp_path: Path, merged: bool
+) -> None:
+    manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=OWN_TEMPLATE)
+    content = read_json(manifest)
+    content["probes"][-1]["ids"][4] += 1
+    write_json(manifest, content)
+    with pytest.raises(UserError) as caught:
+        consolidated(run, tmp_path / "consolidate", manifest=manifest, merged=merged)
+    assert "writes a conversation (" in str(caught.value)
+    assert "Nothing is exported." in str(caught.value)
+    assert not (tmp_path / "consolidate").exists()
+
+
+def test_run_without_a_chat_template_keeps_that_of_the_base(run: Path, tmp_path: Path) -> None:
+    manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=None)
+    output = consolidated(run, tmp_path / "consolidate", manifest=manifest)
+    exported, base = (
+        AutoTokenizer.from_pretrained(folder) for folder in (output / "adapter", run / "model")
+    )
+    assert exported.chat_template == base.chat_template
+
+
+def test_tokens_of_an_earlier_version_are_one_message(run: Path, tmp_path: Path) -> None:
+    manifest = write_manifest(run, tmp_path / "manifest.json")
+    content = read_json(manifest)
+    del content["probes"]
+    write_json(manifest, content)
+    with pytest.raises(UserError, match=r"manifest\.json: the field probes is missing"):
+        consolidated(run, tmp_path / "consolidate", manifest=manifest)
+
+
+def test_adapter_names_the_users_base_model_by_its_absolute_path(output: Path) -> None:
+    config = read_json(output / "adapter" / "adapter_config.json")
+    assert config["base_model_name_or_path"] == str(Path(CONFIG.model.source).absolute())
+    assert config["revision"] is None
+
+
+@pytest.mark.parametrize("folder", ["adapter", "merged"])
+def test_checksums_cover_every_file(output: Path, folder: str) -> None:
+    lines = (output / folder / "SHA256SUMS").read_text().splitlines()
+    listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    present = {p.name for p in (output / folder).iterdir()} - {"SHA256SUMS"}
+    assert listed.keys() == present
+    assert all(file_sha256(output / folder / name) == digest for name, digest in listed.items())
+
+
+def test_exported_adapter_is_the_sharded_one(run: Path, output: Path) -> None:
+    exported = load_file(output / "adapter" / "adapter_model.safetensors")
+    trained = read_sharded_adapter(run / "finetune" / "adapter")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+@torch.no_grad()
+def test_merged_model_predicts_as_the_adapter_on_the_original(run: Path, output: Path) -> None:
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged", dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(original, str(output / "adapter"))
+    ids = torch.tensor([[5, 3, 7, 100, 2]])
+    ours, theirs = merged(ids).logits, tuned(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))  # bf16
+
+
+def test_one_value_altered_after_training_exports_nothing(run: Path, tmp_path: Path) -> None:
+    """By the command line, as Snakemake calls it: status 1, and the reason on terminal and in the log."""
+    altered = read_sharded_adapter(run / "finetune" / "adapter")
+    name = sorted(altered)[5]
+    altered[name][0, 1] += 1e-4
+    copy = tmp_path / "finetune"
+    copy.mkdir()
+    for file in (run / "finetune").iterdir():
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    write_shards(copy / "adapter", altered)
+    command = [
+        sys.executable, "-m", "workflow.scripts.consolidate", "--config", json.dumps(settings()), "--finetune", copy,
+        "--base", run / "base", "--model", run / "model", "--manifest", run / "tokens" / "manifest.json",
+        "--output", tmp_path / "consolidate", "--log", tmp_path / "log",
+    ]  # fmt: skip
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "the exported adapter is not the trained one: its values differ, logits differ by"
+        in done.stderr
+    )
+    assert "Nothing is exported." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "its values differ" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "consolidate").exists()
+
+
+def refused(run: Path, folder: Path, **export: Any) -> str:
+    """Run the stage on copies of base or model that are in `folder`; return its message."""
+    base, model = (folder / n if (folder / n).exists() else run / n for n in ("base", "model"))
+    output = folder / "consolidate"
+    with pytest.raises(UserError) as caught:
+        main(argparse.Namespace(
+            config=settings(**export), finetune=run / "finetune",
+            base=base, model=model, output=output,
+            manifest=run / "tokens" / "manifest.json",
+        ))  # fmt: skip
+    assert not output.exists()
+    return str(caught.value)
+
+
+def test_damaged_base_exports_nothing(run: Path, tmp_path: Path) -> None:
+    """A bit of the head changes the logits: the message would blame the adapter."""
+    base = shutil.copytree(run / "base", tmp_path / "base")
+    path = flip_tensor(base, "lm_head.weight")
+    assert refused(run, tmp_path) == (
+        f"{path} is damaged: it does not have the SHA-256 that was recorded when "
+        f"it was made. Delete the folder {base} and repeat the command; the folder is made again."
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_damaged_download_is_not_merged_onto(run: Path, tmp_path: Path, name: str) -> None:
+    model = recorded_as_download(shutil.copytree(run / "model", tmp_path / "model"))
+    flip(model / name, -2)
+    message = refused(run, tmp_path, merged=True, merge_onto="original")
+    assert message.startswith(f"{model}/{name} is damaged: it does not have the SHA-256 ")
+    assert f"Delete the folder {model} " in message

@@ -1,0 +1,394 @@
+"""The command `download_source` against a stand-in for the hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hub_server import HubRepo, start_hub
+from tests.support.preflight_examples import TINY
+from tests.support.shared import reserved_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "hf_QZJXVKWYPLMNBTRDFGHC"
+SHARDS = {
+    "model-00001-of-00002.safetensors": bytes(range(251)) * 41,
+    "model-00002-of-00002.safetensors": b"second" * 997,
+}
+INDEX = {
+    "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+}
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": "{{ 'é' }}".encode(),
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    **SHARDS,
+}
+JUNK = {
+    "pytorch_model.bin": b"pickle",
+    "model.pt": b"pickle",
+    "modeling_custom.py": b"import os",
+    "consolidated.safetensors": b"the same weights again",
+    "original/params.json": b"{}",
+    "onnx/config.json": b"{}",
+    "README.md": b"# card",
+}
+SMALL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights" * 101}
+
+
+def download(
+    endpoint: str,
+    output: Path,
+    *,
+    environment: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+    **config: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a rule does; `output.parent` also holds its log and the hub's cache."""
+    request = {"repo_id": "owner/name", "revision": None, "kind": "model", "files": None} | config
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    arguments = ["--config", json.dumps(request), "--output", str(output)]
+    arguments += ["--log", str(output.parent / "log.txt"), *options]
+    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(output.parent / "hf_home"), "NO_PROXY": "*"}
+    return subprocess.run(
+        [sys.executable, "-m", "workflow.scripts.download_source", *arguments],
+        cwd=ROOT,
+        env=kept | hub | (environment or {}),
+        capture_output=True,
+        text=True,
+    )
+
+
+def refusal(endpoint: str, output: Path, **options: Any) -> str:
+    """Run the command, which must fail with a message and without a traceback; return the message."""
+    result = download(endpoint, output, **options)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert not output.exists()
+    return result.stderr.splitlines()[-1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file below `folder`."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """Return `source.json`."""
+    value: dict[str, Any] = json.loads((folder / "source.json").read_text())
+    return value
+
+
+def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_path: Path) -> None:
+    with start_hub({"owner/name": HubRepo(MODEL | JUNK)}) as endpoint:
+        result = download(endpoint, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    found = contents(tmp_path / "out")
+    found.pop("source.json")
+    assert found == MODEL
+
+
+def test_single_file_model_leaves_a_stray_index_and_its_shards_behind(tmp_path: Path) -> None:
+    with start_hub({"owner/name": HubRepo(MODEL | SMALL)}) as endpoint:
+        assert download(endpoint, tmp_path / "out").returncode == 0
+    weights = [name for name in contents(tmp_path / "out") if "safetensors" in name]
+    assert weights == ["model.safetensors"]
+
+
+def test_no_code_and_no_pickle_is_even_requested(tmp_path: Path) -> None:
+    repo = HubRepo(MODEL | JUNK)
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(endpoint, tmp_path / "out")
+    requested = [path for _, path, _ in repo.requests]
+    assert not [path for path in requested if path.endswith((".py", ".bin", ".pt"))]
+
+
+def test_manifest_records_commit_request_sizes_and_checksums(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(endpoint, tmp_path / "out")
+    assert manifest(tmp_path / "out") == {
+        "repo_id": "owner/name",
+        "kind": "model",
+        "requested_revision": None,
+        "commit": repo.branches["main"],
+        "files": [
+            {"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for path, content in sorted(SMALL.items())
+        ],
+    }
+
+
+def test_branch_is_asked_once_and_everything_else_by_its_commit(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    commit = repo.commit(SMALL | {"config.json": b'{"b": 1}'}, branch="feature/x")
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(endpoint, tmp_path / "out", revision="feature/x")
+    assert manifest(tmp_path / "out")["commit"] == commit
+    after = [path for _, path, _ in repo.requests[1:]]
+    assert after
+    assert all(f"/{commit}" in path for path in after)
+
+
+def test_commit_stays_available_after_its_branch_moved(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    old = repo.branches["main"]
+    repo.commit(SMALL | {"config.json": b'{"new": 1}'})
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(endpoint, tmp_path / "out", revision=old)
+    assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
+
+
+def test_dataset_download_takes_named_files_folders_and_globs(tmp_path: Path) -> None:
+    names = (
+        "train.jsonl",
+        "data/a.parquet",
+        "data/b.parquet",
+        "data/deep/c.parquet",
+        "load.py",
+        "more/x/d.csv",
+    )
+    repo = HubRepo({name: name.encode() for name in names}, kind="dataset", lfs=(".parquet",))
+    with start_hub({"owner/name": repo}) as endpoint:
+        download(
+            endpoint,
+            tmp_path / "out",
+            kind="dataset",
+            files=["train.jsonl", "data/*.parquet", "more"],
+        )
+    assert sorted(contents(tmp_path / "out")) == [
+        "data/a.parquet",
+        "data/b.parquet",
+        "more/x/d.csv",
+        "source.json",
+        "train.jsonl",
+    ]
+
+
+def test_gated_repository_says_accept_the_licence_and_set_the_token(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    repo.gated = True
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+    assert message == (
+        "model.source = 'owner/name': the hub gives it only to those who accepted its licence. "
+        f"Accept the licence on {endpoint}/owner/name and set HF_TOKEN to a token of that account."
+    )
+
+
+def test_refused_token_says_check_it(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    repo.bad_token = True
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
+    assert "the hub refused (HfHubHTTPError: Client error '401 Unauthorized'" in message
+    assert "If that names access or a token, check HF_TOKEN" in message
+    assert TOKEN not in message
+
+
+@pytest.mark.parametrize("repo_id", ["owner/typo", "data/my folder"])
+def test_unknown_model_says_that_it_is_neither_folder_nor_hub_id(
+    tmp_path: Path, repo_id: str
+) -> None:
+    with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out", repo_id=repo_id)
+    assert message.startswith(
+        f"model.source = '{repo_id}': no folder {repo_id} is here, so it was taken as a hub id, and the hub has no "
+        "model of that name that you may read. Correct the id owner/name, or set model.source to a folder that exists"
+    )
+
+
+def test_unknown_dataset_names_the_setting_of_datasets(tmp_path: Path) -> None:
+    with start_hub(
+        {"owner/name": HubRepo(SMALL)}
+    ) as endpoint:  # a model of that name is no dataset
+        message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
+    assert message.startswith(
+        "data.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, and the hub has no "
+        "dataset of that name that you may read"
+    )
+
+
+def test_unknown_revision_names_the_revision_setting(tmp_path: Path) -> None:
+    with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out", revision="v2")
+    assert message == (
+        "model.source = 'owner/name': it has no branch, tag or commit 'v2'. "
+        "Correct model.revision, or set it to null for the main branch."
+    )
+
+
+def test_setting_that_cannot_work_with_the_model_is_refused_before_its_weights_come(
+    tmp_path: Path,
+) -> None:
+    repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
+    runs = {"long": {"data": {"seq_len": 131}}}
+    checks = ("--checks", json.dumps({"trains_here": False, "runs": runs}))
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out", options=checks)
+    assert message.startswith(
+        "run long: data.seq_len = 131: the model's max_position_embeddings is"
+    )
+    assert repo.downloads() == ["config.json"]
+
+
+def test_setting_that_works_with_the_model_downloads_it(tmp_path: Path) -> None:
+    repo = HubRepo(MODEL | {"config.json": json.dumps(TINY).encode()})
+    checks = json.dumps({"trains_here": False, "runs": {"short": {"data": {"seq_len": 128}}}})
+    with start_hub({"owner/name": repo}) as endpoint:
+        done = download(endpoint, tmp_path / "out", options=("--checks", checks))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_missing_dataset_file_lists_near_names(tmp_path: Path) -> None:
+    files = {"data/train.jsonl": b"{}", "data/test.jsonl": b"{}", "README.md": b""}
+    with start_hub({"owner/name": HubRepo(files, kind="dataset")}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
+    assert "data.train or data.heldout = 'train.jsonl'" in message
+    assert "near names are data/train.jsonl, data/test.jsonl" in message
+
+
+def test_model_without_safetensors_says_what_was_found(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"pickle"}
+    with start_hub({"owner/name": HubRepo(files)}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+    assert "has no model.safetensors or model.safetensors.index.json" in message
+    assert "it has config.json, tokenizer.json, pytorch_model.bin" in message
+    assert "Name a repository with a Transformers model in safetensors files" in message
+
+
+@pytest.mark.parametrize(
+    "path", ["../evil.safetensors", "/etc/evil", "a//b", "a\\..\\b", "\x1b[2J.json"]
+)
+def test_path_that_leaves_the_folder_or_speaks_to_the_terminal_is_refused(
+    tmp_path: Path, path: str
+) -> None:
+    with start_hub({"owner/name": HubRepo(SMALL | {path: b"evil"})}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+    assert f"lists the unsafe path {path!r}" in message
+
+
+def test_download_larger_than_the_disk_is_refused_before_it_starts(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    repo.listed_size["model.safetensors"] = 2**60
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+    assert "1073741824.0 GiB are to be downloaded" in message
+    assert repo.downloads() == []
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "config.json"])
+def test_damaged_file_is_refused_removed_and_fetched_again(tmp_path: Path, path: str) -> None:
+    repo = HubRepo(SMALL)
+    repo.served[path] = bytes(len(SMALL[path]))  # of right size: only a checksum can tell
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+        assert f"{path} of owner/name was damaged on the way" in message
+        repo.served.clear()
+        assert download(endpoint, tmp_path / "out").returncode == 0
+    assert (tmp_path / "out" / path).read_bytes() == SMALL[path]
+
+
+def test_cut_connection_continues_within_the_file(tmp_path: Path) -> None:
+    content = (
+        b"0123456" * 3_333_333
+    )  # half of it is more than the 10 MiB that huggingface_hub reads at once
+    repo = HubRepo(SMALL | {"model.safetensors": content})
+    repo.cut.add("model.safetensors")
+    with start_hub({"owner/name": repo}) as endpoint:
+        result = download(endpoint, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    ranges = [headers["Range"] for _, _, headers in repo.requests if "Range" in headers]
+    assert ranges == [f"bytes={10 * 2**20}-"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == content
+
+
+def test_repeated_command_fetches_only_what_the_broken_one_lacked(tmp_path: Path) -> None:
+    repo = HubRepo(MODEL)
+    repo.down.add("model-00002-of-00002.safetensors")
+    with start_hub({"owner/name": repo}) as endpoint:
+        message = refusal(endpoint, tmp_path / "out")
+        assert "the download broke off" in message
+        assert "repeat the command: finished files are kept" in message
+        repo.down.clear()
+        repo.requests.clear()
+        assert download(endpoint, tmp_path / "out").returncode == 0
+    assert repo.downloads() == ["model-00002-of-00002.safetensors", "tokenizer.json"]
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_branch_that_moved_between_two_attempts_leaves_no_old_file(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL | {"vocab.txt": b"old", "merges.txt": b"old"})
+    repo.down.add("vocab.txt")  # the last one: all others are there when it fails
+    with start_hub({"owner/name": repo}) as endpoint:
+        refusal(endpoint, tmp_path / "out")
+        commit = repo.commit(SMALL | {"config.json": b'{"new": 1}'})
+        assert download(endpoint, tmp_path / "out").returncode == 0
+    found = contents(tmp_path / "out")
+    assert manifest(tmp_path / "out")["commit"] == commit
+    assert found["config.json"] == b'{"new": 1}'
+    assert "merges.txt" not in found
+
+
+def test_unreachable_hub_says_check_the_network(tmp_path: Path) -> None:
+    with reserved_ports(1) as (port,):  # nobody listens there
+        message = refusal(f"http://127.0.0.1:{port}", tmp_path / "out")
+    assert "check the network, HF_ENDPOINT if you set it, and repeat the command" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "change"),
+    [
+        ("model", "model.source", "set model.source to a folder that exists"),
+        ("dataset", "data.source", "set data.source to null and data.train to a file or folder"),
+    ],
+)
+def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
+    tmp_path: Path, kind: str, setting: str, change: str
+) -> None:
+    with reserved_ports(1) as (port,):
+        endpoint = f"http://127.0.0.1:{port}"
+        message = refusal(endpoint, tmp_path / "out", repo_id="models/my-model", kind=kind)
+    assert message.startswith(
+        f"{setting} = 'models/my-model': no folder models/my-model is here, so it was taken as a hub id, "
+        "and the download broke off ("
+    )
+    assert f"if it is a folder of yours, {change}" in message
+
+
+def test_offline_mode_says_unset_it(tmp_path: Path) -> None:
+    message = refusal("http://127.0.0.1:9", tmp_path / "out", environment={"HF_HUB_OFFLINE": "1"})
+    assert message == (
+        "model.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, and "
+        "HF_HUB_OFFLINE forbids asking the hub. "
+        "Unset HF_HUB_OFFLINE, or set model.source to a folder that exists."
+    )
+
+
+def test_token_goes_to_the_hub_and_nowhere_else(tmp_path: Path) -> None:
+    repo = HubRepo(SMALL)
+    with start_hub({"owner/name": repo}) as endpoint:
+        result = download(endpoint, tmp_path / "out", environment={"HF_TOKEN": TOKEN})
+    assert result.returncode == 0, result.stderr
+    assert all(headers.get("authorization") == f"Bearer {TOKEN}" for _, _, headers in repo.requests)
+    written = b"".join(contents(tmp_path).values()) + (result.stdout + result.stderr).encode()
+    assert b"is commit" in written  # the log is among them
+    assert TOKEN.encode() not in written
+
+
+def test_existing_output_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
+        result = download(endpoint, tmp_path / "out")
+    assert result.returncode == 1
+    assert "it exists already. Remove it first." in result.stderr
+    assert sorted(contents(tmp_path / "out")) == ["mine.txt"]

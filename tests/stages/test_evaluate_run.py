@@ -1,0 +1,164 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.tiny_export import (
+    random_documents,
+    tiny_adapter,
+    tiny_base,
+    tiny_merged,
+    tiny_tokens,
+)
+from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.artifacts.records import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.system.files import canonical_json, read_json, write_checksums
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    tiny_adapter(tiny_base(folder / "base"), folder / "adapter")
+    tiny_merged(folder / "base", folder / "adapter", folder / "merged")
+    tiny_tokenizer(folder / "base", chat_template=False)
+    for name in ("base", "adapter", "merged"):
+        write_checksums(folder / name)
+    (folder / "template.jinja").write_text(CHAT_TEMPLATE)
+    tiny_tokens(folder / "tokens", random_documents(7))
+    (folder / "tasks").mkdir()
+    return folder
+
+
+def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
+    config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
+    outputs = {f"output-{name}": output / f"{name}.json" for name in ("base", "tuned", "merged")}
+    inputs = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
+    options = inputs | outputs | {"log": output / "log", "run": "demo", "config": config}
+    options["archive"] = output / "archive"
+    options["chat-template"] = folder / "template.jinja"
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return subprocess.run(
+        [sys.executable, "-m", "workflow.scripts.evaluate_run", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output / "hf")},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def settings(folder):
+    task_file(folder / "tasks", "writes", template=WRITE)
+    local = task_file(folder / "tasks", "local")
+    asked = {"tasks": ("local", "writes"), "batch_size": "auto", "samples": 2, "max_new_tokens": 4}
+    return local.model_copy(update={**asked, "sample_temperature": 0.7})
+
+
+@pytest.fixture(scope="module")
+def finished(folder, settings, tmp_path_factory):
+    output = tmp_path_factory.mktemp("output")
+    return evaluate(folder, output, settings), output
+
+
+def test_stage_succeeds_and_writes_both_artifacts_as_the_report_reads_them(finished):
+    """The base's tokenizer has no chat template, which would be refused: --chat-template gives it."""
+    process, output = finished
+    assert process.returncode == 0, process.stderr
+    base = Evaluation.model_validate_json((output / "base.json").read_text())
+    tuned = TunedEvaluation.model_validate_json((output / "tuned.json").read_text())
+    merged = MergedEvaluation.model_validate_json((output / "merged.json").read_text())
+    assert (base.run, base.subject, tuned.subject) == ("demo", "base", "tuned")
+    assert (merged.subject, merged.merging.documents) == ("merged", 7)
+    assert base.provenance.stage == "evaluate_run"
+    assert tuned.comparison.documents == 7
+    assert list(tuned.tasks) == ["local", "writes"]
+
+
+def test_log_tells_what_is_measured_and_what_came_out(finished):
+    log = (finished[1] / "log").read_text()
+    assert "loss of 7 of 7 held-out documents, 2 samples, tasks: local, writes" in log
+    assert "held-out loss " in log
+    assert "local acc " in log
+    assert "NF4 base: measured heldout" in log
+
+
+def numbers(output: Path) -> dict[str, float]:
+    """Every number of the artifacts that a model computed, by its path."""
+    found = {}
+    for subject in ("base", "tuned", "merged"):
+        content = read_json(output / f"{subject}.json")
+        for document in content["heldout"]["per_document"]:
+            found[f"{subject} document {document['document']}"] = document["loss_sum"]
+        for task, scores in content["tasks"].items():
+            for metric, score in scores["metrics"].items():
+                found[f"{subject} {task} {metric}"] = score["value"]
+    return found
+
+
+def texts(output: Path) -> list[tuple[str, str]]:
+    """Both answers to every sample prompt, of all subjects."""
+    found = [read_json(output / f"{subject}.json")["samples"] for subject in ("base", "tuned")]
+    return [(sample["answer"], sample["drawn"]) for samples in found for sample in samples]
+
+
+def test_two_processes_that_share_the_weights_give_the_same_numbers(
+    folder, settings, finished, tmp_path
+):
+    """Fp32 sums in another order; 7 documents and 13 items do not divide by 2, and batches are others."""
+    two = settings.model_copy(update={"processes": 2, "shard": True, "batch_size": 3})
+    process = evaluate(folder, tmp_path, two)
+    assert process.returncode == 0, process.stderr
+    assert "2 process(es) that share the weights: loss of 7 of 7" in process.stderr
+    assert numbers(tmp_path) == pytest.approx(numbers(finished[1]), rel=2e-5, abs=1e-4)
+    assert texts(tmp_path) == texts(finished[1])
+
+
+def test_no_bars_are_drawn_without_a_terminal(finished):
+    assert "%|" not in finished[0].stderr
+
+
+def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, tmp_path):
+    settings = EvaluateConfig(tasks=(), max_documents=1)
+    process = evaluate(folder, tmp_path, settings)
+    assert process.returncode == 1
+    assert "evaluate.heldout = True: an interval needs at least 2" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "base.json").exists()
+
+
+def flip_token(folder: Path) -> Path:
+    path = folder / "tokens" / "heldout.input_ids.npy"
+    flip(path, -4)
+    return path
+
+
+DAMAGES = {
+    "base": lambda folder: flip_tensor(folder / "base", "model.layers.1.mlp.up_proj.weight"),
+    "merged": lambda folder: flip_tensor(folder / "merged", "model.layers.1.mlp.up_proj.weight"),
+    "tokens": flip_token,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named_though_all_parts_were_measured_before(
+    folder, settings, finished, tmp_path, damage
+):
+    """What is archived is keyed by the recorded sums, which a damaged file does not have."""
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    shutil.copytree(finished[1] / "archive", tmp_path / "archive")
+    path = DAMAGES[damage](copy)
+    process = evaluate(copy, tmp_path, settings)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == (
+        f"{path} is damaged: it does not have the SHA-256 that was recorded when it was made. "
+        f"Delete the folder {path.parent} and repeat the command; the folder is made again."
+    )
+    assert not list(tmp_path.glob("*.json"))

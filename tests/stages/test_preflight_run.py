@@ -1,0 +1,187 @@
+"""The stage from the command line, on tiny checkpoints and the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import TINY, manifest, write_checkpoint
+
+DOCUMENT_KEYS = {
+    "verdict", "reason", "plan", "terms", "phases", "peak_bytes", "peak_phase", "reserved_bytes", "method", "allocator_slack_bytes",
+    "outside_allocator_bytes", "capacity_bytes", "margin_bytes", "host_bytes", "host_capacity_bytes",
+    "disk_bytes", "disk_free_bytes", "time", "candidates", "model", "provenance",
+}  # fmt: skip
+
+
+class Stage:
+    """A folder with a model and a tokens manifest, and the stage run on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_checkpoint(folder / "model")
+        self.tokens = folder / "tokens" / "manifest.json"
+        self.tokens.parent.mkdir()
+        self.tokens.write_text(json.dumps(manifest()))
+        self.output = folder / "run" / "preflight.json"
+        self.log = folder / "logs" / "preflight.log"
+
+    def run(self, *flags: str, **sections: Any) -> subprocess.CompletedProcess[str]:
+        config = {
+            "data": {"seq_len": 61},
+            "hardware": {"gpus": 0, "cpu_processes": 3},
+            "train": {"global_batch_size": 12},
+        } | sections
+        options = {
+            "--config": json.dumps(config), "--model": self.model, "--tokens": self.tokens,
+            "--output": self.output, "--log": self.log, "--run": "demo",
+        }  # fmt: skip
+        words = [str(word) for option in options.items() for word in option]
+        command = [sys.executable, "-m", "workflow.scripts.preflight_run", *words, *flags]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.output.read_text())
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def refused(stage: Stage, *parts: str, **sections: Any) -> None:
+    """Assert exit status 1, one message with all parts, no traceback, and no output."""
+    done = stage.run(**sections)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+    assert not stage.output.exists()
+
+
+def test_run_that_fits_writes_the_document(stage: Stage) -> None:
+    assert stage.run().returncode == 0
+    assert set(stage.document()) == DOCUMENT_KEYS
+    assert stage.document()["verdict"] == "fits"
+
+
+def test_plan_is_what_finetune_reads(stage: Stage) -> None:
+    stage.run()
+    assert stage.document()["plan"] == {
+        "device": "cpu",
+        "processes": 3,
+        "nodes": 1,
+        "shard_size": 3,
+        "micro_batch_size": 4,
+        "accumulation_steps": 1,
+        "activation_checkpointing": False,
+        "reshard_after_forward": True,
+        "offload_activations": False,
+        "offload_window_bytes": None,
+        "offload_embedding": False,
+        "offload_layers": 0,
+        "gpu_memory_bytes": None,
+        "compute_dtype": "float32",
+        "num_steps": 10,  # 37 rows, 3 epochs, 12 a step
+    }
+
+
+def test_table_is_on_the_terminal_and_in_the_log(stage: Stage) -> None:
+    shown = stage.run().stderr
+    for text in (shown, stage.log.read_text()):
+        assert "run demo: memory of each process" in text
+        assert "nf4_weights" in text
+        assert "micro-batch 4 x accumulation 1, 10 steps" in text
+
+
+def test_run_that_does_not_fit_exits_1_with_the_table_in_the_log(stage: Stage) -> None:
+    limits = {"gpus": 0, "cpu_processes": 3, "host_memory_gib": 1.6}
+    done = stage.run(hardware=limits)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert stage.document()["verdict"] == "does_not_fit"
+    log = stage.log.read_text()
+    assert "saved_activations" in log
+    assert "run demo does not fit: micro-batch 1 (recomputation: every layer) needs" in log
+    assert "Any one of these would fit: hardware.cpu_processes = 2 (peak" in log
+
+
+def test_brief_keeps_the_table_of_a_run_that_fits_to_the_log(stage: Stage) -> None:
+    done = stage.run("--brief")
+    assert "nf4_weights" not in done.stderr
+    assert "nf4_weights" in stage.log.read_text()
+
+
+def test_brief_still_shows_the_table_of_a_run_that_does_not_fit(stage: Stage) -> None:
+    done = stage.run("--brief", hardware={"gpus": 0, "host_memory_gib": 0.1})
+    assert done.returncode == 1
+    assert "nf4_weights" in done.stderr
+
+
+def test_weights_are_never_read(stage: Stage) -> None:
+    path = stage.model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start:] = b"\xff" * (len(data) - start)  # NaN everywhere
+    path.write_bytes(data)
+    assert stage.run().returncode == 0
+
+
+def test_document_is_the_same_twice_but_for_the_machine(stage: Stage) -> None:
+    stage.run()
+    first = stage.document()
+    stage.run()
+    second = stage.document()
+    varying = {"provenance", "disk_free_bytes", "host_capacity_bytes", "capacity_bytes", "reason"}
+    assert {k: first[k] for k in DOCUMENT_KEYS - varying} == {
+        k: second[k] for k in DOCUMENT_KEYS - varying
+    }
+
+
+def test_provenance_names_the_stage(stage: Stage) -> None:
+    stage.run()
+    assert stage.document()["provenance"]["stage"] == "preflight_run"
+
+
+def test_disk_counts_checkpoints_one_more_than_are_kept(stage: Stage) -> None:
+    stage.run(train={"global_batch_size": 12, "keep_checkpoints": 4}, lora={"r": 3})
+    adapter = 4 * 3 * 3 * ((30 + 30) * 2 + (30 + 10) * 2 + (30 + 46) * 3)
+    assert stage.document()["disk_bytes"]["checkpoints"] == 5 * 3 * adapter
+
+
+def test_disk_counts_the_tokens_as_they_lie_there(stage: Stage) -> None:
+    stage.run()
+    assert stage.document()["disk_bytes"]["tokens"] == 37 * 61 * 9 + 307 * 5
+
+
+def test_broken_manifest_is_refused(stage: Stage) -> None:
+    stage.tokens.write_text("{}")
+    refused(stage, "no manifest of a tokens folder", "Delete the folder")
+
+
+def test_manifest_without_rows_is_refused(stage: Stage) -> None:
+    empty = manifest()
+    empty["splits"]["train"]["packed_rows"] = 0
+    stage.tokens.write_text(json.dumps(empty))
+    refused(stage, "no training row", "rejects.jsonl")
+
+
+def test_long_rows_are_refused(stage: Stage) -> None:
+    refused(stage, "data.seq_len = 129: the model's max_position_embeddings is 128", data={"seq_len": 129})  # fmt: skip
+
+
+def test_unsupported_model_is_refused(stage: Stage) -> None:
+    write_checkpoint(stage.model, config=TINY | {"model_type": "gpt2"})
+    refused(stage, "model_type = 'gpt2' is not supported", "llama, mistral")
+
+
+def test_unknown_target_is_refused(stage: Stage) -> None:
+    refused(stage, "lora.target_modules = 'gate'", "gate_proj", lora={"target_modules": ["gate"]})
+
+
+def test_more_gpus_than_there_are_is_refused(stage: Stage) -> None:
+    refused(stage, "hardware.gpus = 4096", hardware={"gpus": 4096})

@@ -1,0 +1,92 @@
+"""The stage as a program: a folder that appears whole, or not at all."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import tiny_llama
+from tests.support.tiny import tiny_tokenizer
+from tests.system.test_checksums import flip, recorded_as_download
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.system.files import file_sha256, read_json
+
+
+def stage(model: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    settings = json.dumps({"quantize": {"block_size": 64, "double_quant": True}})
+    command = ["-m", "workflow.scripts.quantize_base", "--config", settings]
+    paths = [
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        "--log",
+        str(output.parent / "log.txt"),
+    ]
+    return subprocess.run([sys.executable, *command, *paths], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantize")
+    tiny_llama(folder / "model", dtype=torch.bfloat16)
+    tiny_tokenizer(folder / "model")
+    (folder / "base").mkdir()
+    (folder / "base" / "stale").touch()  # a folder that Snakemake had made, or that was left over
+    done = stage(folder / "model", folder / "base")
+    assert done.returncode == 0, done.stderr
+    assert "quantized 21 linears" in done.stderr
+    return folder
+
+
+def test_base_loads_with_stock_transformers(folder: Path) -> None:
+    model = load_base(
+        folder / "base", device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"
+    )
+    assert model(torch.tensor([[5, 3, 7]])).logits.isfinite().all()
+
+
+def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder: Path) -> None:
+    names = {p.name for p in (folder / "base").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json", "quantization.json"} <= names
+    assert "stale" not in names
+    lines = (folder / "base" / "SHA256SUMS").read_text().splitlines()
+    listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    assert listed.keys() == names - {"SHA256SUMS"}
+    assert all(file_sha256(folder / "base" / name) == digest for name, digest in listed.items())
+
+
+def test_record_counts_what_was_quantized(folder: Path) -> None:
+    record = read_json(folder / "base" / "quantization.json")
+    per_layer = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
+    assert record["quantized_linears"] == 3 * 7
+    assert record["quantized_parameters"] == 3 * per_layer
+    index = read_json(folder / "base" / "model.safetensors.index.json")
+    assert record["total_bytes"] == index["metadata"]["total_size"]
+    assert record["settings"] == {"block_size": 64, "double_quant": True}
+
+
+def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: Path) -> None:
+    done = stage(folder / "base", tmp_path / "again")
+    assert done.returncode == 1
+    assert "Set model.source to the original bf16 or fp16 checkpoint." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_damaged_download_leaves_no_base_and_is_named(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    model = recorded_as_download(shutil.copytree(folder / "model", tmp_path / "model"))
+    flip(model / name, -2)
+    done = stage(model, tmp_path / "base")
+    assert done.returncode == 1
+    assert f"{model}/{name} is damaged: it does not have the SHA-256" in done.stderr
+    assert f"Delete the folder {model} and repeat the command" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "base").exists()

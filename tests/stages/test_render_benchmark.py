@@ -1,0 +1,135 @@
+"""The benchmark's page: its numbers, ratios and causes are those of the rows."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.benchmark.cases import CHOICE
+from workflow.lib.benchmark.page import benchmark_figure, page_name, render_page
+from workflow.lib.settings.benchmark import BenchmarkConfig
+from workflow.lib.system.files import write_jsonl
+
+GIB = 2**30
+
+
+def row(case: str, *, speed: float, processes: int = 2, **changes: Any) -> dict[str, Any]:
+    """A row of a measurement on H200, as `benchmark_run` writes it."""
+    sizes = BenchmarkConfig(model="meta-llama/Llama-2-70b-hf", layers=8, seq_len=2048)
+    measured = {
+        "tokens_per_s_per_process": speed, "allocated_bytes": int(5.5 * GIB), "reserved_bytes": 6 * GIB,
+        "host_bytes": 3 * GIB, "losses": [12.0092, 11.8641], "grad_norms": [0.2116, 0.4534],
+        "gemm_flops_per_s": 734e12, "model_flops_utilisation": 0.7512, "attention": "varlen",
+    }  # fmt: skip
+    return {
+        "case": case, "title": f"what {case} is", "processes": processes, "peer": None, "status": "measured", "cause": None,
+        "sizes": sizes.model_dump(mode="json", exclude=set(CHOICE)), "gpu_names": ["NVIDIA H200"], "measured": measured,
+        "predicted": {"peak_bytes": int(5.6 * GIB)},
+        "provenance": {"created_utc": "2026-11-21T10:00:00Z", "packages": {"torch": "2.11.0"}, "commit": "abc"},
+    } | changes  # fmt: skip
+
+
+OURS = row("flash", speed=12345.6)
+PEER = row("trl_fsdp2", speed=10543.0, peer={"strategy": "fsdp2"}, predicted=None)
+FOUR = row("flash", speed=12000.0, processes=4)
+LOST = row("ddp", speed=0.0, status="out_of_memory", cause="out of GPU memory: a | b", measured=None, predicted=None)  # fmt: skip
+ROWS = [OURS, PEER, FOUR, LOST]
+
+
+def test_page_is_named_by_model_hardware_and_date() -> None:
+    assert page_name([OURS]) == "llama-2-70b-hf-8-layers_2xh200_2026-11-21"
+    assert page_name(ROWS) == "llama-2-70b-hf-8-layers_2-4xh200_2026-11-21"
+    capped = OURS | {"sizes": OURS["sizes"] | {"layers": None, "memory_cap_gib": 23.0}}
+    assert page_name([capped]) == "llama-2-70b-hf-capped-at-23-gib_2xh200_2026-11-21"
+
+
+def test_row_of_the_table_shows_what_was_measured() -> None:
+    expected = (
+        "| `flash`: what flash is | 2 | varlen | 12,346 | 75.1 % | 5.50 GiB | 5.60 GiB | 6.00 GiB | 3.00 GiB "
+        "| 12.0092 -> 11.8641 | 0.2116 -> 0.4534 |"
+    )
+    assert expected in render_page(ROWS, figure="x.png").splitlines()
+
+
+def test_ratio_to_a_peer_is_of_as_many_processes() -> None:
+    lines = render_page(ROWS, figure="x.png").splitlines()
+    (head,) = [number for number, line in enumerate(lines) if line.startswith("| times the peer's")]
+    assert lines[head].endswith("| `trl_fsdp2 x2` |")
+    assert {"| `flash x2` | 1.17, 1.00, 1.00 |", "| `flash x4` | - |"} <= set(lines[head:])
+
+
+def test_weak_scaling_is_against_the_fewest_processes() -> None:
+    assert "| `flash` | 2 -> 4 | 97.2 % |" in render_page(ROWS, figure="x.png")
+
+
+def test_case_without_a_measurement_has_its_cause() -> None:
+    expected = "| `ddp`: what ddp is | 2 | out of GPU memory: a \\| b |"
+    assert expected in render_page(ROWS, figure="x.png").splitlines()
+
+
+def test_largest_error_of_the_prediction_is_told() -> None:
+    assert "at most +1.8% (`flash`), 2 cases" in render_page(ROWS, figure="x.png")
+
+
+def test_size_of_a_case_of_its_own_is_told() -> None:
+    longer = row("long", speed=1.0)
+    longer["sizes"]["seq_len"] = 4096
+    assert "`long`: what long is (seq_len 4096)" in render_page([OURS, FOUR, longer], figure="x")
+
+
+def test_figure_has_a_row_per_measured_case() -> None:
+    speed, memory = benchmark_figure(ROWS).axes
+    assert [bar.get_width() for bar in speed.patches] == [12345.6, 10543.0, 12000.0]
+    assert len(memory.patches) == 3 + 2  # no prediction of a peer
+    assert [label.get_text() for label in speed.get_yticklabels()] == [
+        "flash x2",
+        "trl_fsdp2 x2",
+        "flash x4",
+    ]
+
+
+def test_command_publishes_page_and_figure(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "m.jsonl", ROWS)
+    (tmp_path / "docs").mkdir()
+    command = [
+        *(sys.executable, "-m", "workflow.scripts.render_benchmark"),
+        *("--measurements", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "page")),
+        *("--publish", str(tmp_path / "docs")),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    name = page_name(ROWS)
+    assert {path.name for path in (tmp_path / "docs").iterdir()} == {f"{name}.md", f"{name}.png"}
+    assert (tmp_path / "docs" / f"{name}.png").stat().st_size < 300_000
+
+
+def test_profile_says_where_the_time_of_a_step_goes() -> None:
+    slow = row("slow", speed=1.0)
+    slow["measured"]["profile"] = {"step_s": 0.25, "idle_s": 0.01, "kinds": {"products": 0.2, "attention": 0.0405}}  # fmt: skip
+    lines = render_page([OURS, slow], figure="x").splitlines()
+    assert "| one profiled step, ms | all | products | attention | GPU idle |" in lines
+    assert "| `slow x2` | 250.0 | 200.0 | 40.5 | 10.0 |" in lines
+    assert not any(line.startswith("| `flash x2` | ") and line.count("|") == 6 for line in lines)
+
+
+def test_page_says_what_a_checkpoint_costs() -> None:
+    """0.8 s every 50 steps of 0.25 s; one that cost less than nothing, by noise, cost nothing."""
+    saving, quick = row("saving", speed=1.0), row("quick", speed=1.0)
+    saving["measured"]["checkpoint"] = {
+        "bytes": 2**30,
+        "step_s": 0.25,
+        "cost_s": 0.8,
+        "still_s": 0.0625,
+    }
+    quick["measured"]["checkpoint"] = {
+        "bytes": 2**20,
+        "step_s": 0.25,
+        "cost_s": -0.01,
+        "still_s": 0.001,
+    }
+    lines = render_page([OURS, saving, quick], figure="x").splitlines()
+    assert "share of the time with one every 50 steps |" in next(
+        x for x in lines if x.startswith("| checkpoints |")
+    )
+    assert "| `saving x2` | 1.00 GiB | 0.250 | 0.800 | 0.062 | 6.4 % |" in lines
+    assert "| `quick x2` | 1 MiB | 0.250 | -0.010 | 0.001 | 0.0 % |" in lines
+    assert not any("checkpoints |" in line for line in render_page(ROWS, figure="x").splitlines())

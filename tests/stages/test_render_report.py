@@ -1,0 +1,240 @@
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser
+
+from tests.support.browser import Visit, chromium, needs_chromium, visit
+from tests.support.report_examples import HOSTILE, edit, write_run
+from workflow.lib.system.files import read_jsonl
+
+NUM_FIGURES = (
+    10  # held-out loss, parallel coordinates, five curves, memory, lengths of two data sets
+)
+
+
+# Of all runs: one gain is reached, the other missed.
+EVALUATE = {
+    "sample_temperature": 0.7,
+    "require": {"heldout_loss": 1.0, "pydocs_mc/acc": 0.5},
+}
+
+
+def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "workflow.scripts.render_report", "--config"]
+    settings = {name: {"evaluate": EVALUATE} for name in names}
+    config = {"report": {"title": "Report"}, "runs": settings}
+    command += [json.dumps(config), "--runs-dir", str(root / "runs")]
+    for name in names:
+        command += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
+    command += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
+    command += ["--figures", str(root / "figures"), "--log", str(root / "log" / "report.log")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rendered runs, one with hostile text."""
+    root = tmp_path_factory.mktemp("report")
+    write_run(root, "demo", num_steps=13)
+    folder = write_run(root, "other", num_steps=11, rate=5e-4)
+    edit(folder / "preflight_run" / "preflight.json", lambda d: d["terms"][0].update(name=HOSTILE))
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["samples"][0].update(answer=HOSTILE))
+    for subject in ("base", "tuned"):
+        edit(
+            folder / "evaluate_run" / f"{subject}.json",
+            lambda d: [sample.update(drawn=HOSTILE) for sample in d["samples"]],
+        )
+    done = render(root, "demo", "other")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def test_stage_writes_page_table_figures_and_log(root: Path) -> None:
+    assert (root / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert len((root / "table.csv").read_text().splitlines()) == 3
+    assert sorted(p.name for p in (root / "figures").iterdir()) == ["heldout.png", "loss.png"]
+    assert (
+        "run demo: held-out loss, NF4 base -> tuned: 2.9877 -> 1.5123"
+        in (root / "log" / "report.log").read_text()
+    )
+
+
+def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(folder / "consolidate" / "parity.json", lambda d: d.pop("tolerance"))
+    done = render(tmp_path, "demo")
+    assert done.returncode == 1
+    assert "parity.json: the field tolerance is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_tokens_option_without_folder_is_explained(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    command = [
+        sys.executable,
+        "-m",
+        "workflow.scripts.render_report",
+        "--config",
+        '{"report": {}, "runs": {}}',
+    ]
+    command += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
+    for name in ("output", "comparison", "figures"):
+        command += [f"--{name}", str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == (
+        "--tokens = 'demo': must be NAME=DIR. Give a run and its tokens folder.\n"
+    )
+
+
+def test_report_needs_no_torch() -> None:
+    code = "import sys, workflow.scripts.render_report; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def light(root: Path, browser: Browser) -> Visit:
+    return visit(browser, root / "report.html", width=1280, scheme="light")
+
+
+@pytest.fixture(scope="module")
+def dark_phone(root: Path, browser: Browser) -> Visit:
+    return visit(browser, root / "report.html", width=360, scheme="dark")
+
+
+@pytest.fixture(params=["light", "dark_phone"])
+def either(request: pytest.FixtureRequest) -> Visit:
+    found: Visit = request.getfixturevalue(request.param)
+    return found
+
+
+@needs_chromium
+def test_browser_draws_every_figure_in_silence_and_asks_for_nothing(
+    root: Path, either: Visit
+) -> None:
+    assert either.page.locator(".plot .plot-container").count() == NUM_FIGURES
+    assert (either.console, either.dialogs) == ([], [])
+    assert either.requests == [(root / "report.html").as_uri()]
+
+
+@needs_chromium
+def test_browser_paints_curves_from_the_style_sheet(light: Visit, dark_phone: Visit) -> None:
+    """--series-1 of style.css."""
+    for found, color in ((light, "rgb(31, 95, 191)"), (dark_phone, "rgb(130, 177, 255)")):
+        line = found.page.locator("[data-figure=loss] .js-line").first
+        assert color in str(line.get_attribute("style"))
+
+
+@needs_chromium
+def test_drawn_losses_are_those_of_the_file(root: Path, light: Visit) -> None:
+    drawn = light.page.evaluate("document.querySelector('[data-figure=loss]').data[0].y")
+    steps = read_jsonl(root / "runs" / "demo" / "finetune" / "metrics.jsonl")
+    assert drawn == [step["loss"] for step in steps]
+
+
+@needs_chromium
+def test_phone_never_scrolls_sideways(dark_phone: Visit) -> None:
+    unfolded = "document.querySelectorAll('details').forEach((box) => { box.open = true })"
+    dark_phone.page.evaluate(unfolded)
+    assert dark_phone.page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+@needs_chromium
+def test_accessibility_audit_finds_nothing(either: Visit) -> None:
+    """All rules of axe-core, contrast among them."""
+    audit = Axe().run(either.page)
+    assert audit.response["violations"] == [], audit.generate_report()
+    assert len(audit.response["passes"]) > 20
+
+
+@needs_chromium
+def test_heading_sorts_by_number_and_by_keyboard(light: Visit) -> None:
+    heading = light.page.locator("#comparison-numbers thead th", has_text="learning rate")
+    runs = light.page.locator("#comparison-numbers tbody th .run")
+    heading.locator("button").focus()
+    orders = []
+    for _ in range(2):
+        light.page.keyboard.press("Enter")
+        orders.append((heading.get_attribute("aria-sort"), runs.all_inner_texts()))
+    assert orders == [("ascending", ["demo", "other"]), ("descending", ["other", "demo"])]
+
+
+@needs_chromium
+def test_link_to_a_folded_part_opens_it(light: Visit) -> None:
+    box = light.page.locator("#checks-demo details")
+    assert box.get_attribute("open") is None
+    light.page.evaluate("location.hash = 'checks-demo'")
+    light.page.wait_for_selector("#checks-demo details[open]")
+
+
+@needs_chromium
+def test_first_stop_of_the_keyboard_skips_to_the_results(light: Visit) -> None:
+    light.page.evaluate("location.hash = ''")
+    light.page.reload()
+    light.page.keyboard.press("Tab")
+    light.page.keyboard.press("Enter")
+    assert light.page.evaluate("document.activeElement.id") == "main"
+
+
+@needs_chromium
+def test_browser_would_report_a_blocked_script(
+    root: Path, browser: Browser, tmp_path: Path
+) -> None:
+    page = (root / "report.html").read_text(encoding="utf-8")
+    injected = tmp_path / "injected.html"
+    injected.write_text(
+        page.replace("<main", "<script>alert(1)</script><main", 1), encoding="utf-8"
+    )
+    found = visit(browser, injected)
+    assert any("Content Security Policy" in line for line in found.console)
+    assert found.dialogs == []
+
+
+PRINTED = """() => {
+  const rgb = (value) => value.match(/[0-9.]+/g).slice(0, 3).map(Number);
+  const seen = (element) => element.checkVisibility({ contentVisibilityAuto: true, visibilityProperty: true })
+    && element.getBoundingClientRect().height > 0;
+  const style = getComputedStyle(document.body);
+  return {
+    paper: rgb(style.backgroundColor), ink: rgb(style.color),
+    navigation: [...document.querySelectorAll("nav, .modebar")].filter(seen).length,
+    folded: [...document.querySelectorAll("details:not([open]):not(.of-run) > :not(summary)")]
+      .filter((element) => !element.closest("details.of-run:not([open])")).map(seen),
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    widest: Math.max(...[...document.querySelectorAll(".main-svg")].map((e) => e.getBoundingClientRect().width)),
+  };
+}"""
+PAPER_WIDTH = 700  # pixels between the margins of A4
+
+
+@needs_chromium
+def test_page_prints_dark_on_white_unfolded_and_within_the_paper(
+    browser: Browser, root: Path
+) -> None:
+    """Also for a reader in dark mode."""
+    page = visit(browser, root / "report.html", scheme="dark").page
+    page.set_viewport_size({"width": PAPER_WIDTH, "height": 990})
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    printed = page.evaluate(PRINTED)
+    assert printed["paper"] == [255, 255, 255]
+    assert max(printed["ink"]) < 80
+    assert printed["navigation"] == 0
+    assert printed["folded"], "the report folds its details"
+    assert all(printed["folded"])
+    assert printed["overflow"] <= 0
+    assert 300 < printed["widest"] <= PAPER_WIDTH
+    pages = len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4")))
+    assert 5 <= pages <= 40

@@ -1,0 +1,157 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.report_examples import evaluation
+from tests.support.workflow_project import Finished, Project, executed, make_project
+from workflow.lib.artifacts.records import TunedEvaluation
+from workflow.lib.report.required_gains import refuse_unmet, verdicts
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import canonical_json, write_json
+
+ROOT = Path(__file__).parents[2]
+TUNED = evaluation(
+    "demo", "tuned"
+)  # gains 1.475 [1.371, 1.580] of loss and 0.362 [0.302, 0.421] of acc
+
+
+def judged(require, *, by="estimate", change=None):
+    content = json.loads(json.dumps(TUNED))
+    if change:
+        change(content)
+    return verdicts(require, TunedEvaluation.model_validate_json(json.dumps(content)), by=by)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "by", "met"),
+    [
+        ("heldout_loss", 1.47, "estimate", True),
+        ("heldout_loss", 1.48, "estimate", False),
+        ("heldout_loss", 1.371, "interval", True),
+        ("heldout_loss", 1.372, "interval", False),
+        ("pydocs_mc/acc", 0.36, "estimate", True),
+        ("pydocs_mc/acc", 0.36, "interval", False),
+        ("pydocs_mc/acc_norm", 0.3, "estimate", True),
+    ],
+)
+def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, least, by, met):
+    (verdict,) = judged({name: least}, by=by)
+    assert verdict["met"] is met
+
+
+def test_smaller_is_the_gain_of_a_metric_where_less_is_better():
+    def less_is_better(content):
+        content["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = False
+
+    (verdict,) = judged({"pydocs_mc/acc": -0.4}, by="interval", change=less_is_better)
+    assert verdict["gain"] == pytest.approx(-0.3618)
+    assert verdict["gain_ci95"] == pytest.approx((-0.4214, -0.3021))
+    assert not verdict["met"]
+
+
+def test_metric_that_was_not_measured_is_refused():
+    with pytest.raises(
+        UserError, match=r"evaluate\.require = 'pydocs_mc/f1': it is not measured.*pydocs_mc/acc"
+    ):
+        judged({"pydocs_mc/f1": 0.1})
+
+
+def test_metric_without_an_interval_cannot_be_judged_by_one():
+    with pytest.raises(UserError, match=r"evaluate\.require_by = 'interval': .*has no interval"):
+        judged({"pydocs_mc/acc_norm": 0.1}, by="interval")
+
+
+def test_every_missed_requirement_of_every_run_is_named():
+    found = {
+        "a": judged({"heldout_loss": 2.0, "pydocs_mc/acc": 0.0}),
+        "b": judged({"pydocs_mc/acc": 0.5}, by="interval"),
+    }
+    with pytest.raises(UserError) as caught:
+        refuse_unmet(found)
+    assert (
+        "a: heldout_loss gained +1.475 over the NF4 base, required +2; b: pydocs_mc/acc gained"
+        in str(caught.value)
+    )
+    assert "a: pydocs_mc" not in str(caught.value)
+
+
+def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
+    write_json(folder / "runs" / "demo" / "evaluate_run" / "tuned.json", TUNED)
+    config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
+    arguments = ["--config", canonical_json(config), "--runs-dir", str(folder / "runs")]
+    command = [sys.executable, "-m", "workflow.scripts.require_gain", *arguments]
+    output = ["--output", str(folder / "requirements.json")]
+    return subprocess.run(
+        [*command, *output],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_stage_writes_its_verdicts_if_all_are_met(tmp_path):
+    assert gate(tmp_path, 1.0).returncode == 0
+    written = json.loads((tmp_path / "requirements.json").read_text())
+    assert [verdict["met"] for verdict in written["runs"]["demo"]] == [True]
+
+
+def test_stage_fails_with_one_message_if_one_is_missed(tmp_path):
+    process = gate(tmp_path, 2.0)
+    assert process.returncode == 1
+    assert process.stderr.count("evaluate.require is not met") == 1
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "requirements.json").exists()
+
+
+def test_requirement_is_planned_only_where_there_is_one(tmp_path):
+    project = make_project(tmp_path)
+    assert "require_gain" not in project.planned("all")
+    project.edit({"evaluate": {"require": {"heldout_loss": 0.1}}})
+    assert project.planned("evaluate")["require_gain"] == 1
+
+
+@dataclass(frozen=True)
+class Missed:
+    project: Project
+    done: Finished
+
+
+@pytest.fixture(scope="module")
+def missed(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Missed:
+    """A project that lacks its report, and must gain the impossible."""
+    project = finished_project.copy(tmp_path_factory.mktemp("require") / "project")
+    shutil.rmtree(project.root / "results" / "report")
+    project.edit({"evaluate": {"require": {"heldout_loss": 99.0}}})
+    return Missed(project, project.snakemake("all"))
+
+
+def test_missed_requirement_fails_the_workflow_and_keeps_what_is_made(missed: Missed) -> None:
+    project, done = missed.project, missed.done
+    assert done.status == 1
+    stages = {
+        "preflight_run": 1,
+        "render_report": 1,
+        "require_gain": 1,
+    }  # it checks what is demanded
+    assert executed(done.output) == stages
+    page = (project.root / "results" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "The required gain is missed: the workflow ends with an error." in page
+    assert (project.folder("consolidate") / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (project.root / "results" / "requirements.json").exists()
+    assert "Traceback" not in done.output
+    # The cause is said once more where a user looks, at the end.
+    end = done.output[done.output.index("Exiting because a job execution failed") :]
+    assert end.count("evaluate.require is not met. demo: heldout_loss gained") == 1
+
+
+def test_requirement_is_judged_after_the_report_is_made(missed: Missed) -> None:
+    """Snakemake starts nothing after a failure, so what is still to be made would be lost."""
+    output = missed.done.output
+    assert output.index("(Rule: render_report)") < output.index("rule require_gain:")

@@ -1,0 +1,290 @@
+"""The stage from end to end: files in, tokens folder out, its arrays and its manifest."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.tokenizing import (
+    LONG,
+    NUM_HELDOUT,
+    NUM_TRAIN,
+    SEQ_LEN,
+    Stage,
+    documents_of,
+    expected_ids,
+    rows,
+    save_rows,
+)
+from tests.system.test_checksums import recorded_as_download
+from workflow.lib.data.tokens.token_store import ARRAYS, TokenStore
+from workflow.lib.settings.config import load_config
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Stage:
+    """The good data, prepared. Never change it."""
+    place = Stage(tmp_path_factory.mktemp("finished"), tokenizer_folder)
+    place.run()
+    return place
+
+
+def test_packed_documents_are_the_tokenizers_own_ids(finished: Stage) -> None:
+    packed = documents_of(TokenStore.open(finished.output))
+    assert sorted(packed) == sorted(tuple(expected_ids(finished, row)) for row in rows(NUM_TRAIN))
+
+
+def test_heldout_documents_are_the_tokenizers_own_ids_in_file_order(finished: Stage) -> None:
+    read = [ids.tolist() for ids, _ in TokenStore.open(finished.output).heldout_documents()]
+    assert read == [expected_ids(finished, row) for row in rows(NUM_HELDOUT, start=1000)]
+
+
+def test_every_document_has_a_trained_token_and_its_first_is_none(finished: Stage) -> None:
+    store = TokenStore.open(finished.output)
+    masks = [*documents_of(store).values(), *(m.tolist() for _, m in store.heldout_documents())]
+    assert len(masks) == NUM_TRAIN + NUM_HELDOUT
+    assert all(any(mask) and not mask[0] for mask in masks)
+
+
+def test_changing_one_document_leaves_the_others_as_they_were(stage: Stage) -> None:
+    before = documents_of(stage.run())
+    changed = rows(NUM_TRAIN)
+    changed[20]["completion"] = "Something else, and longer than it was."
+    save_rows(stage.train, changed)
+    after = documents_of(stage.run())
+    assert len(before.keys() & after.keys()) == NUM_TRAIN - 1
+    assert all(before[ids] == after[ids] for ids in before.keys() & after.keys())
+
+
+def test_changing_a_word_for_one_of_equal_length_changes_its_places_alone(stage: Stage) -> None:
+    first = stage.run()
+    ids, positions = np.array(first.input_ids), np.array(first.position_ids)
+    changed = rows(NUM_TRAIN)
+    changed[20]["prompt"] = changed[20]["prompt"].replace("2", "7")
+    save_rows(stage.train, changed)
+    second = stage.run()
+    assert np.count_nonzero(second.input_ids != ids) == 1
+    assert np.array_equal(second.position_ids, positions)
+
+
+def test_two_runs_write_the_same_bytes(stage: Stage) -> None:
+    digests = [
+        [file_sha256(stage.run().manifest and stage.output / name) for name in ARRAYS]
+        for _ in range(2)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_seed_changes_the_order_of_rows_and_nothing_else(stage: Stage) -> None:
+    first = np.array(stage.run(seed=0).input_ids)
+    second = np.array(stage.run(seed=1).input_ids)
+    assert not np.array_equal(first, second)
+    assert sorted(first.tolist()) == sorted(second.tolist())
+
+
+def test_manifest_counts_what_the_arrays_hold(finished: Stage) -> None:
+    store = TokenStore.open(finished.output)
+    train = store.manifest["splits"]["train"]
+    documents = documents_of(store)
+    assert train["tokens"] == sum(len(ids) for ids in documents)
+    assert train["trained_tokens"] == int(store.loss_mask.sum())
+    assert train["packed_rows"] == store.num_rows
+    assert train["fill"] == train["tokens"] / store.input_ids.size
+    assert train["length_percentiles"]["max"] == max(len(ids) for ids in documents)
+    assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (
+        NUM_TRAIN,
+        NUM_TRAIN,
+        0,
+    )
+    assert store.manifest["splits"]["heldout"]["documents"] == NUM_HELDOUT
+
+
+def test_manifest_names_every_file_with_its_digest(finished: Stage) -> None:
+    files = TokenStore.open(finished.output).manifest["files"]
+    present = {path.name for path in finished.output.iterdir()} - {"manifest.json"}
+    assert files == {name: file_sha256(finished.output / name) for name in present}
+
+
+def test_samples_show_what_is_trained(finished: Stage) -> None:
+    samples = TokenStore.open(finished.output).manifest["samples"]
+    assert len(samples) == 3
+    assert samples[0] == [
+        ["<|begin|><|user|>Question 0?<|end|><|assistant|>", False],
+        ["The answer is 0.<|end|>", True],
+    ]
+
+
+def test_without_packing_each_document_has_a_padded_row(stage: Stage) -> None:
+    store = stage.run(packing=False)
+    assert store.num_rows == NUM_TRAIN
+    assert all(np.count_nonzero(row == 0) <= 2 for row in store.position_ids)
+    assert len(documents_of(store)) == NUM_TRAIN
+
+
+def test_format_text_needs_no_chat_template(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "bare"
+    tiny_tokenizer(stage.tokenizer, chat_template=False)
+    stage.heldout = None
+    save_rows(stage.train, [{"text": f"Fox {n} jumps."} for n in range(NUM_TRAIN)])
+    store = stage.run()
+    assert store.manifest["format"] == "text"
+    assert store.manifest["chat_template_sha256"] is None
+    assert store.manifest["chat_template"] is None
+    assert store.manifest["end_of_turn_token_ids"] == []
+
+
+def test_conversations_without_chat_template_stop(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "bare"
+    tiny_tokenizer(stage.tokenizer, chat_template=False)
+    with pytest.raises(UserError, match=r"data\.chat_template = None: .* the tokenizer has none"):
+        stage.run()
+
+
+def test_chat_template_file_replaces_the_tokenizers(stage: Stage) -> None:
+    path = stage.folder / "template.jinja"
+    path.write_text(CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}Hello"))
+    (sample, *_) = stage.run(chat_template=str(path)).manifest["samples"]
+    assert sample[0][0].startswith("<|begin|>Hello<|user|>")
+
+
+def test_manifest_holds_the_template_and_conversations_as_they_are_trained(stage: Stage) -> None:
+    own = CHAT_TEMPLATE.replace("+ eos_token", "+ '<|user|>'")
+    path = stage.folder / "own.jinja"
+    path.write_text(own)
+    manifest = stage.run(chat_template=str(path)).manifest
+    tokenizer = AutoTokenizer.from_pretrained(stage.tokenizer)
+    assert manifest["chat_template"] == own
+    assert tokenizer.convert_ids_to_tokens(manifest["end_of_turn_token_ids"]) == ["<|user|>"]
+    chat = manifest["probes"][1]
+    expected = tokenizer.apply_chat_template(chat["messages"], chat_template=own)["input_ids"]
+    assert chat["ids"] == expected
+
+
+def test_without_pad_token_rows_are_filled_with_eos_that_is_never_trained(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "no-pad"
+    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
+    store = stage.run(packing=False)
+    assert store.manifest["pad_token_id"] == tokenizer.eos_token_id
+    assert store.manifest["pad_token_origin"] == "eos_token"
+    assert len(documents_of(store)) == NUM_TRAIN
+
+
+def test_tokenizer_without_eos_stops(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "no-eos"
+    tokenizer = tiny_tokenizer(stage.tokenizer, pad=False)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(stage.tokenizer)
+    with pytest.raises(UserError, match=r"has no eos token.*tokenizer_config\.json"):
+        stage.run()
+
+
+def test_folder_without_tokenizer_stops(stage: Stage) -> None:
+    stage.tokenizer = stage.folder
+    with pytest.raises(UserError, match=r"model\.source = .* holds no tokenizer that loads"):
+        stage.run()
+
+
+def test_model_of_absurd_size_stops_before_its_tokenizer_is_built(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "absurd"
+    tiny_tokenizer(stage.tokenizer)
+    config = {"model_type": "qwen3", "num_hidden_layers": 10**9}
+    (stage.tokenizer / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="num_hidden_layers = 1000000000: must be at most 10,000"):
+        stage.run()
+
+
+def test_without_a_pad_token_no_padding_is_trained_and_every_end_is(stage: Stage) -> None:
+    stage.tokenizer = stage.folder / "unpadded"
+    eos = tiny_tokenizer(stage.tokenizer, pad=False).eos_token_id
+    store = stage.run(packing=False)
+    assert store.manifest["pad_token_origin"] == "eos_token"
+    trained_ends = [
+        np.count_nonzero(ids[mask] == eos)
+        for ids, mask in zip(store.input_ids, store.loss_mask, strict=True)
+    ]
+    assert trained_ends == [1] * NUM_TRAIN
+    assert all(row[-1] == eos for row in store.input_ids)
+    assert not store.loss_mask[:, -1].any()
+
+
+def test_source_of_weight_two_is_trained_twice_and_of_one_half_half(stage: Stage) -> None:
+    twice = save_rows(stage.folder / "twice.jsonl", rows(10, start=100))
+    half = save_rows(stage.folder / "half.jsonl", rows(10, start=200))
+    sources = [
+        str(stage.train),
+        {"path": str(twice), "name": "twice", "weight": 2},
+        {"path": str(half), "name": "half", "weight": 0.5},
+    ]
+    store = stage.run(train=sources, packing=False)
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_kept"], train["documents"]) == (NUM_TRAIN + 20, NUM_TRAIN + 25)
+    assert train["duplicates"] == 0
+    assert store.num_rows == NUM_TRAIN + 25
+    shown = [(s["source"], s["weight"]) for s in store.manifest["sources"] if s["weight"] != 1]
+    assert shown == [("twice", 2.0), ("half", 0.5)]
+
+
+def test_sources_of_different_formats_are_trained_together(stage: Stage) -> None:
+    (stage.folder / "book.txt").write_text("A plain text.")
+    store = stage.run(train=[str(stage.train), str(stage.folder / "book.txt")])
+    assert store.manifest["format"] == "prompt_completion, text"
+    assert store.manifest["splits"]["train"]["documents"] == NUM_TRAIN + 1
+
+
+def test_manifest_shows_lengths_and_shares(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    manifest = stage.run().manifest
+    train = manifest["splits"]["train"]
+    histogram, full = train["length_histogram"], len(expected_ids(stage, LONG))
+    assert sum(histogram["counts"]) == NUM_TRAIN + 1
+    assert (histogram["edges"][-2:], histogram["counts"][-1]) == ([SEQ_LEN + 1, full + 1], 1)
+    assert len(histogram["edges"]) == len(histogram["counts"]) + 1
+    assert train["longest"][0] == {"file": str(stage.train), "row": NUM_TRAIN + 1, "tokens": full}
+    first, second = manifest["sources"]
+    assert (first["tokens"], first["trained_tokens"]) == (train["tokens"], train["trained_tokens"])
+    assert (first["token_share"], second["token_share"], second["split"]) == (1.0, 1.0, "heldout")
+
+
+def test_demo_fills_its_rows_to_99_percent(tmp_path: Path) -> None:
+    """By the settings of config.yaml, on the data and with the tokenizer that come with it: 99.5%."""
+    demo = load_config(yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8")))[1]["demo"]
+    assert demo.data.packing
+    store = Stage(tmp_path, Path(demo.model.source)).run(**demo.data.model_dump(mode="json"))
+    assert store.num_rows > 500
+    assert store.manifest["splits"]["train"]["fill"] >= 0.99
+
+
+@pytest.fixture
+def downloaded(stage: Stage) -> Stage:
+    """A stage whose data and tokenizer are downloads."""
+    stage.dataset = stage.folder / "hub-data"
+    stage.dataset.mkdir()
+    save_rows(stage.dataset / "train.jsonl", rows(NUM_TRAIN))
+    save_rows(stage.dataset / "heldout.jsonl", rows(3, start=1000))
+    stage.tokenizer = shutil.copytree(stage.tokenizer, stage.folder / "hub-model")
+    for folder in (stage.dataset, stage.tokenizer):
+        recorded_as_download(folder)
+    return stage
+
+
+NAMES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # in the dataset
+
+
+def test_sound_download_is_tokenized(downloaded: Stage) -> None:
+    assert len(documents_of(downloaded.run(**NAMES))) == NUM_TRAIN
+
+
+@pytest.mark.parametrize("name", ["hub-data/train.jsonl", "hub-model/tokenizer.json"])
+def test_damaged_download_is_named_and_not_tokenized(downloaded: Stage, name: str) -> None:
+    path = downloaded.folder / name
+    path.write_text(path.read_text().replace("a", "b", 1))
+    with pytest.raises(UserError, match=f"^{path} is damaged: it does not have the SHA-256"):
+        downloaded.run(**NAMES)
+    assert not downloaded.output.exists()

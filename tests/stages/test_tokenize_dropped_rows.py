@@ -1,0 +1,222 @@
+"""Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where they are many."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tokenizing import (
+    LONG,
+    NUM_TRAIN,
+    SEQ_LEN,
+    Stage,
+    documents_of,
+    expected_ids,
+    rows,
+    save_rows,
+)
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_jsonl
+
+
+def test_bad_rows_are_listed_by_line_and_counted(stage: Stage) -> None:
+    bad = ["{broken", "[1]", {"prompt": "q"}, {"prompt": "q", "completion": ""}]
+    save_rows(stage.train, [*rows(2), *bad, *rows(100, start=2)])
+    store = stage.run(max_rejected_share=0.04)
+    listed = read_jsonl(stage.output / "rejects.jsonl")
+    assert [line["row"] for line in listed] == [3, 4, 5, 6]
+    assert {line["file"] for line in listed} == {str(stage.train)}
+    assert listed[0]["preview"] == "{broken"
+    assert store.manifest["dropped_by_reason"] == {
+        "broken JSON": 1,
+        "not an object": 1,
+        "missing column": 1,
+        "empty": 1,
+    }
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_read"], train["rows_kept"], train["rows_dropped"]) == (106, 102, 4)
+
+
+def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(20), "{broken"])
+    with pytest.raises(UserError) as caught:
+        stage.run()
+    text = str(caught.value)
+    assert "data.max_rejected_share = 0.01: 1 of 21 rows" in text
+    assert "row 21: broken JSON: " in text
+    assert str(stage.rejects) in text
+    assert [line["row"] for line in read_jsonl(stage.rejects)] == [21]
+    assert not stage.output.exists()
+
+
+def test_file_that_is_not_utf8_is_told_how_to_convert_it(stage: Stage) -> None:
+    text = "prompt;completion\nWie groß?;Größer\n"
+    stage.train = stage.folder / "train.csv"
+    stage.train.write_text(text, encoding="cp1252")
+    with pytest.raises(UserError, match=r"invalid UTF-8(.|\n)*Save the file as UTF-8 \(iconv"):
+        stage.run()
+
+
+def test_log_says_where_dropped_rows_are_listed(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="workflow"):
+        stage.run()
+        assert "rejects.jsonl" not in caplog.text
+        save_rows(stage.train, [*rows(NUM_TRAIN), "{broken"])
+        stage.run(max_rejected_share=0.2)
+    assert f"dropped rows, with line and reason: {stage.output / 'rejects.jsonl'}" in caplog.text
+
+
+def test_the_list_beside_the_output_goes_once_the_run_succeeds(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken"])
+    with pytest.raises(UserError):
+        stage.run()
+    save_rows(stage.train, rows(NUM_TRAIN))
+    stage.run()
+    assert not stage.rejects.exists()
+
+
+def test_failure_leaves_a_finished_folder_alone_and_nothing_half_done(stage: Stage) -> None:
+    stage.run()
+    save_rows(stage.train, ["{broken"])
+    with pytest.raises(UserError):
+        stage.run()
+    assert TokenStore.open(stage.output).num_rows
+    assert not list(stage.folder.glob(".*"))
+
+
+LONG_PROMPT = {"prompt": "long " * SEQ_LEN, "completion": "a"}
+
+
+def test_overlong_row_is_cut_at_the_end_and_listed(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    store = stage.run()
+    full = expected_ids(stage, LONG)
+    assert tuple(full[:SEQ_LEN]) in documents_of(store)
+    assert store.manifest["splits"]["train"]["truncated"] == 1
+    assert store.manifest["splits"]["train"]["length_percentiles"]["max"] == len(full)
+    (line,) = read_jsonl(stage.output / "truncated.jsonl")
+    assert (line["row"], line["tokens"]) == (NUM_TRAIN + 1, len(full))
+
+
+def test_overlong_row_that_is_dropped_counts_but_stops_nothing(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG])
+    store = stage.run(overlong="drop", max_rejected_share=0.0)
+    assert store.manifest["dropped_by_reason"] == {"overlong": 1}
+    assert store.manifest["splits"]["train"]["rows_dropped"] == 1
+
+
+def test_overlong_row_that_is_split_becomes_several_documents(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG, LONG_PROMPT])
+    store = stage.run(overlong="split")
+    full = expected_ids(stage, LONG)
+    pieces = [tuple(full[start : start + SEQ_LEN]) for start in range(0, len(full), SEQ_LEN)]
+    assert len(pieces) > 2
+    assert set(pieces) <= documents_of(store).keys()
+    whole, prompt = read_jsonl(stage.output / "truncated.jsonl")
+    assert (whole["tokens"], whole["documents"], whole["kept"]) == (
+        len(full),
+        len(pieces),
+        len(full),
+    )
+    assert prompt["documents"] == 1  # what comes before the answer trains nothing
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_kept"], train["truncated"]) == (NUM_TRAIN + 2, 2)
+    assert train["documents"] == NUM_TRAIN + len(pieces) + 1
+
+
+def test_row_whose_cut_leaves_nothing_trained_is_dropped(stage: Stage) -> None:
+    save_rows(stage.train, [*rows(NUM_TRAIN), LONG_PROMPT])
+    store = stage.run(max_rejected_share=0.0)
+    assert store.manifest["dropped_by_reason"] == {"no trained token within seq_len": 1}
+    assert store.manifest["splits"]["train"]["truncated"] == 0
+
+
+def test_file_of_broken_rows_alone_is_listed_row_by_row(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken", "[]"])
+    with pytest.raises(UserError, match="2 of 2 rows"):
+        stage.run()
+    assert len(read_jsonl(stage.rejects)) == 2
+
+
+def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage: Stage) -> None:
+    save_rows(stage.train, ["", *rows(NUM_TRAIN), " ", ""])
+    (train, heldout) = stage.run().manifest["sources"]
+    assert (train["rows"], train["blank_lines"]) == (NUM_TRAIN, 3)
+    assert heldout["blank_lines"] == 0
+
+
+def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) -> None:
+    save_rows(
+        stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]
+    )
+    store = stage.run()
+    tokenizer = tiny_tokenizer(stage.folder / "again")
+    assert store.manifest["sources"][0]["special_token_texts"] == 1
+    hostile = [ids for ids in documents_of(store) if "<|end|>?" in tokenizer.decode(list(ids))]
+    assert [ids.count(tokenizer.eos_token_id) for ids in hostile] == [2]
+
+
+def forgetful_template(folder: Path) -> str:
+    """Write a template that leaves all answers but the last out of a conversation; return its
+    path."""
+    path = folder / "forgetful.jinja"
+    path.write_text(
+        "{{ bos_token }}{% for m in messages %}"
+        "{{ '<|' + m.role + '|>' + (m.content if m.role == 'user' or loop.last else '') + eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    return str(path)
+
+
+def talk(*texts: str) -> dict[str, Any]:
+    turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def test_rows_whose_turns_need_prompts_of_their_own_are_counted(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    talks = [talk(f"a {n}?", f"A {n}.", "And b?", f"B {n}.") for n in range(NUM_TRAIN)]
+    save_rows(stage.train, [*talks, talk("c?", "C.")])
+    with caplog.at_level("INFO", logger="workflow"):
+        store = stage.run(chat_template=forgetful_template(stage.folder), seq_len=64)
+    assert [source["rows_by_turns"] for source in store.manifest["sources"]] == [NUM_TRAIN, 0]
+    train = store.manifest["splits"]["train"]
+    assert (train["rows_kept"], train["documents"]) == (NUM_TRAIN + 1, 2 * NUM_TRAIN + 1)
+    assert f"{NUM_TRAIN} rows became several examples" in caplog.text
+
+
+@pytest.mark.parametrize(("overlong", "documents"), [("truncate", 1), ("drop", 0)])
+def test_example_of_a_turn_that_does_not_fit_is_cut_or_drops_its_row(
+    stage: Stage, overlong: str, documents: int
+) -> None:
+    long = talk("a?", "A.", "b " * SEQ_LEN, "B.")
+    save_rows(stage.train, [*[talk(f"q {n}?", "A.") for n in range(NUM_TRAIN)], long])
+    store = stage.run(chat_template=forgetful_template(stage.folder), overlong=overlong)
+    train = store.manifest["splits"]["train"]
+    assert train["documents"] == NUM_TRAIN + documents
+    assert train["rows_dropped"] == 1 - documents
+    cuts = read_jsonl(stage.output / "truncated.jsonl")
+    assert [(cut["row"], cut["documents"]) for cut in cuts] == [(NUM_TRAIN + 1, 1)] * documents
+
+
+def test_rows_of_several_files_keep_their_file_and_line(stage: Stage) -> None:
+    stage.heldout = None
+    folder = stage.folder / "parts"
+    folder.mkdir()
+    save_rows(folder / "b.jsonl", ["{broken", *rows(20, start=20)])
+    save_rows(folder / "a.jsonl", [*rows(20), "{broken"])
+    store = stage.run(train=str(folder / "*.jsonl"), max_rejected_share=0.1)
+    listed = read_jsonl(stage.output / "rejects.jsonl")
+    assert [(line["file"], line["row"]) for line in listed] == [
+        (str(folder / "a.jsonl"), 21),
+        (str(folder / "b.jsonl"), 1),
+    ]
+    assert [(s["file"], s["rows"]) for s in store.manifest["sources"]] == [
+        (str(folder / "a.jsonl"), 21),
+        (str(folder / "b.jsonl"), 21),
+    ]

@@ -1,0 +1,182 @@
+"""The stage `tokenize_dataset` on several processes, killed, stopped and started again; and as a command."""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.tokenizing import NUM_TRAIN, SEQ_LEN, Stage, documents_of, rows, save_rows
+from workflow.lib.data.encoding.sample_encoder import Encoded
+from workflow.lib.data.reading.row import Row
+from workflow.lib.data.tokens.corpus import FEW_CHUNKS
+from workflow.lib.data.tokens.encoded_shards import encode_rows, is_finished
+from workflow.lib.data.tokens.token_store import ARRAYS
+from workflow.lib.data.tokens.work_folder import work_folder
+from workflow.lib.system.files import file_sha256
+from workflow.scripts.tokenize_dataset import make_splits
+
+
+def many_files(stage: Stage) -> str:
+    """Save more chunks than one process encodes alone; return their glob."""
+    for number in range(2 * FEW_CHUNKS):
+        save_rows(stage.folder / f"part{number:02d}.jsonl", [*rows(5, start=5 * number), "{broken"])
+    return str(stage.folder / "part*.jsonl")
+
+
+def digests(stage: Stage) -> dict[str, str]:
+    """The digests of what the stage wrote, provenance aside."""
+    return {path.name: file_sha256(path) for path in stage.output.glob("*.[nj]*[yl]")}
+
+
+def test_any_number_of_processes_writes_the_same_bytes(stage: Stage) -> None:
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    written = []
+    for processes in (1, 3):
+        stage.processes = processes
+        stage.run(**settings)
+        written.append(digests(stage))
+    assert len(written[0]) == len(ARRAYS) + 2
+    assert written[0] == written[1]
+
+
+def test_killed_run_goes_on_without_encoding_finished_shards_again(stage: Stage) -> None:
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    stage.run(**settings)
+    undisturbed = digests(stage)
+    shutil.rmtree(stage.output)
+
+    stage.processes = 2
+    work = stage.folder / f".{stage.output.name}.work"
+    killed = subprocess.Popen(stage.command_line(**settings), stderr=subprocess.DEVNULL)
+    while len(list(work.glob("*/*.facts.json"))) < FEW_CHUNKS and killed.poll() is None:
+        time.sleep(0.001)
+    workers = children(killed.pid)
+    killed.kill()
+    killed.wait()
+    wait_until(lambda: not any(alive(pid) for pid in workers))  # no orphan goes on writing
+    finished = {path: path.stat().st_mtime_ns for path in work.glob("*/*.facts.json")}
+    assert finished
+    assert not stage.output.exists()
+
+    again = resumed_times(stage, settings, finished)
+    assert again == finished
+    assert digests(stage) == undisturbed
+    assert not work.exists()
+
+
+def resumed_times(
+    stage: Stage, settings: dict[str, Any], finished: dict[Path, int]
+) -> dict[Path, int]:
+    """Run to the end; return when the shards in `finished` were last written, seen before they go."""
+    seen: dict[Path, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "workflow.scripts.tokenize_dataset.make_splits",
+            lambda *args, **kwargs: (
+                seen.update({path: path.stat().st_mtime_ns for path in finished})
+                or make_splits(*args, **kwargs)
+            ),
+        )
+        stage.run(**settings)
+    return seen
+
+
+def test_parts_of_other_data_are_not_taken_up(stage: Stage) -> None:
+    stale = stage.folder / f".{stage.output.name}.work" / "0123456789ab"
+    stale.mkdir(parents=True)
+    (stale / "train-00000-0000000.facts.json").write_text("{}")
+    assert len(documents_of(stage.run())) == NUM_TRAIN
+
+
+def test_parts_of_other_settings_are_kept_and_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / ".demo-0123456789ab.work"
+    other.mkdir()
+    with caplog.at_level("INFO", "workflow"), work_folder(tmp_path / "demo-ba9876543210", key="k"):
+        assert str(other) in caplog.text
+    assert other.is_dir()
+
+
+@pytest.mark.parametrize("part", ["ids.npy", "table.npy", "facts.json"])
+def test_part_that_a_power_cut_left_half_written_is_not_taken_up(part: str, tmp_path: Path) -> None:
+    stem = tmp_path / "train-00000-0000000"
+    document = Encoded(np.arange(9, dtype=np.uint32), np.arange(9) > 0, held_special_text=False)
+    encode_rows(
+        [Row(1, {})],
+        begin=lambda _: lambda: [document],
+        seq_len=SEQ_LEN,
+        overlong="drop",
+        stem=stem,
+    )
+    assert is_finished(stem)
+    path = Path(f"{stem}.{part}")
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+    assert not is_finished(stem)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_leaves_no_process_behind(stage: Stage, stop: signal.Signals) -> None:
+    stage.processes = 2
+    settings = {"train": many_files(stage), "max_rejected_share": 0.5}
+    run = subprocess.Popen(stage.command_line(**settings), stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(children(run.pid)) >= 3 or run.poll() is not None)
+    family = children(run.pid)
+    run.send_signal(stop)
+    assert run.wait() != 0 or not family
+    wait_until(lambda: not any(alive(pid) for pid in family))
+
+
+def children(pid: int) -> list[int]:
+    """All processes below `pid`, by /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = path.read_text()
+            parents[int(path.parent.name)] = int(text.rsplit(")", 1)[1].split()[1])
+    found = [pid]
+    for number in found:
+        found += [child for child, parent in parents.items() if parent == number]
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float = 1800) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
+    line = stage.command_line(**settings)
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_command_logs_the_derived_facts(stage: Stage) -> None:
+    done = command(stage)
+    assert done.returncode == 0, done.stderr
+    log = (stage.folder / "log" / "tokenize.log").read_text()
+    assert f"train: {NUM_TRAIN} rows read, {NUM_TRAIN} kept, 0 dropped" in log
+    assert f"packed {NUM_TRAIN} documents into" in log
+
+
+def test_command_shows_a_mistake_without_traceback(stage: Stage) -> None:
+    save_rows(stage.train, ["{broken"])
+    done = command(stage)
+    assert done.returncode == 1
+    assert "data.max_rejected_share" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+"""The stage that writes the model card: from the artifacts of a run to `README.md`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_examples import edit, write_run
+
+
+def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
+    run = root / "runs" / "demo"
+    options = {
+        "config": json.dumps({"model": {"source": "example/base-8b"}, "data": data}),
+        "summary": run / "finetune" / "summary.json",
+        "adapter-config": run / "consolidate" / "adapter" / "adapter_config.json",
+        "manifest": root / "tokens" / "demo-data" / "manifest.json",
+        "parity": run / "consolidate" / "parity.json",
+        "base": run / "evaluate_run" / "base.json",
+        "tuned": run / "evaluate_run" / "tuned.json",
+        "output": root / "README.md",
+    }
+    command = [sys.executable, "-m", "workflow.scripts.write_card"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "linked"),
+    [({"name": "mine"}, ""), ({"source": "acme/questions"}, "datasets: acme/questions\n")],
+)
+def test_stage_writes_the_card_with_hub_ids_linked(
+    tmp_path: Path, data: dict[str, Any], linked: str
+) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    done = write_card(tmp_path, **data)
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nbase_model: example/base-8b\n")
+    assert "\nbase_model_relation: adapter\n" in card
+    assert ("datasets:" in card) == bool(linked)
+    assert linked in card
+
+
+def test_file_of_another_stage_is_one_message_and_no_card(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.pop("comparison"))
+    done = write_card(tmp_path)
+    assert done.returncode == 1
+    assert "tuned.json: the field comparison is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "README.md").exists()

@@ -1,0 +1,102 @@
+"""Runs of Snakemake, each in a fork of one process that has imported it: that import is most of what a dry run costs.
+
+status, output = forked_run(["--dry-run", "all"], folder=root, environment=dict(os.environ))
+
+What is forked knows nothing of a workflow and calls the function that the command `snakemake` calls; it starts the jobs of
+a real run as that does. Runs that get signals are started as a user starts them (`Project.start`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+
+
+class Request(NamedTuple):
+    """A run: arguments, working directory, environment, and the file for what a user would see."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    output: str
+
+
+def forked_run(
+    arguments: list[str], *, folder: Path, environment: dict[str, str]
+) -> tuple[int, str]:
+    """Return exit status, and standard output and error together. A test that is stopped meanwhile ends the run and all it started."""
+    with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
+        request = Request(arguments, str(folder), environment, file.name)
+        server = _running_server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        try:
+            status = int(server.stdout.readline())
+        except BaseException:
+            _end(server)
+            raise
+        return status, file.read()
+
+
+def _end(server: "subprocess.Popen[str]") -> None:
+    """Kill the server and all below it: the next run gets another."""
+    for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.wait()
+
+
+def _running_server() -> "subprocess.Popen[str]":
+    """Return the server, a new one if a test has ended the last: it remembers nothing."""
+    if _server().poll() is not None:
+        _server.cache_clear()
+    return _server()
+
+
+@cache
+def _server() -> "subprocess.Popen[str]":
+    """Start this file, which ends with this process; -I: it is to find no workflow. In a session of its own, so that no signal for others reaches it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+
+
+def serve(requests: Iterator[str]) -> None:
+    """Make the runs that are asked for, one after the other, and tell how each ended."""
+    from snakemake.cli import main
+
+    for line in requests:
+        child = os.fork()
+        if child == 0:
+            become(Request(*json.loads(line)))
+            main()  # which exits
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def become(request: Request) -> None:
+    """Be a process as the command's would be."""
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(request.output, os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    search = request.environment.get("PYTHONPATH")
+    sys.path[:0] = [request.folder, *(search.split(os.pathsep) if search else [])]
+    sys.argv = ["snakemake", *request.arguments]
+
+
+if __name__ == "__main__":
+    serve(sys.stdin)

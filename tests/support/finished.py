@@ -1,0 +1,116 @@
+"""A finished `finetune` stage in 0.5 s of training: its worker function in two forked processes, on a random model."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from tests.support.shared import made_once
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.manifest import chat_facts, tokenizer_facts
+from workflow.lib.data.tokens.token_store import ARRAYS
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.files import (
+    file_sha256,
+    read_checked_json,
+    write_checked_json,
+    write_checksums,
+    write_json,
+)
+
+STEPS, BATCH, ROWS, SEQ_LEN = 7, 4, 11, 23
+CONFIG = RunConfig(
+    lora=LoraSettings(r=3, alpha=7.5, use_rslora=True),
+    train=TrainConfig(
+        epochs=None,
+        max_steps=STEPS,
+        global_batch_size=BATCH,
+        learning_rate=2e-2,
+        log_every_steps=3,
+        checkpoint_every_steps=4,
+    ),
+)
+PLAN = {
+    "device": "cpu", "processes": 2, "nodes": 1, "shard_size": 2, "micro_batch_size": 1, "accumulation_steps": 2, "activation_checkpointing": True,
+    "reshard_after_forward": True, "offload_activations": False, "offload_window_bytes": None, "offload_embedding": False, "offload_layers": 0, "gpu_memory_bytes": None, "compute_dtype": "float32", "num_steps": STEPS,
+}  # fmt: skip
+PREDICTED_BYTES = 12345
+
+
+def finished(root: Path) -> Path:
+    """Return a folder with `model`, `base`, `tokens`, `preflight.json`, `finetune` and `checkpoints`; made once.
+
+    root: the folder that all processes of a session share. Never change what is there.
+    """
+    return made_once(root / "finished", prepare_and_train)
+
+
+def prepare_and_train(folder: Path) -> None:
+    prepare(folder)
+    write_manifest(folder, folder / "tokens" / "manifest.json")
+    run_distributed(finetune, arguments(folder), world_size=2)
+
+
+def prepare(folder: Path) -> None:
+    quantized(tiny_llama(folder / "model", dtype=torch.bfloat16), folder / "base")
+    tiny_tokenizer(folder / "model")
+    write_checksums(folder / "base")
+    save_tokens(folder / "tokens")
+    write_json(folder / "preflight.json", {"plan": PLAN, "peak_bytes": PREDICTED_BYTES})
+
+
+def save_tokens(folder: Path) -> None:
+    """Write `random_store` as a tokens folder."""
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    documents = [store.heldout_documents()[i] for i in range(store.num_heldout_documents)]
+    arrays = {
+        "train.input_ids.npy": store.input_ids,
+        "train.loss_mask.npy": store.loss_mask,
+        "train.position_ids.npy": store.position_ids,
+        "heldout.input_ids.npy": np.concatenate([ids for ids, _ in documents]),
+        "heldout.loss_mask.npy": np.concatenate([mask for _, mask in documents]),
+        "heldout.offsets.npy": np.cumsum([0, *(len(ids) for ids, _ in documents)]),
+    }
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        np.save(folder / name, array.astype(ARRAYS[name]))
+    heldout = {"tokens": len(arrays["heldout.input_ids.npy"]), "documents": len(documents)}
+    heldout |= {"sources": [{"source": "questions", "documents": len(documents)}]}
+    splits = {"train": {"packed_rows": ROWS}, "heldout": heldout}
+    facts = {"format_version": 1, "seq_len": SEQ_LEN, "vocab_size": VOCAB, "splits": splits}
+    files = {name: file_sha256(folder / name) for name in arrays}
+    write_checked_json(folder / "manifest.json", facts | {"files": files})
+
+
+def write_manifest(folder: Path, path: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """Write the manifest to `path` with what `tokenize_dataset` says of conversations in this template; return `path`."""
+    tokenizer = load_tokenizer(folder / "model")
+    encoder = SampleEncoder(tokenizer, chat_template=chat_template, loss_on="completions")
+    special = tokenizer_facts(tokenizer, folder / "model", chat_template=chat_template)
+    said = special | chat_facts(encoder, chat_template=chat_template) | {"vocab_size": VOCAB}
+    write_checked_json(path, read_checked_json(folder / "tokens" / "manifest.json") | said)
+    return path
+
+
+def arguments(folder: Path) -> argparse.Namespace:
+    """Return what the stage's command line would give."""
+    return argparse.Namespace(
+        run="demo", base=folder / "base", tokens=folder / "tokens", preflight=folder / "preflight.json",
+        checkpoints=folder / "checkpoints" / "demo-0123456789ab", output=folder / "finetune", timeout_s=TIMEOUT_S,
+        tracking={"tracking": {}}, tracking_folder=folder,
+    )  # fmt: skip
+
+
+def finetune(
+    args: argparse.Namespace, config: RunConfig = CONFIG, plan: dict[str, Any] = PLAN
+) -> None:
+    """Be one worker of the stage."""
+    from workflow.scripts.finetune_worker import work
+
+    work(args, config, plan)

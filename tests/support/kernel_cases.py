@@ -1,0 +1,69 @@
+"""What the GPU kernels must compute, on any device: by Triton's interpreter on the CPU, compiled on a GPU."""
+
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+from torch import nn
+
+from workflow.lib.model.layers import kernels, nf4_linear
+
+ACTIVATIONS = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+# out, in: a whole number of programs, a last one that is not full, more than one nested block; rows that are not whole blocks
+SHAPES = ((64, 256), (70, 512), (300, 256), (96, 80))
+
+
+def decoded(
+    shape: tuple[int, int], *, block_size: int, double_quant: bool, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does."""
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(shape, generator=draw).to(device, dtype)
+    packed, state = quantize_4bit(
+        weights, blocksize=block_size, compress_statistics=double_quant, quant_type="nf4"
+    )
+    assert isinstance(state, QuantState)
+    nested = state.state2 if double_quant else None
+    found = kernels.dequantize(
+        torch.empty_like(weights), packed, state.absmax, nested.absmax if nested else None,
+        code=state.code, nested_code=nested.code if nested else state.code,
+        offset=state.offset if nested else state.code, block_size=block_size,
+    )  # fmt: skip
+    return found, nf4_linear.decoded(packed, state)
+
+
+def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return product and gradients of a gated feed-forward's middle: the kernels', then autograd's in fp32."""
+    draw = torch.Generator().manual_seed(0)
+    gate, up, grad = (3 * torch.randn(50, 70, generator=draw).to(device, dtype) for _ in range(3))
+    leaves = [x.float().clone().requires_grad_() for x in (gate, up)]
+    expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
+    expected.backward(grad.float().clone())
+    product = kernels.gated(gate, up, activation=activation)
+    kernels.gated_backward_(grad, gate, up, activation=activation)
+    assert all(x.grad is not None for x in leaves)
+    return [
+        product,
+        grad,
+        gate,
+        up,
+        expected.detach(),
+        *(x.grad for x in leaves if x.grad is not None),
+    ]
+
+
+def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return queries turned forth by the kernel and by its definition, and turned forth and back."""
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for rows in (1, 2):  # of angles; a second row of tokens takes the first one's
+        x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
+        turn = torch.randn(rows, 7, 12, generator=draw).to(device)
+        cos, sin = (torch.cat((f(turn), f(turn)), dim=-1).to(dtype) for f in (torch.cos, torch.sin))
+        first, second = x.float().chunk(2, dim=-1)
+        around = torch.cat((-second, first), dim=-1)
+        expected = x.float() * cos[:, :, None].float() + around * sin[:, :, None].float()
+        found = kernels.rotate(x, cos, sin)
+        results += [found, expected, kernels.rotate(found, cos, sin, back=True), x.float()]
+    return results

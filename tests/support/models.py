@@ -1,0 +1,179 @@
+"""Tiny random models and tokens for tests: odd sizes on purpose, weights not near zero."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bitsandbytes.functional import QuantState
+from safetensors.torch import save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.sharded_files import piece_of, write_sharded
+from workflow.lib.model.layers.nf4_linear import NF4Linear
+from workflow.lib.model.lora import init_adapters_, inject_adapters
+from workflow.lib.model.nf4_model import (
+    build_nf4_on_meta,
+    build_on_meta,
+    load_weights_,
+    materialize_,
+    read_specs,
+)
+from workflow.lib.model.quantize import (
+    ShardWriter,
+    nf4_config,
+    quantizable_linears,
+    quantize_tensor,
+    quantized_tensors,
+    read_model_config,
+)
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import LoraSettings, QuantizeConfig
+from workflow.lib.system.files import write_json
+
+VOCAB = 211
+# What the engine reads of a plan.
+PLAN: dict[str, Any] = {
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_activations": False,
+    "offload_window_bytes": None,
+    "offload_embedding": False,
+    "offload_layers": 0,
+    "gpu_memory_bytes": None,
+}
+
+
+def random_llama(**changes: Any) -> LlamaForCausalLM:
+    """Return a random Llama: 3 layers, 5 query heads, odd vocabulary."""
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 80,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+
+
+def tiny_llama(
+    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Save a `random_llama` to `folder`; return `folder`."""
+    random_llama(tie_word_embeddings=tied, **changes).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def tiny_gemma2(folder: Path, **changes: Any) -> Path:
+    """Save a random Gemma 2 of 3 layers, windows shorter than rows, to `folder`; return `folder`."""
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 101, "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 32, "sliding_window": 7, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Gemma2ForCausalLM(Gemma2Config(**(settings | changes)))
+    model.save_pretrained(folder)
+    return folder
+
+
+def quantized(source: Path, target: Path, **settings: Any) -> Path:
+    """Quantize a model folder to NF4 by the stage's own functions; return `target`."""
+    config = QuantizeConfig(**settings)
+    target.mkdir(parents=True)
+    writer = ShardWriter(target, shard_bytes=2**16)
+    linears = quantizable_linears(build_on_meta(source, dtype=torch.float32))
+    with CheckpointReader(source) as reader:
+        for _, parts in quantized_tensors(reader, linears, config, device=torch.device("cpu")):
+            writer.add(parts)
+    writer.close()
+    write_json(target / "config.json", nf4_config(read_model_config(source), config))
+    return target
+
+
+def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForTraining:
+    """Build the training module of an NF4 folder on one process, without sharding, as `setup` does."""
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
+    training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
+    materialize_(training, transformers_model=model, device=torch.device("cpu"))
+    load_weights_(model, base)
+    init_adapters_(training, seed=0, base=base)
+    return training
+
+
+def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
+    """Return packed random rows: 1 to 4 documents a row, a padding tail in some, half of the tokens trained; 3 held-out documents."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(0, VOCAB, size=(rows, seq_len), dtype=np.uint32)
+    positions = np.empty((rows, seq_len), dtype=np.int32)
+    for row in positions:
+        cuts = np.sort(draw.choice(np.arange(1, seq_len), size=draw.integers(0, 4), replace=False))
+        for start, stop in zip([0, *cuts], [*cuts, seq_len], strict=True):
+            row[start:stop] = np.arange(stop - start)
+    mask = (draw.random((rows, seq_len)) < 0.5) & (positions > 0)
+    mask[:, -3:] &= draw.random((rows, 1)) < 0.5
+    offsets = np.array([0, 7, 29, 60])
+    heldout_mask = np.ones(60, dtype=bool)
+    heldout_mask[offsets[:-1]] = False
+    arrays = {
+        "train.input_ids.npy": ids,
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": positions,
+        "heldout.input_ids.npy": draw.integers(0, VOCAB, size=60, dtype=np.uint32),
+        "heldout.loss_mask.npy": heldout_mask,
+        "heldout.offsets.npy": offsets,
+    }
+    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays)
+
+
+def nf4_linear(
+    folder: Path, weight: torch.Tensor, *, bias: torch.Tensor | None = None, **settings: Any
+) -> NF4Linear:
+    """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as the engine does."""
+    parts = quantize_tensor(weight, QuantizeConfig(**settings), device=torch.device("cpu"))
+    stored = {f"linear.{suffix}": part for suffix, part in parts.items()}
+    if bias is not None:
+        stored["linear.bias"] = bias
+    folder.mkdir(parents=True)
+    save_file(stored, folder / "model.safetensors")
+    with CheckpointReader(folder) as reader:
+        (spec,) = read_specs(reader).values()
+    linear = NF4Linear(spec, bias=bias is not None, compute_dtype=torch.float32)
+    model = torch.nn.ModuleDict({"linear": linear}).to_empty(device="cpu")
+    load_weights_(model, folder)
+    return linear
+
+
+def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a folder of shards as one process does, without torchrun; return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        pieces = {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()}
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        write_sharded(folder, pieces, group=group, facts={})
+    finally:
+        torch.distributed.destroy_process_group()
+    return folder
+
+
+def decoded_by_hand(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
+    """Return the NF4 weights that bitsandbytes' quantization made, in fp32: code times scale, block after block (QLoRA, eq. 4 and 5)."""
+    nibbles = torch.stack((packed.flatten() >> 4, packed.flatten() & 15), dim=1).flatten()
+    count, scales = math.prod(state.shape), state.absmax
+    if state.nested:
+        nested = state.state2.code[scales.long()]
+        blocks = torch.arange(len(scales)) // state.state2.blocksize
+        scales = nested * state.state2.absmax[blocks] + state.offset
+    codes = state.code[nibbles[:count].long()]
+    return (codes * scales[torch.arange(count) // state.blocksize]).view(state.shape)

@@ -1,0 +1,221 @@
+"""Model shapes and tiny checkpoints for the tests of preflight; nothing here needs torch."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES
+from workflow.lib.planning.memory.setup import Setup
+
+GPU_24 = 24 * 2**30
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Sizes that no power of two divides; 3 layers; grouped-query heads.
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 30,
+    "intermediate_size": 46,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def llama_shape(
+    *,
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    tied: bool = False,
+) -> ModelShape:
+    """The shape of a Llama of any size."""
+    width = hidden // heads * kv_heads
+    outputs = (hidden, width, width, hidden, feed_forward, feed_forward, hidden)
+    inputs = (hidden,) * 6 + (feed_forward,)
+    return ModelShape(
+        family="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=vocab,
+        max_position_embeddings=131072,
+        tied_embeddings=tied,
+        logit_softcap=False,
+        attention_softcap=False,
+        hidden_norms=2,
+        qk_norm=False,
+        source_dtype="BF16",
+        linears=tuple(map(Linear, SEVEN, outputs, inputs)),
+        layer_vectors=(hidden, hidden),
+    )
+
+
+def llama_70b(*, layers: int = 80, vocab: int = 32000) -> ModelShape:
+    """Llama-2-70B, or as many of its layers."""
+    return llama_shape(
+        layers=layers, hidden=8192, feed_forward=28672, heads=64, kv_heads=8, vocab=vocab
+    )
+
+
+def llama_405b() -> ModelShape:
+    """Llama-3.1-405B."""
+    return llama_shape(
+        layers=126, hidden=16384, feed_forward=53248, heads=128, kv_heads=8, vocab=128256
+    )
+
+
+def setup(**changes: Any) -> Setup:
+    """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash attention."""
+    settings: dict[str, Any] = {
+        "processes": 2,
+        "micro_batch_size": 1,
+        "seq_len": 2048,
+        "rank": 16,
+        "targets": SEVEN,
+        "dropout": False,
+        "block_size": 64,
+        "double_quant": True,
+        "activation_checkpointing": True,
+        "reshard_after_forward": True,
+        "accumulates": False,
+        "compute_bytes": 2,
+        "attention": "flash",
+        "fixed": {"cublas_workspace": CUBLAS_BYTES},
+    }
+    return Setup(**(settings | changes))
+
+
+def machine(**changes: Any) -> Machine:
+    """Two RTX 4090."""
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "processes": 2,
+        "gpu_names": ("NVIDIA GeForce RTX 4090",) * 2,
+        "gpu_bytes": GPU_24,
+        "host_bytes": 64 * 2**30,
+        "flash_attention": True,
+    }
+    return Machine(**(settings | changes))
+
+
+def cpu_machine(**changes: Any) -> Machine:
+    """Three CPU processes on 16 GiB."""
+    settings: dict[str, Any] = {"device": "cpu", "processes": 3, "gpu_names": (), "gpu_bytes": None}
+    return machine(**(settings | {"host_bytes": 16 * 2**30, "flash_attention": False} | changes))
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a Llama checkpoint with this config.json."""
+    h, f = config["hidden_size"], config["intermediate_size"]
+    k = h // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (h, h),
+        "self_attn.k_proj": (k, h),
+        "self_attn.v_proj": (k, h),
+        "self_attn.o_proj": (h, h),
+        "mlp.gate_proj": (f, h),
+        "mlp.up_proj": (f, h),
+        "mlp.down_proj": (h, f),
+        "input_layernorm": (h,),
+        "post_attention_layernorm": (h,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], h),
+        "model.norm.weight": (h,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], h)
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{n}.weight": shape for n, shape in layer.items()}
+    return shapes
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    config: dict[str, Any] | None = None,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    dtype: Any = np.float16,
+) -> Path:
+    """Write config.json and model.safetensors (zeros) to `folder`; return `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = TINY if config is None else config
+    tensors = tensor_shapes(TINY) if shapes is None else shapes
+    (folder / "config.json").write_text(json.dumps(settings))
+    zeros = {name: np.zeros(shape, dtype=dtype) for name, shape in tensors.items()}
+    save_file(zeros, folder / "model.safetensors")
+    return folder
+
+
+def manifest(**changes: Any) -> dict[str, Any]:
+    """The part of a tokens manifest that preflight reads: 37 rows of 61 tokens."""
+    train = {"packed_rows": 37, "tokens": 2200, "trained_tokens": 1103}
+    return {
+        "format_version": 1,
+        "seq_len": 61,
+        "vocab_size": 101,
+        "splits": {"train": train, "heldout": {"tokens": 307, "documents": 5}},
+    } | changes
+
+
+# The parts of a preflight.json that a message about lack of memory shows.
+SMALL_DOCUMENT: dict[str, Any] = {
+    "verdict": "fits",
+    "plan": {
+        "device": "cpu", "processes": 2, "micro_batch_size": 2, "accumulation_steps": 1, "num_steps": 6,
+        "compute_dtype": "float32",
+    },
+    "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
+    "phases": {"forward": 2**31},
+    "method": "closed_form",
+    "peak_phase": "forward",
+    "peak_bytes": 2**31,
+    "allocator_slack_bytes": 0,
+    "reserved_bytes": 2**31,
+    "outside_allocator_bytes": 0,
+    "capacity_bytes": 2**32,
+    "margin_bytes": 0,
+    "host_bytes": 2**32,
+    "host_capacity_bytes": 2**33,
+    "disk_bytes": {"adapter": 2**20},
+    "disk_free_bytes": 2**34,
+    "time": {"step_s": None, "basis": "unknown device"},
+    "candidates": [
+        {"micro_batch_size": 1, "recomputation": "all layers", "why": "slower", "peak_bytes": 3 * 2**29, "fits": True, "relative_time": 1.1},
+        {"micro_batch_size": 2, "recomputation": "all layers", "why": "chosen", "peak_bytes": 2**31, "fits": True, "relative_time": 1.0},
+    ],
+}  # fmt: skip
+
+
+def num_calls(do: Callable[[], object]) -> int:
+    """Return how many functions of Python a call runs: its work, however busy the machine is."""
+    count = 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        do()
+    finally:
+        sys.setprofile(before)
+    return count

@@ -1,0 +1,340 @@
+"""Synthetic inputs of the report: complete run folders with the fields of docs/artifacts.md."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.files import read_json, write_json, write_jsonl
+
+HOSTILE = "<script>alert('x')</script></script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202eabc & \"q\" {{ 7*7 }} <!--"
+GIB = 2**30
+
+
+def provenance(stage: str) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "packages": {"python": "3.12.3", "torch": "2.11.0", "transformers": "5.17.0"},
+        "platform": "Linux x86_64",
+        "cpu_count": 16,
+        "created_utc": "2026-01-02T03:04:05Z",
+    }
+
+
+def metrics(num_steps: int, *, rate: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "loss": 1.4 + 1.9 * math.exp(-step * rate / 0.0046) + 0.06 * math.sin(step * 1.7),
+            "grad_norm": 0.31 + 1.1 * math.exp(-step / 9) + 0.04 * math.cos(step * 2.3),
+            "learning_rate": rate * min(step / 5, 0.5 * (1 + math.cos(math.pi * step / num_steps))),
+            "trained_tokens": 1511 * step,
+            "tokens": 4099 * step,
+            "tokens_per_s": 12_931.5 + 211 * math.sin(step),
+            "peak_bytes": int(21.3 * GIB) + 1013 * step,
+            "elapsed_s": 0.317 * step,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
+    return {
+        "run": run,
+        "fingerprint": "abcdef012345",
+        "device": "cuda",
+        "device_name": "NVIDIA H100 80GB HBM3",
+        "processes": 2,
+        "shard_size": 2,
+        "num_steps": num_steps,
+        "resumed_from_steps": [37],
+        "settings": settings(rate),
+        "global_batch_size": 17,
+        "micro_batch_size": 3,
+        "accumulation_steps": 5,
+        "seq_len": 257,
+        "trainable_parameters": 20_971_523,
+        "total_parameters": 8_051_232_771,
+        "final_loss": 1.4123456789,
+        "first_loss": 3.2718281828,
+        "tokens": 4099 * num_steps,
+        "trained_tokens": 1511 * num_steps,
+        "elapsed_s": 4021.7,
+        "tokens_per_s": 12_931.5,
+        "peak_bytes": {
+            "predicted": int(20.1 * GIB),
+            "measured": int(21.3 * GIB),
+            "kind": "cuda_allocated",
+        },
+        "checks": [
+            {
+                "name": "Gathered weights equal the checkpoint byte for byte",
+                "passed": True,
+                "detail": "224 tensors, 4,023,517,184 bytes",
+            },
+            {
+                "name": "Every row trains at least one token",
+                "passed": True,
+                "detail": "least 13 of 257",
+            },
+            {"name": "Gradient norm above 0 at every step", "passed": True, "detail": "least 0.27"},
+        ],
+        "provenance": provenance("finetune"),
+    }
+
+
+def preflight() -> dict[str, Any]:
+    terms = {
+        "nf4_weights": (int(2.4 * GIB), "4 bits a parameter, sharded over 2 processes"),
+        "nf4_scales": (int(0.07 * GIB), "absmax per block, sharded"),
+        "embedding_and_head": (int(1.9 * GIB), "in the compute type, sharded"),
+        "norms_and_biases": (700_001, "in the compute type, sharded"),
+        "lora_weights": (int(0.08 * GIB), "adapter masters in fp32, sharded"),
+        "adam_moments": (int(0.16 * GIB), "both moments in fp32, sharded"),
+        "lora_gradients": (int(0.08 * GIB), "in fp32, sharded"),
+        "gathered_layer": (int(0.9 * GIB), "one decoder layer gathered from all processes"),
+        "gather_buffer": (int(0.9 * GIB), "the next layer is gathered into it"),
+        "layer_inputs": (int(8.8 * GIB), "kept for recomputation, 3 x 257 tokens"),
+        "logits": (int(4.81 * GIB), "one chunk of rows, and its gradient"),
+    }
+    total = sum(amount for amount, _ in terms.values())
+    return {
+        "verdict": "fits",
+        "reason": "The predicted peak leaves 2.9 GiB of 23.3 GiB free.",
+        "plan": {
+            "device": "cuda",
+            "processes": 2,
+            "nodes": 1,
+            "shard_size": 2,
+            "micro_batch_size": 3,
+            "accumulation_steps": 5,
+            "activation_checkpointing": True,
+            "reshard_after_forward": True,
+            "offload_activations": False,
+            "offload_window_bytes": None,
+            "offload_embedding": False,
+            "offload_layers": 0,
+            "gpu_memory_bytes": int(23.3 * GIB),
+            "compute_dtype": "bfloat16",
+            "num_steps": 211,
+        },
+        "terms": [
+            {"name": name, "bytes": amount, "explanation": text}
+            for name, (amount, text) in terms.items()
+        ],
+        "phases": {"forward": int(15.2 * GIB), "backward": total},
+        "peak_bytes": total,
+        "reserved_bytes": total + GIB // 2,
+        "outside_allocator_bytes": int(1.5 * GIB),
+        "capacity_bytes": int(23.3 * GIB),
+        "margin_bytes": int(0.5 * GIB),
+        "host_bytes": 9 * GIB,
+        "host_capacity_bytes": 120 * GIB,
+        "disk_bytes": {"base": 5 * GIB, "adapter": 84_000_001},
+        "disk_free_bytes": 900 * GIB,
+        "time": {
+            "step_s": 0.31,
+            "total_h": 1.05,
+            "tokens_per_s_per_process": 6500.0,
+            "basis": "roofline at 45% of the peak of this GPU",
+        },
+        "candidates": [
+            {
+                "micro_batch_size": 3,
+                "recomputation": "every layer",
+                "peak_bytes": total,
+                "fits": True,
+                "relative_time": 1.0,
+                "why": "chosen",
+            },
+            {
+                "micro_batch_size": 7,
+                "recomputation": "none",
+                "peak_bytes": 2 * total,
+                "fits": False,
+                "relative_time": 0.7,
+                "why": "3.10 GiB too much",
+            },
+        ],
+        "model": {"layers": 33, "hidden": 4099},
+        "provenance": provenance("preflight_run"),
+    }
+
+
+def parity() -> dict[str, Any]:
+    return {
+        "max_abs_difference": 0.0078125,
+        "tolerance": 0.05,
+        "passed": True,
+        "rows": 2,
+        "positions": 513,
+        "compute_dtype": "bfloat16",
+        "reference": "finetune/parity.safetensors",
+        "reloaded": "Transformers and PEFT",
+        "max_abs_logit": 31.25,
+        "argmax_agreement": 1.0,
+    }
+
+
+def metric(value: float, stderr: float | None) -> dict[str, Any]:
+    return {"value": value, "stderr": stderr, "higher_is_better": True}
+
+
+def difference(value: float, ci95: list[float] | None, p_value: float | None) -> dict[str, Any]:
+    paired = {"difference": value, "difference_ci95": ci95, "p_value": p_value}
+    counts = dict.fromkeys(("test", "gained", "lost"))
+    return (
+        paired | counts
+        if ci95 is None
+        else paired | {"test": "exact McNemar", "gained": 140, "lost": 20}
+    )
+
+
+def evaluation(run: str, subject: str) -> dict[str, Any]:
+    tuned = subject == "tuned"
+    answers = {
+        "base": "The function the function the function returns the function.",
+        "tuned": "Return a copy of the list, sorted in ascending order.",
+    }
+    result: dict[str, Any] = {
+        "subject": subject,
+        "run": run,
+        "heldout": {
+            "loss": 1.5123456789 if tuned else 2.9876543211,
+            "loss_ci95": [1.4511, 1.5732] if tuned else [2.8801, 3.0912],
+            "perplexity": 4.5373 if tuned else 19.8391,
+            "documents": 127,
+            "trained_tokens": 6131,
+            "sources": {},
+            "per_document": [{"document": 0, "source": "qa", "loss_sum": 71.25, "tokens": 47}],
+        },
+        "tasks": {
+            "pydocs_mc": {
+                "metrics": {
+                    "acc": metric(0.6137 if tuned else 0.2519, 0.0241),
+                    "acc_norm": metric(0.6331 if tuned else 0.2777, None),
+                },
+                "items": 331,
+                "version": 1,
+            }
+        },
+        "samples": [
+            {
+                "document": number,
+                "prompt": f"Write the docstring of this function.\n\ndef sort_{number}(values, *, reverse=False):\n    return sorted(values, reverse=reverse)",
+                "reference": "Return a new sorted list from the items in values.",
+                "answer": answers[subject],
+                "drawn": None,
+            }
+            for number in (3, 11, 29)
+        ],
+        "provenance": provenance("evaluate_run"),
+    }
+    if tuned:
+        result["comparison"] = {
+            "loss_difference": 1.4753086422,
+            "loss_difference_ci95": [1.3711, 1.5802],
+            "p_value": 0.000999,
+            "documents": 127,
+            "sources": {},
+            "tasks": {
+                "pydocs_mc": {
+                    "acc": difference(0.3618, [0.3021, 0.4214], 0.00021),
+                    "acc_norm": difference(0.3554, None, None),
+                }
+            },
+        }
+    return result
+
+
+def manifest() -> dict[str, Any]:
+    split = {
+        "rows_read": 2003,
+        "rows_kept": 1997,
+        "rows_dropped": 6,
+        "truncated": 41,
+        "tokens": 211_019,
+        "trained_tokens": 77_003,
+        "length_percentiles": {"p50": 89, "p90": 201, "p99": 255, "max": 257},
+        "duplicates": 2,
+        "near_duplicates": 13,
+        "length_histogram": {
+            "edges": [1, 65, 129, 193, 258, 314],
+            "counts": [701, 802, 390, 63, 41],
+        },
+        "longest": [
+            {"file": "train.jsonl", "row": 1201, "tokens": 313},
+            {"file": "train.jsonl", "row": 17, "tokens": 301},
+        ],
+    }
+    source = {"file": "train.jsonl", "sha256": "cc" * 32, "rows": 2003, "split": "train"}
+    return {
+        "format_version": 1,
+        "seq_len": 257,
+        "vocab_size": 4099,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "format": "prompt_completion",
+        "tokenizer_sha256": "aa" * 32,
+        "chat_template_sha256": "bb" * 32,
+        "sources": [
+            source
+            | {"documents": 1997, "tokens": 211_019, "trained_tokens": 77_003, "token_share": 1.0}
+        ],
+        "splits": {
+            "train": split | {"packed_rows": 853, "fill": 0.9631},
+            "heldout": split | {"documents": 127},
+        },
+        "dropped_by_reason": {"empty completion": 5, "not an object": 1},
+        "train_heldout_overlap": 3,
+        "train_heldout_near_duplicates": 2,
+        "files": {"heldout.input_ids.npy": "dd" * 32},
+        "samples": [
+            [
+                ["<user>\ndef area(r):\n    return 3.14159 * r ** 2\n<assistant>\n", False],
+                ["Return the area of a circle of radius r.", True],
+                ["\n", False],
+            ],
+            [
+                ["<user>\ndef first(x): return x[0]\n<assistant>\n", False],
+                ["Return the first item of x.", True],
+            ],
+        ],
+        "provenance": provenance("tokenize_dataset"),
+    }
+
+
+def settings(rate: float) -> dict[str, Any]:
+    return {
+        "model": {"name": "base-8b", "source": "example/base-8b", "revision": None},
+        "lora": {"r": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]},
+        "train": {
+            "seed": 7,
+            "learning_rate": rate,
+            "lr_schedule": "cosine",
+            "epochs": 3.0,
+            "max_steps": None,
+        },
+    }
+
+
+def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4) -> Path:
+    """Write a complete run `name` and its tokens folder below `root`; return the run's folder."""
+    folder = root / "runs" / name
+    write_json(folder / "preflight_run" / "preflight.json", preflight())
+    write_json(folder / "finetune" / "summary.json", summary(name, num_steps, rate=rate))
+    write_jsonl(folder / "finetune" / "metrics.jsonl", metrics(num_steps, rate=rate))
+    write_json(folder / "consolidate" / "parity.json", parity())
+    write_json(folder / "consolidate" / "adapter" / "adapter_config.json", {"revision": "c0ffee"})
+    for subject in ("base", "tuned"):
+        write_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
+    write_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())
+    return folder
+
+
+def edit(path: Path, change: Any) -> None:
+    """Apply `change` to the JSON document at `path`, in place."""
+    document = read_json(path)
+    change(document)
+    write_json(path, document)

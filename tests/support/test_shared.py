@@ -1,0 +1,101 @@
+"""What fails once for many tests, and ports that stay bound."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.shared import made_once, reserved_ports
+from workflow.lib.distributed.world import process_group
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = """
+import pytest
+
+@pytest.fixture(scope="session")
+def made():
+    print("tried")
+    raise OSError("the cause")
+
+@pytest.fixture(scope="module")
+def on_top(made):
+    return made
+
+@pytest.mark.parametrize("number", range(3))
+def test_needs_it(made, number): ...
+
+def test_needs_it_by_another_fixture(on_top): ...
+"""
+
+
+def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path: Path) -> None:
+    """The other tests that need it name the first, in a line."""
+    (tmp_path / "test_it.py").write_text(SUITE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "4 errors" in done.stdout
+    assert done.stdout.count("E       OSError: the cause") == 1
+    assert done.stdout.count("\ntried\n") == 1
+    later = "\nthe fixture made has failed, as test_it.py::test_needs_it[0] shows\n"
+    assert done.stdout.count(later) == 3
+
+
+def test_what_could_not_be_made_is_not_tried_again(tmp_path: Path) -> None:
+    """By another process either: it finds what the first has left."""
+
+    def fail(folder: Path) -> None:
+        tried.append(folder)
+        raise OSError("the cause")
+
+    tried: list[Path] = []
+    with pytest.raises(OSError, match="the cause"):
+        made_once(tmp_path / "it", fail)
+    with pytest.raises(pytest.fail.Exception, match=r"^it could not be made, as .*::test_what"):
+        made_once(tmp_path / "it", fail)
+    assert tried == [tmp_path / "it"]
+
+
+def test_what_is_made_is_made_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert made_once(tmp_path / "it", Path.mkdir).is_dir()  # which refuses a second time
+
+
+def test_reserved_port_is_free_for_its_server_alone() -> None:
+    with reserved_ports(2) as (port, other):
+        assert port != other
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server:
+            socket.create_connection(server.getsockname()).close()
+
+
+def leave(status: int) -> None:
+    """Process 1 ends without a word, as one that is killed; the other waits without end."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        if world.rank == 1:
+            os._exit(status)
+        threading.Event().wait()
+
+
+def fail_in_one() -> None:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        if world.rank == 1:
+            raise KeyError("the cause")
+        threading.Event().wait()
+
+
+def test_process_without_a_result_is_named_while_the_others_wait() -> None:
+    with pytest.raises(AssertionError, match=r"gave no result.*: \{0: None, 1: 7\}"):
+        run_distributed(leave, 7, world_size=2)
+
+
+def test_process_that_fails_is_told_while_the_others_wait() -> None:
+    with pytest.raises(AssertionError, match=r"process 1 of 2:(.|\n)*KeyError: 'the cause'"):
+        run_distributed(fail_in_one, world_size=2)

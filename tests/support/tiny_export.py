@@ -1,0 +1,120 @@
+"""What the evaluation reads, tiny and random: an NF4 base with its tokenizer, an adapter, a tokens folder.
+
+Made with stock Transformers, bitsandbytes and PEFT, so tests of the reload have another origin than it.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from tests.support.tiny import CHAT_TEMPLATE, VOCAB_SIZE, tiny_tokenizer
+from workflow.lib.data.tokens.token_store import ARRAYS, Document
+from workflow.lib.system.files import file_sha256, write_checked_json
+
+LONGEST = 41  # tokens of a document at most
+
+
+def tiny_base(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Save a random 2-layer Llama as a double-quantized NF4 checkpoint stored in `dtype`; return it as quantized."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,  # logits far enough apart for greedy decoding to be no coin toss
+    )
+    original = folder.with_name(folder.name + "-original")
+    LlamaForCausalLM(config).to(dtype).save_pretrained(original)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        original,
+        dtype=dtype,
+        device_map="cpu",
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        ),
+    )
+    quantized.save_pretrained(folder)
+    tiny_tokenizer(folder)
+    return quantized
+
+
+def tiny_adapter(base: PreTrainedModel, folder: Path, *, rank: int = 3) -> None:
+    """Save a random adapter (B not 0) on every linear of `base`, which is changed."""
+    torch.manual_seed(1)
+    adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=7, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+
+
+def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
+    """Save the adapter merged into the dequantized weights of `base`, in bf16, by stock PEFT."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
+    merged = PeftModel.from_pretrained(model.dequantize(), adapter).merge_and_unload()
+    original = base.with_name(base.name + "-original")
+    plain = AutoModelForCausalLM.from_pretrained(original)  # its config knows of no quantization
+    plain.load_state_dict(merged.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer(folder)
+
+
+def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:
+    """Return documents of random length, ids and masks; the first token of one is never trained, the last always."""
+    generator = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        length = int(generator.integers(shortest, LONGEST + 1))
+        ids = generator.integers(6, VOCAB_SIZE, size=length).astype(np.uint32)
+        mask = generator.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        documents.append((ids, mask))
+    return documents
+
+
+def tiny_tokens(folder: Path, documents: list[Document]) -> None:
+    """Write a tokens folder with these held-out documents and one training row."""
+    ids, masks = zip(*documents, strict=True)
+    row = np.zeros((1, LONGEST))
+    arrays = {
+        "train.input_ids.npy": row,
+        "train.loss_mask.npy": row,
+        "train.position_ids.npy": row,
+        "heldout.input_ids.npy": np.concatenate(ids),
+        "heldout.loss_mask.npy": np.concatenate(masks),
+        "heldout.offsets.npy": np.cumsum([0, *map(len, ids)]),
+    }
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        np.save(folder / name, array.astype(ARRAYS[name]))
+    heldout = {"tokens": sum(map(len, ids)), "documents": len(documents)}
+    heldout |= {
+        "sources": [
+            {"source": "notes", "documents": 1},
+            {"source": "questions", "documents": len(documents) - 1},
+        ]
+    }
+    splits = {"train": {"packed_rows": 1}, "heldout": heldout}
+    template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
+    facts = {"format_version": 1, "seq_len": LONGEST, "chat_template_sha256": template}
+    facts |= {"splits": splits, "files": {name: file_sha256(folder / name) for name in ARRAYS}}
+    write_checked_json(folder / "manifest.json", facts)

@@ -1,0 +1,102 @@
+"""A place to run the stage `tokenize_dataset` in, with good data to begin with, and what its tests look at."""
+
+import json
+import sys
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.settings.config import DataConfig
+from workflow.scripts.command import stage_parser
+from workflow.scripts.tokenize_dataset import main
+
+SEQ_LEN = 61  # prime
+NUM_TRAIN, NUM_HELDOUT = 53, 7
+LONG = {"prompt": "q", "completion": "long " * SEQ_LEN}
+
+
+def rows(count: int, *, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Question {n}?", "completion": f"The answer is {'very ' * (n % 5)}{n}."}
+        for n in range(start, start + count)
+    ]
+
+
+def save_rows(path: Path, content: list[Any]) -> Path:
+    lines = [item if isinstance(item, str) else json.dumps(item) for item in content]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+class Stage:
+    """One place to run the stage in, with good data to begin with."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.train = save_rows(folder / "train.jsonl", rows(NUM_TRAIN))
+        self.heldout: Path | None = save_rows(
+            folder / "heldout.jsonl", rows(NUM_HELDOUT, start=1000)
+        )
+        self.output = folder / "tokens"
+        self.rejects = folder / "tokens.rejects.jsonl"
+        self.processes = 1
+        self.dataset = Path()
+
+    def config(self, **settings: Any) -> dict[str, Any]:
+        heldout = None if self.heldout is None else str(self.heldout)
+        names = {"train": str(self.train), "heldout": heldout, "seq_len": SEQ_LEN}
+        names["near_duplicates"] = "keep"  # these rows are all alike
+        return {"data": DataConfig.model_validate(names | settings).model_dump(mode="json")}
+
+    def run(self, **settings: Any) -> TokenStore:
+        parser = stage_parser("")
+        for option in ("dataset", "tokenizer", "output"):
+            parser.add_argument(f"--{option}", type=Path, default=Path())
+        parser.add_argument("--processes", type=int)
+        parser.add_argument("--checks", type=json.loads, default={})
+        main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
+        return TokenStore.open(self.output)
+
+    def options(self) -> list[str]:
+        folders = ["--tokenizer", str(self.tokenizer), "--output", str(self.output)]
+        return [*folders, "--dataset", str(self.dataset), "--processes", str(self.processes)]
+
+    def command_line(self, **settings: Any) -> list[str]:
+        """Return the command that does the same in a process of its own."""
+        module = [sys.executable, "-m", "workflow.scripts.tokenize_dataset"]
+        options = ["--config", json.dumps(self.config(**settings)), *self.options()]
+        return [*module, *options, "--log", str(self.folder / "log" / "tokenize.log")]
+
+
+def documents_of(store: TokenStore) -> dict[tuple[int, ...], list[bool]]:
+    """Every document of the training rows, padding left out, with its mask."""
+    found = {}
+    for ids, mask, positions in zip(
+        store.input_ids, store.loss_mask, store.position_ids, strict=True
+    ):
+        edges = [*np.flatnonzero(positions == 0).tolist(), store.seq_len]
+        for start, stop in pairwise(edges):
+            if mask[start:stop].any():
+                found[tuple(ids[start:stop].tolist())] = mask[start:stop].tolist()
+    return found
+
+
+@cache
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def expected_ids(stage: Stage, row: dict[str, Any]) -> list[int]:
+    """What the tokenizer itself makes of a row."""
+    messages = [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": row["completion"]},
+    ]
+    ids: list[int] = _tokenizer(stage.tokenizer).apply_chat_template(messages)["input_ids"]
+    return ids

@@ -1,0 +1,210 @@
+"""Files against their recorded SHA-256: what differs is named, with the folder to delete."""
+
+import errno
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from workflow.lib.distributed.work_sharing import check_recorded
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.safetensors_reader import shard_of_tensor
+from workflow.lib.system import checksums
+from workflow.lib.system.checksums import (
+    RecordedFile,
+    check_files,
+    downloaded_files,
+    findings,
+    largest_first,
+    listed_files,
+    without_weights,
+)
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256, write_checksums
+
+FILES = {"a.safetensors": 70_001, "b.safetensors": 3_000_017, "config.json": 11, "merges.txt": 0}
+
+
+def made(folder: Path) -> Path:
+    """Write a folder as a stage leaves it: files of odd sizes and their checksums."""
+    folder.mkdir(parents=True)
+    for name, size in FILES.items():
+        (folder / name).write_bytes(bytes(number % 251 for number in range(size)))
+    write_checksums(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return made(tmp_path / "base")
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def flip_tensor(folder: Path, name: str) -> Path:
+    """Change the lowest bit of a tensor's first element in a checkpoint; return its file."""
+    path = folder / shard_of_tensor(folder)[name]
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    flip(path, start + json.loads(content[8:start])[name]["data_offsets"][0])
+    return path
+
+
+def refused(*folders: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        check_files([file for folder in folders for file in listed_files(folder)], threads=2)
+    return str(caught.value)
+
+
+def test_sound_folder_passes(folder: Path) -> None:
+    files = listed_files(folder)
+    assert {file.name for file in files} == FILES.keys()
+    check_files(files, threads=3)
+
+
+@pytest.mark.parametrize("place", [0, 2**20, -1])
+def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(folder: Path, place: int) -> None:
+    flip(folder / "b.safetensors", place)
+    assert refused(folder) == (
+        f"{folder}/b.safetensors is damaged: "
+        "it does not have the SHA-256 that was recorded when it was made. "
+        f"Delete the folder {folder} and repeat the command; the folder is made again."
+    )
+
+
+def test_missing_file_is_told(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert "config.json is damaged: it cannot be read (No such file" in refused(folder)
+
+
+def test_every_damaged_folder_is_told_at_once(folder: Path, tmp_path: Path) -> None:
+    other = made(tmp_path / "tokens")
+    for path in (folder / "a.safetensors", folder / "config.json", other / "config.json"):
+        flip(path)
+    message = refused(folder, other)
+    assert message.startswith(f"{folder}/a.safetensors is damaged")
+    assert f"made again. {other}/config.json is damaged" in message
+    assert (
+        "\n" not in message
+    )  # the end of the terminal shows the first line of a cause, and the last
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", "tokenizer.json"])
+def test_file_that_would_be_loaded_must_be_listed(folder: Path, name: str) -> None:
+    (folder / name).touch()
+    assert f"SHA256SUMS is damaged: it does not list {name}" in refused(folder)
+
+
+def test_what_is_written_beside_later_need_not_be_listed(folder: Path) -> None:
+    for name in ("README.md", ".snakemake_timestamp", ".hidden.json"):
+        (folder / name).write_text("later")
+    check_files(listed_files(folder))
+
+
+def test_broken_list_is_damage(folder: Path) -> None:
+    sums = folder / "SHA256SUMS"
+    sums.write_text(sums.read_text()[:-20])
+    assert f"{sums} is damaged: it " in refused(folder)
+    sums.write_text(sums.read_text()[:30])
+    assert f"{sums} is damaged: it " in refused(folder)
+
+
+@pytest.mark.parametrize("lack", [errno.ENOMEM, errno.ESTALE, errno.EACCES])
+def test_file_that_cannot_be_read_at_the_moment_is_not_told_as_damage(
+    folder: Path, lack: int
+) -> None:
+    """Who is told so deletes a sound folder."""
+    error = OSError(lack, "at the moment")
+    with (
+        mock.patch.object(checksums, "file_sha256", side_effect=error),
+        pytest.raises(OSError, match="at the moment"),
+    ):
+        check_files(listed_files(folder))
+
+
+def test_hashing_tells_that_it_moves_after_every_mib(folder: Path) -> None:
+    moves: list[None] = []
+    findings(listed_files(folder), threads=2, moved=lambda: moves.append(None))
+    assert len(moves) == sum(-(-size // 2**20) for size in FILES.values())
+
+
+def hash_together(folder: Path, damaged: Path) -> dict[str, object]:
+    """Check a sound and a damaged folder; return what this process hashed, and was told."""
+    hashed: list[str] = []
+    original = checksums.file_sha256
+
+    def noted(path: Path, **options: object) -> str:
+        hashed.append(path.name)
+        return original(path, **options)  # type: ignore[arg-type]
+
+    checksums.file_sha256 = noted  # this process ends with the call
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        check_recorded(listed_files(folder), world=world)
+        mine = list(hashed)
+        try:
+            check_recorded(listed_files(damaged), world=world)
+        except UserError as error:
+            return {"hashed": mine, "message": str(error)}
+    return {}
+
+
+def test_processes_share_the_hashing_and_all_are_told(folder: Path, tmp_path: Path) -> None:
+    damaged = made(tmp_path / "damaged")
+    flip(damaged / "a.safetensors")
+    found = run_distributed(hash_together, folder, damaged, world_size=3)
+    assert sorted(name for result in found for name in result["hashed"]) == sorted(FILES)
+    assert all(result["hashed"] for result in found)
+    assert {result["message"] for result in found} == {refused(damaged)}
+
+
+def test_largest_file_comes_first_and_a_missing_one_last(folder: Path) -> None:
+    absent = RecordedFile(folder, "absent", "")
+    names = [file.name for file in largest_first([absent, *listed_files(folder)])]
+    assert names[:3] == ["b.safetensors", "a.safetensors", "config.json"]
+    assert set(names[3:]) == {"absent", "merges.txt"}
+
+
+def recorded_as_download(folder: Path) -> Path:
+    """Write the record of a download into a folder, over all files in it; return the folder."""
+    files = [
+        {"path": path.name, "size": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(folder.iterdir())
+    ]
+    record = {"repo_id": "owner/name", "kind": "model", "commit": "0" * 40, "files": files}
+    (folder / "source.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_download_is_held_to_its_record(tmp_path: Path) -> None:
+    folder = recorded_as_download(made(tmp_path / "model"))
+    check_files(downloaded_files(folder))
+    flip(folder / "config.json")
+    with pytest.raises(UserError, match=r"model/config\.json is damaged"):
+        check_files(without_weights(downloaded_files(folder)))
+
+
+def test_weights_are_left_to_who_opens_them(tmp_path: Path) -> None:
+    folder = recorded_as_download(made(tmp_path / "model"))
+    flip(folder / "a.safetensors")
+    check_files(without_weights(downloaded_files(folder)))
+
+
+def test_folder_of_the_user_has_no_record(tmp_path: Path) -> None:
+    assert downloaded_files(made(tmp_path / "model")) == []
+    (tmp_path / "model" / "source.json").write_text('{"question": "a data file of that name"}')
+    assert downloaded_files(tmp_path / "model") == []
+
+
+@pytest.mark.parametrize("change", [('"sha256"', '"sha25"'), ('"files"', '"file"'), ("}]}", "}]")])
+def test_broken_record_of_a_download_is_told(tmp_path: Path, change: tuple[str, str]) -> None:
+    path = recorded_as_download(made(tmp_path / "model")) / "source.json"
+    path.write_text(path.read_text().replace(*change))
+    with pytest.raises(UserError, match=r"source\.json cannot be read as the record of a download"):
+        downloaded_files(path.parent)

@@ -1,0 +1,153 @@
+"""Files on disk: whole or not at all, checkable, traceable without naming the machine."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.system.files import (
+    atomic_path,
+    canonical_json,
+    file_sha256,
+    provenance,
+    read_json,
+    read_jsonl,
+    short_hash,
+    write_checksums,
+    write_json,
+    write_jsonl,
+    write_text,
+)
+
+
+def test_canonical_json_does_not_depend_on_the_order_of_keys() -> None:
+    assert canonical_json({"b": [1, {"d": None, "c": "é"}], "a": 1}) == (
+        '{"a":1,"b":[1,{"c":"é","d":null}]}'
+    )
+
+
+def test_short_hash_is_the_start_of_the_sha256_of_canonical_json() -> None:
+    assert short_hash({"a": 1}) == hashlib.sha256(b'{"a":1}').hexdigest()[:12]
+
+
+def test_file_hash_is_the_sha256_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    assert file_sha256(tmp_path / "f") == (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    )
+
+
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    write_text(tmp_path / "f", "old")
+
+    def rows() -> Iterator[int]:
+        yield 1
+        raise RuntimeError("broken off")
+
+    with pytest.raises(RuntimeError):
+        write_jsonl(tmp_path / "f", rows())
+    assert (tmp_path / "f").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "f"]
+
+
+def test_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "f") as temporary:
+        temporary.write_text("half")
+        assert not (tmp_path / "f").exists()
+        assert temporary.parent == tmp_path  # the same disk, else renaming is no single step
+    assert (tmp_path / "f").read_text() == "half"
+
+
+def test_written_file_gets_the_permissions_of_an_ordinary_one(tmp_path: Path) -> None:
+    (tmp_path / "ordinary").touch()
+    write_text(tmp_path / "f", "")
+    assert (tmp_path / "f").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
+    write_json(tmp_path / "a" / "b" / "f.json", {})
+    assert read_json(tmp_path / "a" / "b" / "f.json") == {}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_number_that_json_cannot_spell_is_refused(tmp_path: Path, number: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "f.json", {"loss": number})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_jsonl(tmp_path / "f.jsonl", [{"loss": number}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_round_trips_with_text_as_it_is(tmp_path: Path) -> None:
+    value = {"text": "Grüße, 世界\u2028", "numbers": [1, 0.1, None]}
+    write_json(tmp_path / "f.json", value)
+    assert read_json(tmp_path / "f.json") == value
+    assert "世界" in (tmp_path / "f.json").read_text(encoding="utf-8")
+
+
+def test_json_lines_round_trip_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+    rows = [{"text": "a\nb\u2028c"}, 2, "three"]
+    write_jsonl(tmp_path / "f.jsonl", rows)
+    with (tmp_path / "f.jsonl").open("a") as file:
+        file.write("\n")
+    assert read_jsonl(tmp_path / "f.jsonl") == rows
+
+
+def folder_with_checksums(folder: Path) -> Path:
+    """Write two files, one below, and their checksums."""
+    (folder / "below").mkdir()
+    (folder / "a b.txt").write_text("one")
+    (folder / "below" / "c.bin").write_bytes(bytes(range(256)))
+    write_checksums(folder)
+    return folder
+
+
+def test_checksums_list_every_file_but_themselves_in_order(tmp_path: Path) -> None:
+    folder = folder_with_checksums(tmp_path)
+    write_checksums(folder)  # again: the list of before is not in it
+    assert (folder / "SHA256SUMS").read_text() == "".join(
+        f"{file_sha256(folder / name)}  {name}\n" for name in ("a b.txt", "below/c.bin")
+    )
+
+
+needs_sha256sum = pytest.mark.skipif(not shutil.which("sha256sum"), reason="sha256sum is missing")
+
+
+@needs_sha256sum
+def test_sha256sum_accepts_the_checksums(tmp_path: Path) -> None:
+    folder = folder_with_checksums(tmp_path)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+
+
+@needs_sha256sum
+def test_sha256sum_notices_a_changed_byte(tmp_path: Path) -> None:
+    folder = folder_with_checksums(tmp_path)
+    (folder / "a b.txt").write_text("onE")
+    assert subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder).returncode == 1
+
+
+def test_provenance_names_versions_and_time_but_neither_host_nor_folder() -> None:
+    made = provenance()
+    assert made["packages"]["python"] == platform.python_version()
+    assert made["created_utc"].endswith("Z")
+    text = json.dumps(made)
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
+    assert str(Path.cwd()) not in text
+
+
+def test_files_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        with atomic_path(tmp_path / "file") as temporary:
+            temporary.chmod(0o600)  # as safetensors leaves it
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,114 @@
+"""The machine as the workflow sees it: visible GPUs, processes, host memory."""
+
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.planning.machine import num_processes, requested_processes
+from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.hardware import (
+    _until_unknown,
+    available_host_bytes,
+    cpu_has_bfloat16,
+    visible_gpus,
+)
+
+FLAGS = {
+    "flags\t\t: fpu avx512f avx512_bf16 sse": True,
+    "flags\t\t: fpu amx_bf16 amx_tile": True,
+    "Features\t: fp asimd i8mm bf16 dgh": True,
+    "flags\t\t: fpu avx512f avx512_vnni": False,
+    "model name\t: A CPU with bf16 in its name": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), FLAGS.items())
+def test_cpu_that_multiplies_bfloat16_is_known_by_its_flags(
+    tmp_path: Path, line: str, expected: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n{line}\n")
+    assert cpu_has_bfloat16(tmp_path / "cpuinfo") is expected
+
+
+needs_gpu = pytest.mark.skipif(not visible_gpus(), reason="no GPU is visible")
+
+# What the driver reports on a machine with three GPUs: handles by index and by UUID.
+GPUS: dict[str, object] = {
+    "GPU-aaaa-1": "first",
+    "GPU-aabb-2": "second",
+    "GPU-cccc-3": "third",
+    "0": "first",
+    "1": "second",
+    "2": "third",
+}
+
+
+@pytest.mark.parametrize(
+    ("variable", "chosen"),
+    [
+        ("0,1,2", ["first", "second", "third"]),
+        ("2,0", ["third", "first"]),  # the order is kept
+        (" 1 , 2", ["second", "third"]),
+        ("GPU-cccc-3,GPU-aaaa-1", ["third", "first"]),
+        ("GPU-c", ["third"]),  # a prefix will do
+        ("GPU-aab,0", ["second", "first"]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", ["first"]),  # all from the first unknown one on are ignored
+        ("0,7,1", ["first"]),
+        ("1,none", ["second"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(variable: str, chosen: list[str]) -> None:
+    assert _until_unknown(variable.split(","), GPUS) == chosen
+
+
+def test_empty_visible_devices_hide_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_auto_without_visible_gpus_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_processes(HardwareConfig(gpus="auto", cpu_processes=3)) == ("cpu", 3)
+
+
+def test_zero_gpus_train_on_the_cpu_whatever_is_there() -> None:
+    assert num_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)
+
+
+def test_more_gpus_than_visible_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError) as refusal:
+        num_processes(HardwareConfig(gpus=2))
+    assert str(refusal.value) == (
+        "hardware.gpus = 2: this machine shows 0 GPU(s). "
+        "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them in "
+        "hardware.gpu_model."
+    )
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_auto_takes_every_visible_gpu() -> None:
+    assert num_processes(HardwareConfig(gpus="auto")) == ("cuda", len(visible_gpus()))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpus_are_described_as_torch_describes_them() -> None:
+    torch = pytest.importorskip("torch")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    assert [gpu.name for gpu in visible_gpus()] == names
+
+
+def test_available_host_memory_is_part_of_the_machines() -> None:
+    first = Path("/proc/meminfo").read_text().splitlines()[0]  # MemTotal:  123 kB
+    assert 0 < available_host_bytes() <= int(first.split()[1]) * 1024
+
+
+def test_a_run_for_gpus_can_be_planned_where_there_are_none() -> None:
+    assert requested_processes(HardwareConfig(gpus=8)) == ("cuda", 8)
+    assert requested_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)

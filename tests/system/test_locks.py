@@ -1,0 +1,76 @@
+"""Locks: one holder at a time, named to whoever waits, and free as soon as it is dead."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.locks import exclusive
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from workflow.lib.system.locks import exclusive
+with exclusive(Path({path!r}), doing="testing"):
+    print("held", flush=True)
+    time.sleep({seconds})
+"""
+
+
+def start_holder(path: Path, *, seconds: float) -> subprocess.Popen[str]:
+    """Start a process that holds the lock; return when it does."""
+    root = str(Path(__file__).parents[2])
+    script = HOLDER.format(root=root, path=str(path), seconds=seconds)
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
+def test_second_process_is_refused_with_the_first_ones_number_until_that_is_dead(
+    tmp_path: Path,
+) -> None:
+    """The kernel frees the lock, whatever kills the process."""
+    path = tmp_path / "run" / ".lock"
+    holder = start_holder(path, seconds=3600)
+    try:
+        with pytest.raises(UserError) as caught, exclusive(path, doing="testing"):
+            pass
+        assert str(caught.value) == (
+            f"{path.parent} is in use: process {holder.pid} is testing. Wait for it, or stop it (kill {holder.pid}), "
+            "and repeat the command; it continues from what is finished."
+        )
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with exclusive(path, doing="testing") as killed:
+        assert killed == str(holder.pid)
+        assert path.read_text() == str(os.getpid())
+
+
+def test_second_process_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    holder = start_holder(path, seconds=2)
+    with exclusive(path, doing="testing", wait_s=1800):
+        assert holder.wait() == 0
+        assert path.read_text() == str(os.getpid()), "what it holds is no file that was removed"
+
+
+def test_lock_is_free_again_after_the_block_and_leaves_no_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        with exclusive(tmp_path / ".lock", doing="testing") as killed:
+            assert killed is None, "the one before has ended in order"
+            assert list(tmp_path.iterdir()) == [tmp_path / ".lock"]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_holder_that_fails_was_not_killed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), exclusive(tmp_path / ".lock", doing="testing"):
+        raise KeyError
+    with exclusive(tmp_path / ".lock", doing="testing") as killed:
+        assert killed is None

@@ -1,0 +1,71 @@
+"""The one list of undocumented names: the installed packages have them, the design lists them, and a lack is said clearly."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.system import undocumented_interfaces
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.undocumented_interfaces import (
+    INTERFACES,
+    OF_MODELS,
+    Interface,
+    check_interfaces,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DECISIONS = (ROOT / "workflow" / "docs" / "decisions.md").read_text(encoding="utf-8")
+
+
+def test_installed_packages_have_every_name() -> None:
+    check_interfaces(*OF_MODELS, "lm_eval")
+
+
+@pytest.mark.parametrize("used", INTERFACES, ids=lambda used: f"{used.owner_name}.{used.name}")
+def test_name_is_in_the_designs_list(used: Interface) -> None:
+    assert f"`{used.owner_name}.{used.name}`" in DECISIONS
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        Interface("torch", "torch", "_gone", lambda: __import__("torch")),
+        Interface("torch", "torch.gone", "there", lambda: __import__("torch.gone")),
+    ],
+    ids=["name", "owner"],
+)
+def test_release_that_lacks_a_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch, lacking: Interface
+) -> None:
+    monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (*INTERFACES, lacking))
+    expected = (
+        f"torch {version('torch')} has no {lacking.owner_name}.{lacking.name}, which this workflow uses. "
+        "Install the release that envs/pins.txt names."
+    )
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_interfaces(*OF_MODELS)
+
+
+def test_other_packages_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Interface("lm_eval", "lm_eval", "_gone", lambda: None)
+    monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (gone,))
+    check_interfaces(*OF_MODELS)
+
+
+def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
+    """Whatever is read of other objects by a name with an underscore in front, outside of our own classes."""
+    listed = {used.name for used in INTERFACES}
+    own = {"_passed", "_eager"}
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "workflow" / "lib").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        defined = set(re.findall(r"(?:def |self\.|    )(_[a-z]\w*)", text))
+        used = re.findall(r"(?<!self)(?<!cls)(?<!super\(\))\.(_[a-z]\w*)", text)
+        found |= {name: path.name for name in used if name not in defined | own}
+    assert {name for name in found if name not in listed} <= ALLOWED, found
+
+
+# Of the standard library, or read with `getattr` and a way to do without.
+ALLOWED = {"_exit", "_current_frames"}

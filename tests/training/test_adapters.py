@@ -1,0 +1,305 @@
+"""Every kind of adapter against stock PEFT on stock bitsandbytes, over processes that nothing is divisible by, through to the export.
+
+Each group of processes trains all kinds one after the other; the reference trains each from the same initial values.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from workflow.lib.distributed.world import process_group
+from workflow.lib.export.adapter_files import (
+    merged_tensors,
+    merged_weight,
+    read_sharded_adapter,
+    save_adapter,
+)
+from workflow.lib.export.parity import compare_logits, save_logits, trained_logits
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.layers import dora
+from workflow.lib.model.layers.dora import lengthened
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.planning.memory import trace_linears
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.system.files import read_json, write_json
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.checkpoint import save_adapter as save_sharded
+from workflow.lib.training.loop import make_optimizer, steps
+
+STEPS, BATCH, ROWS, SEQ_LEN = 2, 15, 15, 11
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True, "alpha": 6.0},
+    "patterns": {
+        "target_modules": r"model\.layers\.[02]\..*(q_proj|v_proj|mlp\.\w+_proj)",
+        "rank_pattern": {"q_proj": 7, r"layers\.2\.mlp\.\w+": 3},
+        "alpha_pattern": {"down_proj": 21.0},
+        "use_rslora": True,
+    },
+}  # fmt: skip
+TRAIN = TrainConfig(
+    epochs=None, max_steps=STEPS, global_batch_size=BATCH, learning_rate=1e-2, max_grad_norm=None
+)
+# fp32 on both sides, sums in another order; DoRA's norms are expanded here and summed there.
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
+
+
+def lora(kind: str) -> LoraSettings:
+    return LoraSettings(r=4, **KINDS[kind])
+
+
+def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
+    """Train every kind in this group; leave the sharded adapter and the record of its logits in `folder`."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {kind: train_one(base, kind, folder / str(n), world) for n, kind in enumerate(KINDS)}
+
+
+def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
+    config = RunConfig(lora=lora(kind), train=TRAIN)
+    model = build_training_model(
+        base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+    )
+    params = trainable_parameters(model.training)
+    initial = {name: full(p) for name, p in params.items()}
+    optimizer = make_optimizer(model.training, TRAIN)
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+    )
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    metrics = list(
+        steps(
+            model.training, optimizer, store, TRAIN, first_step=0, num_steps=STEPS,
+            micro_batch_size=BATCH // world.size, elapsed_s=0.0, world=world,
+        )
+    )  # fmt: skip
+    (folder / "adapter").mkdir(parents=True, exist_ok=True)
+    save_sharded(model.training, folder / "adapter", world=world)
+    logits = trained_logits(model.training, store, device=world.device)
+    if world.is_main:
+        save_logits(logits, folder / "parity.safetensors")
+        write_json(folder / "adapter_config.json", model.adapter_config())
+    return {"initial": initial, "losses": [m.loss for m in metrics], "gradients": gradients}
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+    """The same with `Linear4bit`, PEFT's own layers and one process; from PEFT's own initial values if None."""
+    settings = lora(kind)
+    model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    targets = settings.target_modules
+    assert isinstance(targets, str)
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            r=settings.r, lora_alpha=settings.alpha, target_modules=targets, use_rslora=settings.use_rslora,  # type: ignore[arg-type]
+            use_dora=settings.use_dora, rank_pattern=settings.rank_pattern, alpha_pattern=settings.alpha_pattern,
+            task_type="CAUSAL_LM",
+        ),
+    )  # fmt: skip
+    assert any(isinstance(m, bnb.nn.Linear4bit) for m in model.modules())
+    own = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
+    params = {
+        n.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector"): p
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+    result: dict[str, Any] = {"own": own, "losses": [], "gradients": []}
+    if initial is None:
+        return result
+    assert params.keys() == initial.keys()
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(initial[name])
+    optimizer = torch.optim.AdamW(params.values(), weight_decay=0.0)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = learning_rate(TRAIN, step=step, num_steps=STEPS)
+        rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
+        batch = make_batch(
+            store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"), store.loss_mask[rows],
+            device=CPU,
+        )  # fmt: skip
+        # Transformers finds the documents by their positions where there is no mask
+        logits = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        ).logits
+        chosen = logits.flatten(0, 1)[batch.positions]
+        loss = torch.nn.functional.cross_entropy(chosen, batch.targets)
+        loss.backward()
+        result["gradients"].append({n: full(p.grad) for n, p in params.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        result["losses"].append(float(loss.detach()))
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+    quantized(tiny_llama(folder / "original", attention_bias=True, **sizes), folder / "nf4")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 3, 5], ids=lambda n: f"{n} processes")
+def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
+    target = folder / f"of-{request.param}"
+    results = run_distributed(train_kinds, folder / "nf4", target, world_size=request.param)
+    return target, results[0]
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[str, dict[str, Any]]:
+    """Filled as tests ask; initial values do not depend on the number of processes."""
+    return {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_stock_peft(
+    folder: Path, trained: tuple[Path, dict[str, Any]], references: dict[str, Any], kind: str
+) -> None:
+    _, results = trained
+    ours = results[kind]
+    if kind not in references:
+        references[kind] = stock(folder / "nf4", kind, ours["initial"])
+    theirs = references[kind]
+    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=2e-5, atol=0)
+    for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+    assert {t.shape[0] for n, t in ours["initial"].items() if ".lora_A." in n} == (
+        {4} if kind == "dora" else {3, 4, 7}
+    )
+
+
+def test_initial_magnitudes_are_pefts(
+    folder: Path, trained: tuple[Path, dict[str, Any]], references: dict[str, Any]
+) -> None:
+    """The norms of the dequantized rows; each process reads and dequantizes its own rows alone."""
+    initial = trained[1]["dora"]["initial"]
+    if "own" not in references:
+        references["own"] = stock(folder / "nf4", "dora", None)["own"]
+    names = [name for name in initial if name.endswith("magnitude_vector")]
+    assert len(names) == 21
+    for name in names:
+        torch.testing.assert_close(initial[name], references["own"][name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
+    folder: Path, trained: tuple[Path, dict[str, Any]], kind: str
+) -> None:
+    run = trained[0] / str(list(KINDS).index(kind))
+    adapter = read_sharded_adapter(run / "adapter")
+    save_adapter(adapter, read_json(run / "adapter_config.json"), run / "exported")
+    base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    tuned = load_adapter(base, run / "exported")
+    parity = compare_logits(
+        tuned, run / "parity.safetensors",
+        exported=run / "exported" / ADAPTER_WEIGHTS, compute_dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+    assert parity["identical_values"]
+    assert parity["passed"]
+    assert parity["adapter_effect"] > 100 * parity["tolerance"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_are_those_that_peft_merges(
+    folder: Path, trained: tuple[Path, dict[str, Any]], kind: str
+) -> None:
+    run = trained[0] / str(list(KINDS).index(kind))
+    adapter, config = read_sharded_adapter(run / "adapter"), read_json(run / "adapter_config.json")
+    save_adapter(adapter, config, run / "exported")
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=torch.float32)
+    theirs = load_adapter(original, run / "exported").merge_and_unload().state_dict()  # type: ignore[operator]
+    with (
+        CheckpointReader(folder / "original") as source,
+        CheckpointReader(folder / "nf4") as nf4,
+    ):
+        ours = dict(merged_tensors(adapter, config, original=source, nf4=nf4, onto="original"))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name].bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_dora_with_dropout_is_pefts(folder: Path) -> None:
+    """The same draws on both sides: dropout meets the layers in the same order, on inputs of the same shape."""
+    settings = {"r": 4, "use_dora": True, "dropout": 0.4}
+    ours = adapted(folder / "nf4", **settings).train()
+    base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    config = LoraConfig(
+        r=4, lora_alpha=32, lora_dropout=0.4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM"
+    )  # fmt: skip
+    theirs = get_peft_model(base, config).train()
+    generator = torch.Generator().manual_seed(1)
+    values = {n: torch.rand(p.shape, generator=generator) for n, p in trainable_parameters(ours).items()}  # fmt: skip
+    with torch.no_grad():
+        for name, param in trainable_parameters(ours).items():
+            param.copy_(values[name])
+        for name, param in theirs.named_parameters():
+            if param.requires_grad:
+                short = name.replace(".default", "")
+                param.copy_(values[short.replace("vector.weight", "vector")])
+    ids, places = torch.arange(13)[None], torch.arange(13)
+    torch.manual_seed(3)
+    expected = theirs(input_ids=ids, position_ids=places[None], use_cache=False).logits[0]
+    torch.manual_seed(3)
+    found = ours(ids, places[None], places, None)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
+    """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a hundred times the tolerance."""
+    draw = torch.Generator().manual_seed(0)
+    direction = torch.randn(2, 150, 13, generator=draw).bfloat16().requires_grad_()
+    factor = torch.rand(13, generator=draw).requires_grad_()
+    grad = torch.randn(2, 150, 13, generator=draw).bfloat16()
+    y = lengthened(direction, factor)
+    assert torch.equal(y, direction * factor.bfloat16())
+    of_direction, of_factor = torch.autograd.grad(y, (direction, factor), grad)
+    expected = (grad.double() * direction.detach().double()).sum(dim=(0, 1))
+    assert of_factor.dtype == torch.float32
+    torch.testing.assert_close(of_factor.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(of_direction, grad * factor.detach().bfloat16())
+
+
+def test_trace_knows_in_how_many_parts_the_magnitudes_gradient_is_made() -> None:
+    assert trace_linears.DORA_CHUNKS == dora.GRADIENT_CHUNKS
+
+
+@torch.no_grad()
+def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path: Path) -> None:
+    """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are multiplied with."""
+    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
+    ours = adapted(base, r=4, use_dora=True)
+    theirs = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    ids, places = torch.arange(13)[None], torch.arange(13)
+    expected = theirs(input_ids=ids, use_cache=False).logits[0]
+    found = ours(ids, places[None], places, None)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_row_of_a_merged_dora_weight_has_its_trained_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 5, generator=generator)
+    adapter = {
+        "x.lora_A.weight": torch.randn(2, 5, generator=generator),
+        "x.lora_B.weight": torch.randn(7, 2, generator=generator),
+        "x.lora_magnitude_vector": torch.arange(1.0, 8.0),
+    }
+    merged = merged_weight(weight, adapter, "x", scale=1.5)
+    torch.testing.assert_close(torch.linalg.vector_norm(merged, dim=1), torch.arange(1.0, 8.0))

@@ -1,0 +1,131 @@
+"""The order in which a model is made ready, and the checks before its first step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.chunked_loss import OutputHead
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.startup_checks import check_family, startup_checks
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("setup")
+    return quantized(tiny_llama(folder / "original", attention_dropout=0.5), folder / "nf4")
+
+
+def empty_row(store: TokenStore) -> TokenStore:
+    store.loss_mask[1] = False
+    return store
+
+
+def checks(base: Path) -> dict[str, Any]:
+    """Build one model in this group; return what the checks say of it and of what is wrong with it."""
+    found: dict[str, Any] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        config = RunConfig(lora=LoraSettings(r=2, dropout=0.5))
+        model = build_training_model(
+            base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+        )
+        found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
+        found["gradients"] = [
+            p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
+        ]
+        for name, call in {
+            "empty row": lambda: startup_checks(model, empty_row(random_store(rows=3, seq_len=11)), base, world),
+            "other head": lambda: check_family(other_head(model), random_store(rows=3, seq_len=11), world),
+        }.items():  # fmt: skip
+            try:
+                call()
+            except UserError as error:
+                found[name] = str(error)
+    return found
+
+
+def other_head(model: TrainingModel) -> Any:
+    """Give our loss another scale than the family's."""
+    head = model.training.head_loss.head
+    model.training.head_loss.head = OutputHead(head.module, 0.9, None)
+    return model.training
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n} processes")
+def found(request: pytest.FixtureRequest, base: Path) -> list[dict[str, Any]]:
+    return run_distributed(checks, base, world_size=request.param)
+
+
+def test_sound_model_passes_every_check_and_says_what_was_compared(
+    found: list[dict[str, Any]],
+) -> None:
+    """With dropout too, the family's and the adapter's, which the checks switch off."""
+    for result in found:
+        passed = {check["name"]: check for check in result["passed"]}
+        assert len(passed) == 4
+        assert all(check["passed"] for check in passed.values())
+        assert any(
+            "bytes equal checkpoint bytes" in name and f"{len(found)} processes" in name
+            for name in passed
+        )
+        assert "logits equal those of the model family's own forward" in passed
+
+
+def test_checks_leave_no_gradient(found: list[dict[str, Any]]) -> None:
+    assert all(result["gradients"] == [] for result in found)
+
+
+def test_row_without_a_trained_token_is_refused(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        assert result["empty row"] == (
+            "a training row has no trained token. Check data.loss_on, and tokenize again."
+        )
+
+
+def test_family_whose_logits_are_not_the_heads_product_is_refused(
+    found: list[dict[str, Any]],
+) -> None:
+    """By a tenth: what scales are known in families is far more."""
+    for result in found:
+        message = result["other head"]
+        assert message.startswith("LlamaForCausalLM is not supported: its logits differ by ")
+        assert message.endswith(
+            "so the loss would be another model's. Choose another model.source."
+        )
+
+
+def test_parameters_are_counted_once_though_tied(tmp_path: Path) -> None:
+    counts = {}
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        base = quantized(tiny_llama(folder / "original", tied=tied), folder / "nf4")
+        counts[tied] = TrainingModel(adapted(base, r=3), [], 0).num_parameters()
+    assert counts[False][0] == counts[True][0]
+    assert counts[False][1] - counts[True][1] == 211 * 80
+
+
+def test_adapter_targets_that_do_not_exist_are_refused_before_weights_are_read(base: Path) -> None:
+    (message,) = run_distributed(wrong_target, base, world_size=1)
+    assert message.startswith(
+        "lora.target_modules = 'w1': no linear layer of the model has this name"
+    )
+
+
+def wrong_target(base: Path) -> str:
+    config = RunConfig(lora=LoraSettings(target_modules=("w1",)))
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        try:
+            build_training_model(
+                base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+            )
+        except UserError as error:
+            return str(error)
+    return "no error"

@@ -1,0 +1,311 @@
+"""Starting workers: what the user is told when one fails, and that none outlives the launcher."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from tests.support.models import quantized, tiny_llama
+from workflow.lib.distributed.stop_signals import SIGNALS
+from workflow.lib.system.environment import LAUNCHER_VARIABLE
+from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
+from workflow.lib.training.launch import (
+    launch_workers,
+    own_folder,
+    stop_on_signals,
+    worker_environment,
+)
+
+WORKER = "tests.support.launch_worker"
+TIMEOUT_S = 600.0  # of what takes moments, on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder for temporary files of the launchers of a test, in which none may leave any."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        yield folder
+    assert list(folder.iterdir()) == []
+
+
+def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snakemake sets both variables to the threads of the rule, for every job."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    launch_workers(WORKER, ["note", str(tmp_path)], processes=3)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {str(rank): f"3 {rank} 2 2" for rank in range(3)}
+    assert os.environ["OMP_NUM_THREADS"] == "7", "the next workers may be of another number"
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "threads"),
+    [(None, 1, CORES), ("", 1, CORES), (None, 4 * CORES, 1), ("2", 3, 1), ("9,2", 3, 3)],
+)
+def test_processes_of_a_job_share_its_threads_or_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, threads: int
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = worker_environment(processes, grace_s=60, deterministic=False)
+    assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == (str(threads), str(threads))
+
+
+# What process 1 of 2 does, and the first line that the user sees.
+CAUSES = {
+    "leave 1": "exit status 3; its message stands above",
+    "lose a peer in 0, kill 1": "killed by SIGKILL",
+    "fail with memory": "out of host memory: preflight predicted a peak of",
+    "fail with full disk": "the disk is full",
+    "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or its disk failed",
+    "fail with gpu": "the GPU or its driver failed (CUDA error: uncorrectable ECC error encountered)",
+    "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged (first in model.layers.1.mlp, "
+    "forward, rows [3, 8] of the tokens, process 1)",
+    "fail with a defect": "KeyError: 'a defect'",
+    "fail in 1, told to end while it says why": "ToldToEndError: a message that is whole",
+    "fail in 1 beside a collective": "KeyError: 'a defect'",
+}
+
+
+@pytest.mark.parametrize(("behaviour", "cause"), CAUSES.items(), ids=CAUSES)
+def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
+    tmp_path: Path, behaviour: str, cause: str
+) -> None:
+    with pytest.raises(UserError) as caught:  # at once: the other process would sleep for an hour
+        launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(cause)
+    if behaviour == "fail with memory":
+        assert_shows_prediction_measurement_and_change(str(caught.value))
+    assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")
+    assert "Repeat the command to continue from what is finished" in lines[-1]
+
+
+def test_batch_that_was_too_large_is_named_by_its_size(tmp_path: Path) -> None:
+    with pytest.raises(BatchMemoryError) as caught:
+        launch_workers(WORKER, ["fail with batch", str(tmp_path)], processes=2)
+    assert caught.value.size == 6
+
+
+def assert_shows_prediction_measurement_and_change(message: str) -> None:
+    assert "3.00 GiB had been in use" in message
+    assert "Set train.micro_batch_size = 1 (predicted peak 1.50 GiB)" in message
+    assert "adam_moments" in message, "preflight's table"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "state"),
+    [
+        ("stop 1", r"does not run \(no sign of life for"),
+        ("sleep in 1", r"is at command\.py:\d+ work -> launch_worker\.py:\d+ oversleep"),
+    ],
+)
+def test_process_that_hangs_is_named_and_all_are_stopped(
+    tmp_path: Path, behaviour: str, state: str
+) -> None:
+    """Stopped as a whole, or asleep on the way to a collective that the other has begun."""
+    with pytest.raises(UserError) as caught:
+        launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
+    message = str(caught.value)
+    assert message.startswith("process 1 of 2 hangs in step 4: nothing has moved for ")
+    assert re.search(f"process 1 of 2 {state}", message)
+    assert "the others wait: process 0 is at" in message
+    assert "gloo:all_reduce" in message
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.mark.parametrize(
+    ("where", "phase"), [("loading", "loading the model"), ("held-out loss", "held-out loss")]
+)
+def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
+    base: Path, where: str, phase: str
+) -> None:
+    """The bound of the phase itself is far away: a process without a sign of life is found before."""
+    with pytest.raises(UserError) as caught:
+        launch_workers(WORKER, [f"stop in {where}", str(base)], processes=2)
+    message = str(caught.value)
+    assert message.startswith(f"process 1 of 2 hangs in {phase}: nothing has moved for ")
+    assert "process 1 of 2 does not run (no sign of life for" in message
+    assert "the others wait: process 0 is at" in message
+
+
+def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^killed by SIGKILL: the tokens folder is damaged"):
+        launch_workers(
+            WORKER,
+            ["kill 1", str(tmp_path)],
+            processes=2,
+            inspect_inputs=lambda: ["the tokens folder is damaged"],
+        )
+
+
+def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError):
+        launch_workers(WORKER, ["stopped", str(tmp_path)], processes=2)
+
+
+def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing() -> None:
+    """A terminal and Snakemake both tell; torchrun would cut the second time short what the first began."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        stop_on_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(SignalException, match="SIGINT") as caught:
+            signal.raise_signal(signal.SIGINT)
+        assert caught.value.sigval == signal.SIGTERM
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def launched(folder: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher as a process, whose two workers wait and have told their ids in `folder`."""
+    call = f"launch_workers({WORKER!r}, ['wait', {str(folder)!r}], processes=2)"
+    script = f"from workflow.lib.training.launch import launch_workers, worker_environment; {call}"
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    launcher = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    try:
+        for rank in range(2):
+            wait_for(folder / str(rank))
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def workers_of(folder: Path) -> list[psutil.Process]:
+    return [psutil.Process(int((folder / str(rank)).read_text())) for rank in range(2)]
+
+
+def test_workers_die_with_a_killed_launcher_and_the_next_one_tidies_up(
+    tmp_path: Path, temporary: Path
+) -> None:
+    with launched(tmp_path, temporary) as launcher:
+        workers = workers_of(tmp_path)
+        assert all(worker.is_running() for worker in workers)
+        launcher.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
+        assert not alive
+    assert len(list(temporary.iterdir())) == 1
+    with own_folder() as folder:
+        assert list(temporary.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_interrupted_launcher_leaves_no_worker_and_no_file(
+    tmp_path: Path, temporary: Path, times: int
+) -> None:
+    """The fixture `temporary` finds files. Ctrl-C may come once more while the first one works."""
+    with launched(tmp_path, temporary) as launcher:
+        workers = workers_of(tmp_path)
+        for _ in range(times):
+            launcher.send_signal(signal.SIGINT)
+        assert launcher.wait() != 0
+        _, alive = psutil.wait_procs(workers, timeout=TIMEOUT_S)
+        assert not alive
+
+
+def test_folders_of_launchers_that_live_and_of_others_stay(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = temporary / f"finetune-launch-{socket.gethostname()}-link"
+    link.symlink_to(tmp_path)
+    with own_folder() as one, own_folder() as other:
+        assert {one, other, link} == set(temporary.iterdir())
+    abandoned = temporary / f"finetune-launch-{socket.gethostname()}-abandoned"
+    abandoned.mkdir()
+    with mock.patch.object(os, "getuid", return_value=54321), own_folder():
+        assert abandoned.is_dir()
+    with own_folder():
+        assert not abandoned.exists()
+    link.unlink()
+    assert (tmp_path / "elsewhere").is_dir()
+
+
+def test_folder_to_which_a_worker_still_writes_is_removed(temporary: Path) -> None:
+    ended = threading.Event()
+    for _ in range(30):
+        with own_folder() as folder:
+            writer = threading.Thread(target=write_until, args=(ended, folder / "rank-0.json"))
+            writer.start()
+        left = list(temporary.iterdir())
+        ended.set()
+        writer.join()
+        ended.clear()
+        assert left == list(temporary.iterdir()) == []
+
+
+def write_until(ended: threading.Event, path: Path) -> None:
+    """Write a file time and again, as a worker's sign of life."""
+    while not ended.is_set():
+        with suppress(OSError):
+            path.with_suffix(".partial").write_text("{}")
+            path.with_suffix(".partial").replace(path)
+
+
+def test_signal_while_the_folder_is_removed_stops_the_command_afterwards(temporary: Path) -> None:
+    rmtree = shutil.rmtree
+
+    def interrupted(path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        rmtree(path)
+
+    with (
+        mock.patch.object(shutil, "rmtree", interrupted),
+        pytest.raises(StoppedError),
+        own_folder() as folder,
+    ):
+        (folder / "file").touch()
+    assert list(temporary.iterdir()) == []
+
+
+def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
+    """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock of the run."""
+    script = "from workflow.lib.distributed.world import die_with_parent; die_with_parent(); print('lives')"
+    for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
+        environment = os.environ | {LAUNCHER_VARIABLE: str(launcher)}
+        assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == status
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.1)
+    return path.read_text()

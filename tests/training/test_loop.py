@@ -1,0 +1,500 @@
+"""The loop: the same run for any number of processes and any split into micro-batches; packing, clipping, what stops it."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import PLAN, VOCAB, adapted, quantized, random_store, tiny_llama
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import local
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.settings.schedule import learning_rate
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.loop import StepMetrics, check_step, make_optimizer, steps
+
+STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
+CLIP = 0.05
+SMALLEST = PLAN | {"micro_batch_size": 1}
+STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
+# Name of a variant -> what is changed in plan, adapter and training settings.
+SINGLE: dict[str, dict[str, Any]] = {
+    "6 rows at once": {"micro_batch_size": 6},
+    "1 row at a time": {},
+    "4 rows at a time": {"micro_batch_size": 4},
+    "activations kept": {"activation_checkpointing": False},
+    "dropout": {"dropout": 0.3},
+    "dropout, activations kept": {"dropout": 0.3, "activation_checkpointing": False},
+    "every second layer's activations kept": {"activation_checkpointing": 2},
+    "clipped": {"max_grad_norm": CLIP},
+    "fused": {"fused_layers": True},
+    "fused, activations offloaded": {
+        "fused_layers": True,
+        **STASHED,
+        "activation_checkpointing": False,
+    },
+    "fused, dropout": {"fused_layers": True, "dropout": 0.3},
+    "inputs offloaded": STASHED,
+    "activations offloaded": {**STASHED, "activation_checkpointing": False},
+    "one layer's activations offloaded": {
+        **STASHED,
+        "offload_activations": 1,
+        "activation_checkpointing": False,
+    },
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "1 row at a time": {},
+    "all rows at once": {"micro_batch_size": 2},
+    "weights kept after forward": {"reshard_after_forward": False},
+    "clipped": {"max_grad_norm": CLIP},
+    "fused, every second layer's activations offloaded": {
+        "fused_layers": True, **STASHED, "offload_activations": 1, "activation_checkpointing": 2,
+    },
+}  # fmt: skip
+# fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW divides gradients by
+# their own magnitude, so a rounding error of a gradient near zero moves its weight by a share of the learning rate.
+LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
+LEARNING_RATE = 1e-2
+WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
+
+
+def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
+    fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH, "weight_decay": 0.1}
+    return RunConfig(
+        lora=LoraSettings(r=4, alpha=8, dropout=dropout),
+        train=TrainConfig(
+            **(
+                {"max_grad_norm": None, "learning_rate": LEARNING_RATE, "fused_layers": False}
+                | fixed
+                | train
+            )
+        ),
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def train_variants(base: Path, variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Train every variant in this group; return losses, norms, the first step's gradients as applied, final weights."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {name: train_one(base, changes, world) for name, changes in variants.items()}
+
+
+def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]:
+    planned = SMALLEST | {k: v for k, v in changes.items() if k in SMALLEST}
+    config = settings(**{k: v for k, v in changes.items() if k not in SMALLEST})
+    model = build_training_model(
+        base, config, planned, world, compute_dtype=torch.float32, attention="sdpa"
+    )
+    optimizer = make_optimizer(model.training, config.train)
+    params = trainable_parameters(model.training)
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+    )
+    metrics = list(
+        steps(
+            model.training, optimizer, random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
+            num_steps=STEPS, micro_batch_size=planned["micro_batch_size"], elapsed_s=100.0, world=world,
+        )
+    )  # fmt: skip
+    return {
+        "metrics": metrics,
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "gradients": gradients[0],
+        "gradients_left": sum(p.grad is not None for p in params.values()),
+        "weights": {name: full(p) for name, p in params.items()},
+        "host_bytes": model.training.stash.host_bytes if model.training.stash else 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.fixture(scope="module")
+def single(base: Path) -> dict[str, Any]:
+    (result,) = run_distributed(train_variants, base, SINGLE, world_size=1)
+    return result
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} processes")
+def sharded(request: pytest.FixtureRequest, base: Path) -> list[dict[str, Any]]:
+    return run_distributed(train_variants, base, SHARDED, world_size=request.param)
+
+
+def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(one["losses"], other["losses"], **LOSS_TOLERANCE)
+    torch.testing.assert_close(one["norms"], other["norms"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(one["weights"], other["weights"], **WEIGHT_TOLERANCE)
+
+
+def assert_identical(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["losses"] == other["losses"]
+    assert one["norms"] == other["norms"]
+    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+
+
+def test_training_moves_the_weights_far_beyond_the_tolerance(single: dict[str, Any]) -> None:
+    losses, weights = (single["6 rows at once"][key] for key in ("losses", "weights"))
+    assert all(
+        t.abs().max() > 100 * WEIGHT_TOLERANCE["atol"]
+        for n, t in weights.items()
+        if ".lora_B." in n
+    )
+    assert len({round(loss, 3) for loss in losses}) == STEPS
+
+
+@pytest.mark.parametrize("variant", ["1 row at a time", "4 rows at a time"])
+def test_run_is_the_same_for_any_micro_batch(single: dict[str, Any], variant: str) -> None:
+    """Also if the last micro-batch is smaller: 6 rows in 4 and 2."""
+    assert_same_run(single[variant], single["6 rows at once"])
+
+
+@pytest.mark.parametrize("variant", SHARDED)
+def test_run_is_the_same_for_any_number_of_processes(
+    single: dict[str, Any], sharded: list[dict[str, Any]], variant: str
+) -> None:
+    reference = single["clipped" if variant == "clipped" else "6 rows at once"]
+    for result in sharded:
+        assert_same_run(result[variant], reference)
+
+
+def test_all_processes_report_the_same_loss_and_norm(sharded: list[dict[str, Any]]) -> None:
+    for variant in SHARDED:
+        for key in ("losses", "norms"):
+            assert all(result[variant][key] == sharded[0][variant][key] for result in sharded)
+
+
+@pytest.mark.parametrize("variant", ["activations kept", "every second layer's activations kept"])
+def test_recomputed_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
+    assert_identical(single[variant], single["1 row at a time"])
+
+
+@pytest.mark.parametrize(
+    "variant", ["inputs offloaded", "activations offloaded", "one layer's activations offloaded"]
+)
+def test_offloaded_activations_change_no_bit(single: dict[str, Any], variant: str) -> None:
+    assert_identical(single[variant], single["1 row at a time"])
+    inputs, everything = (
+        single[name]["host_bytes"] for name in ("inputs offloaded", "activations offloaded")
+    )
+    assert everything > 5 * inputs > 0
+    assert 0 < single["one layer's activations offloaded"]["host_bytes"] <= everything / 2
+
+
+def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
+    for variant in ("fused", "fused, activations offloaded"):
+        assert_same_run(single[variant], single["1 row at a time"])
+    assert_identical(single["fused, activations offloaded"], single["fused"])
+
+
+def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
+    """At least the activation and the product, fp32 of width 176, of the feed-forwards of three layers."""
+    stock, fused = (
+        single[name]["host_bytes"]
+        for name in ("activations offloaded", "fused, activations offloaded")
+    )
+    assert stock - fused >= 3 * 2 * SEQ_LEN * 176 * 4
+
+
+def test_fused_layers_with_dropout_train_the_same_run(single: dict[str, Any]) -> None:
+    assert_same_run(single["fused, dropout"], single["dropout"])
+
+
+def test_recomputed_activations_meet_the_same_dropout(single: dict[str, Any]) -> None:
+    assert_identical(single["dropout, activations kept"], single["dropout"])
+    assert single["dropout"]["losses"] != single["1 row at a time"]["losses"]
+
+
+def test_weights_kept_after_forward_change_no_bit(sharded: list[dict[str, Any]]) -> None:
+    assert_identical(sharded[0]["weights kept after forward"], sharded[0]["1 row at a time"])
+
+
+@pytest.mark.parametrize("processes", ["one", "several"])
+def test_clipping_is_torchs_over_the_gathered_gradients(
+    single: dict[str, Any], sharded: list[dict[str, Any]], processes: str
+) -> None:
+    result = single if processes == "one" else sharded[0]
+    params = {
+        n: torch.nn.Parameter(g.clone()) for n, g in result["1 row at a time"]["gradients"].items()
+    }
+    for param in params.values():
+        param.grad = param.detach().clone()
+    norm = torch.nn.utils.clip_grad_norm_(params.values(), CLIP)
+    assert float(norm) > 2 * CLIP, "the bound is active"
+    assert result["clipped"]["norms"][0] == pytest.approx(float(norm), rel=1e-6)
+    expected = {name: p.grad for name, p in params.items()}
+    torch.testing.assert_close(result["clipped"]["gradients"], expected, rtol=1e-5, atol=1e-9)
+
+
+def test_no_gradient_is_left_for_the_next_step(
+    single: dict[str, Any], sharded: list[dict[str, Any]]
+) -> None:
+    for result in (single, *sharded):
+        assert {variant["gradients_left"] for variant in result.values()} == {0}
+
+
+def test_metrics_count_steps_tokens_and_time(single: dict[str, Any]) -> None:
+    metrics: list[StepMetrics] = single["6 rows at once"]["metrics"]
+    train = settings().train
+    assert [m.step for m in metrics] == [1, 2, 3, 4]
+    assert [m.learning_rate for m in metrics] == [
+        learning_rate(train, step=step, num_steps=STEPS) for step in range(STEPS)
+    ]
+    assert {m.tokens for m in metrics} == {BATCH * SEQ_LEN}
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    assert sum(m.trained_tokens for m in metrics[:2]) < store.loss_mask.sum(), "12 of 13 rows"
+    assert metrics[0].elapsed_s > 100.0
+    assert all(a.elapsed_s < b.elapsed_s for a, b in itertools.pairwise(metrics))
+    seconds = metrics[1].elapsed_s - metrics[0].elapsed_s
+    assert metrics[1].tokens_per_s == pytest.approx(BATCH * SEQ_LEN / seconds)
+    assert all(m.peak_bytes > 10 * 2**20 for m in metrics), (
+        "resident memory of a Python process with torch"
+    )
+    assert set(metrics[0].as_dict()) == {
+        "step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens", "tokens_per_s", "peak_bytes", "elapsed_s",
+    }  # fmt: skip
+
+
+def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(
+    base: Path, single: dict[str, Any]
+) -> None:
+    """Not the mean of the rows' means: they have different numbers of trained tokens."""
+    from workflow.lib.settings.schedule import step_rows
+
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=0)
+    assert len(set(store.trained_tokens_per_row[rows].tolist())) > 1
+    training = adapted(base, r=4, alpha=8)
+    total = sum(row_loss(training, store, [row]) for row in rows)
+    mean = float(total) / int(store.loss_mask[rows].sum())
+    assert single["6 rows at once"]["losses"][0] == pytest.approx(mean, rel=1e-5)
+
+
+@torch.no_grad()
+def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> torch.Tensor:
+    batch = make_batch(
+        store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"), store.loss_mask[rows],
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    loss: torch.Tensor = training(
+        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
+    )
+    return loss
+
+
+def unpacked(store: TokenStore, row: int) -> TokenStore:
+    """Return a store with one row per document of a packed row, padded at the end as `token_writer.write_train` does."""
+    seq_len = store.seq_len
+    starts = [*np.flatnonzero(store.position_ids[row] == 0), seq_len]
+    arrays = {name: np.zeros((len(starts) - 1, seq_len), dtype=array.dtype) for name, array in (
+        ("train.input_ids.npy", store.input_ids), ("train.loss_mask.npy", store.loss_mask),
+        ("train.position_ids.npy", store.position_ids),
+    )}  # fmt: skip
+    for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+        length = stop - start
+        arrays["train.input_ids.npy"][number, :length] = store.input_ids[row, start:stop]
+        arrays["train.loss_mask.npy"][number, :length] = store.loss_mask[row, start:stop]
+        arrays["train.position_ids.npy"][number, :length] = np.arange(length)
+        arrays["train.position_ids.npy"][number, length:] = np.arange(seq_len - length)
+    heldout = {"heldout.input_ids.npy": np.zeros(1), "heldout.loss_mask.npy": np.zeros(1), "heldout.offsets.npy": np.array([0, 1])}  # fmt: skip
+    return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays | heldout)
+
+
+def test_packed_row_has_the_summed_loss_of_its_documents_one_per_row(base: Path) -> None:
+    training = adapted(base, r=4)
+    for param in trainable_parameters(training).values():
+        torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(0))
+    store = random_store(rows=5, seq_len=SEQ_LEN)
+    packed = [row for row in range(5) if (store.position_ids[row] == 0).sum() > 2]
+    assert packed, "rows with three documents or more"
+    for row in packed:
+        apart = unpacked(store, row)
+        together = row_loss(training, store, [row])
+        alone = row_loss(training, apart, list(range(apart.num_rows)))
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
+
+
+def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base: Path) -> None:
+    (late,) = run_distributed(last_two_steps, base, world_size=1)
+    store, train = random_store(rows=ROWS, seq_len=SEQ_LEN), settings().train
+    assert [m.step for m in late] == [3, 4]
+    for metrics in late:
+        from workflow.lib.settings.schedule import step_rows
+
+        rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=metrics.step - 1)
+        assert metrics.trained_tokens == store.loss_mask[rows].sum()
+        assert metrics.learning_rate == learning_rate(train, step=metrics.step - 1, num_steps=STEPS)
+
+
+def last_two_steps(base: Path) -> list[StepMetrics]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return list(loop(base, world, first_step=2))
+
+
+def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:
+    """Return the generator of `steps` over a fresh model whose adapter holds `fill`, if given."""
+    config = settings()
+    training = adapted(base, r=4)
+    for param in trainable_parameters(training).values():
+        if fill is not None:
+            param.data.fill_(fill)
+    return steps(
+        training, make_optimizer(training, config.train),
+        random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=first_step,
+        num_steps=STEPS, micro_batch_size=3, elapsed_s=0.0, world=world,
+    )  # fmt: skip
+
+
+def messages(base: Path) -> dict[str, str]:
+    found = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for name, fill in (("nan", math.nan), ("zero", 0.0)):
+            try:
+                next(loop(base, world, fill=fill))
+            except UserError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> None:
+    (found,) = run_distributed(messages, base, world_size=1)
+    assert found["nan"].startswith(
+        "step 1: loss = nan, gradient norm = nan: training has diverged (first in "
+    )
+    assert found["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
+    assert "data.loss_on" in found["zero"]
+
+
+def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
+    with pytest.raises(
+        UserError, match=r"the updates have broken the model\. Lower train\.learning_rate"
+    ):
+        check_step(5.7, 0.0, step=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)]
+)
+def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
+    with pytest.raises(UserError) as caught:
+        check_step(loss, norm, step=6)
+    assert str(caught.value) == (
+        f"step 7: loss = {loss}, gradient norm = {norm}: training has diverged. Lower train.learning_rate, "
+        "raise train.warmup_share, or set train.max_grad_norm; the last checkpoint is kept."
+    )
+
+
+def test_healthy_step_passes() -> None:
+    check_step(2.0, 1e-30, step=0)
+
+
+def poisoned(base: Path, reshard_after_forward: bool) -> str:
+    """Be a process of a run whose adapter of one layer has become infinite."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        config = settings()
+        plan = PLAN | {"reshard_after_forward": reshard_after_forward}
+        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        training = build_training_model(base, config, plan, world, **build).training
+        before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
+        for name, param in trainable_parameters(training).items():
+            if ".layers.1.mlp.up_proj.lora_B" in name:
+                with torch.no_grad():
+                    local(param).fill_(math.inf)
+                    before[name] = local(param).clone()
+        loop = steps(
+            training, make_optimizer(training, config.train),
+            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
+            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
+        )  # fmt: skip
+        try:
+            next(loop)
+        except UserError as error:
+            after = {n: local(p) for n, p in trainable_parameters(training).items()}
+            assert all(torch.equal(after[n], before[n]) for n in before), "nothing was updated"
+            return str(error)
+    return "no error"
+
+
+PROCESSES_AND_RESHARD = pytest.mark.parametrize(
+    ("processes", "reshard_after_forward"), [(1, True), (2, True), (2, False)]
+)
+
+
+@PROCESSES_AND_RESHARD
+def test_divergence_names_layer_rows_and_process(
+    base: Path, processes: int, reshard_after_forward: bool
+) -> None:
+    for message in run_distributed(poisoned, base, reshard_after_forward, world_size=processes):
+        assert message.startswith("step 1: loss = nan")
+        assert re.search(
+            r"first in \S*layers\.1\.mlp\S*, forward, rows \[\d+\] of the tokens, process 0\)",
+            message,
+        ), message
+
+
+def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, Any]:
+    """Be a process of a run where one feature behind a feed-forward has NaN as its gradient."""
+
+    def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad.index_fill(-1, torch.tensor(79), math.nan))
+
+    dropped: list[torch.Tensor] = []
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        config = settings(dropout=0.3, max_grad_norm=CLIP)
+        changes = {
+            "reshard_after_forward": reshard_after_forward,
+            "activation_checkpointing": False,
+        }
+        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        training = build_training_model(base, config, PLAN | changes, world, **build).training
+        (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
+        layer.mlp.register_forward_hook(poison)
+        layer.self_attn.q_proj.lora_dropout.default.register_forward_hook(
+            lambda module, inputs, output: dropped.append(output.detach() == 0)
+        )
+        loop = steps(
+            training, make_optimizer(training, config.train),
+            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
+            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
+        )  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            next(loop)
+    passes = BATCH // world.size
+    return {"message": str(caught.value), "taken": dropped[:passes], "searched": dropped[passes:]}
+
+
+@PROCESSES_AND_RESHARD
+def test_divergence_in_backward_names_the_layer_where_it_began(
+    base: Path, processes: int, reshard_after_forward: bool
+) -> None:
+    """Not the last layer, which clipping by NaN would spoil. One process alone has row 79 of B."""
+    arguments = (poisoned_in_backward, base, reshard_after_forward)
+    for result in run_distributed(*arguments, world_size=processes):
+        name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+        assert f"training has diverged (first in the gradient of {name})" in result["message"]
+
+
+def test_search_for_the_origin_drops_what_the_step_dropped(base: Path) -> None:
+    (result,) = run_distributed(poisoned_in_backward, base, True, world_size=1)
+    assert len(result["taken"]) == len(result["searched"]) == BATCH
+    assert all(map(torch.equal, result["taken"], result["searched"]))
+    assert not torch.equal(result["taken"][0], result["taken"][1])

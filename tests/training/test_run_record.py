@@ -1,0 +1,185 @@
+"""The record of a run: its lines, its history, and a summary that counts all steps, logged or not."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN, STEPS, finished
+from tests.support.models import random_store
+from workflow.lib.distributed.world import process_group
+from workflow.lib.settings.schedule import step_rows
+from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.training.checkpoint import Resumed
+from workflow.lib.training.loop import StepMetrics
+from workflow.lib.training.run_record import Journal, trained_tokens
+
+METRICS = StepMetrics(
+    step=1, loss=5.0, grad_norm=1.5, learning_rate=1e-3, trained_tokens=40, tokens=92, tokens_per_s=184.0,
+    peak_bytes=2**30, elapsed_s=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Path:
+    return finished(shared_folder)
+
+
+@pytest.fixture(scope="module")
+def summary(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = read_json(run / "finetune" / "summary.json")
+    return loaded
+
+
+def test_folder_has_what_the_design_promises(run: Path) -> None:
+    names = {
+        "adapter",
+        "adapter_config.json",
+        "metrics.jsonl",
+        "summary.json",
+        "parity.safetensors",
+    }
+    assert {p.name for p in (run / "finetune").iterdir()} == names
+    assert not list(run.glob(".*.partial"))
+
+
+def test_summary_has_the_fields_of_the_design(summary: dict[str, Any]) -> None:
+    assert {
+        "run", "fingerprint", "device", "device_name", "processes", "num_steps", "resumed_from_steps", "global_batch_size",
+        "micro_batch_size", "accumulation_steps", "seq_len", "trainable_parameters", "total_parameters", "final_loss",
+        "first_loss", "tokens", "trained_tokens", "elapsed_s", "tokens_per_s", "peak_bytes", "checks", "provenance",
+    } <= summary.keys()  # fmt: skip
+
+
+def test_summary_states_the_run(summary: dict[str, Any]) -> None:
+    expected = {
+        "run": "demo", "device": "cpu", "device_name": "CPU", "processes": 2, "num_steps": STEPS, "resumed_from_steps": [],
+        "global_batch_size": BATCH, "micro_batch_size": 1, "accumulation_steps": 2, "seq_len": SEQ_LEN,
+        "tokens": STEPS * BATCH * SEQ_LEN,
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["peak_bytes"]["predicted"] == PREDICTED_BYTES
+    assert summary["peak_bytes"]["kind"] == "host_rss"
+    assert summary["peak_bytes"]["measured"] > 100 * 2**20
+    assert summary["fingerprint"] == "0123456789ab"
+
+
+def test_parameters_are_counted_as_weights_and_not_as_bytes(summary: dict[str, Any]) -> None:
+    """By hand: q, o 80x80; k, v 16x80; gate, up, down 176x80; rank 3; three layers."""
+    linears = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
+    adapters = 3 * (2 * (80 + 80) + 2 * (16 + 80) + 3 * (176 + 80))
+    plain = 2 * 211 * 80 + (2 * 3 + 1) * 80
+    assert summary["trainable_parameters"] == 3 * adapters
+    assert summary["total_parameters"] == 3 * (linears + adapters) + plain
+
+
+def test_all_checks_passed(summary: dict[str, Any]) -> None:
+    assert len(summary["checks"]) >= 4
+    assert all(check["passed"] for check in summary["checks"])
+    assert all(check["name"] and check["detail"] for check in summary["checks"])
+
+
+def test_lines_are_the_first_step_and_every_third(run: Path) -> None:
+    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 3, 6]
+
+
+def test_losses_are_those_of_first_and_last_lines(run: Path, summary: dict[str, Any]) -> None:
+    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    assert summary["first_loss"] == rows[0]["loss"]
+    assert summary["final_loss"] == rows[-1]["loss"]
+
+
+def test_time_is_that_of_all_steps_also_of_those_without_a_line(
+    run: Path, summary: dict[str, Any]
+) -> None:
+    """The seventh step has none."""
+    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    assert summary["elapsed_s"] > rows[-1]["elapsed_s"]
+    assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["elapsed_s"])
+
+
+def test_trained_tokens_are_counted_over_the_rows_in_order(summary: dict[str, Any]) -> None:
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    rows = [
+        row
+        for step in range(STEPS)
+        for row in step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
+    ]
+    assert len(rows) > 2 * ROWS, "more than two epochs"
+    expected = sum(int(store.loss_mask[row].sum()) for row in rows)
+    assert summary["trained_tokens"] == expected
+    assert trained_tokens(store, CONFIG.train, num_steps=STEPS) == expected
+
+
+def journals(folder: Path) -> dict[str, Any]:
+    """Keep a journal in two processes, be killed after step 5, and resume from step 3 twice."""
+    found: dict[str, Any] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for number, first in enumerate((0, 3, 3)):
+            skipped = [{"step": 5, "reason": "truncated"}] if number == 2 else []
+            resumed = Resumed(first, skipped, None)
+            journal = Journal(folder, resumed=resumed, log_every=1, world=world)
+            found[f"start {number}"] = (
+                [r["step"] for r in journal.rows],
+                journal.resumed_from,
+                journal.elapsed_s,
+            )
+            found["skipped"] = journal.skipped
+            for step in range(first + 1, 6):
+                journal.add(replace(METRICS, step=step, elapsed_s=step / 2 + 10 * number))
+        found["peak"] = journal.peak_over_processes()
+        found["line"] = journal.line(METRICS)
+        if world.is_main:
+            journal.copy_to(folder / "copy.jsonl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("journal")
+    return folder, run_distributed(journals, folder, world_size=2)
+
+
+def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept: Any) -> None:
+    _, results = kept
+    for found in results:
+        assert found["start 0"] == ([], [], 0.0)
+        assert found["start 1"] == ([1, 2, 3], [3], 1.5)
+        assert found["start 2"] == ([1, 2, 3], [3, 3], 1.5)
+
+
+def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) -> None:
+    folder, _ = kept
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [(row["step"], row["elapsed_s"]) for row in rows] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 22.0),
+        (5, 22.5),
+    ]
+    assert read_jsonl(folder / "copy.jsonl") == rows
+
+
+def test_every_start_is_in_the_history(kept: Any) -> None:
+    folder, _ = kept
+    assert [row["first_step"] for row in read_jsonl(folder / "history.jsonl")] == [0, 3, 3]
+
+
+def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept: Any) -> None:
+    _, results = kept
+    assert all(found["skipped"] == [{"step": 5, "reason": "truncated"}] for found in results)
+
+
+def test_peak_is_the_same_on_all_processes(kept: Any) -> None:
+    _, results = kept
+    assert len({found["peak"] for found in results}) == 1
+    assert results[0]["peak"] > 50 * 2**20
+
+
+def test_line_of_the_progress_bar_has_the_facts(kept: Any) -> None:
+    _, results = kept
+    assert results[0]["line"] == "loss 5.000, |g| 1.50, 184 tokens/s, 1.00 GiB"

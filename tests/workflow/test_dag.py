@@ -1,0 +1,281 @@
+"""What an edit runs again, and what it leaves alone: dry runs of the real Snakefile over a finished project."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.workflow_project import Project, copy_of_repository, make_project, write_rows
+
+REPORT = ["render_report"]
+EVALUATION = ["evaluate_run", "write_card", *REPORT]
+EXPORT = ["consolidate", *EVALUATION]
+TRAINING = ["preflight_run", "finetune", *EXPORT]
+EVERYTHING = ["tokenize_dataset", "quantize_base", *TRAINING]
+
+
+@pytest.fixture
+def project(finished_project: Project, tmp_path: Path) -> Project:
+    return finished_project.copy(tmp_path / "project")
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which nothing has run."""
+    return make_project(tmp_path_factory.mktemp("workflow") / "fresh")
+
+
+def once(rules: list[str]) -> dict[str, int]:
+    """One job of each rule."""
+    return dict.fromkeys(rules, 1)
+
+
+EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("report title", {"report": {"title": "Another title"}}, REPORT),
+    ("samples", {"evaluate": {"samples": 1}}, EVALUATION),
+    (
+        "merged model",
+        {"export": {"merged": True}},
+        ["consolidate_and_merged", "evaluate_run_and_merged", "write_card", *REPORT],
+    ),
+    ("live view", {"tracking": {"tensorboard": False}}, []),
+    ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
+    ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),
+    ("rank", {"lora": {"r": 8}}, TRAINING),
+    ("learning rate", {"train": {"learning_rate": 1e-3}}, TRAINING),
+    (
+        "what changes nothing",
+        {
+            "data": {"max_rejected_share": 0.5},
+            "train": {
+                "checkpoint_every_steps": 2,
+                "checkpoint_every_minutes": None,
+                "log_every_steps": 2,
+                "grace_seconds": 7.0,
+                "hang_seconds": 77.0,
+            },
+            "evaluate": {"batch_size": 3, "processes": 1, "shard": False},
+        },
+        [],
+    ),
+    (
+        "what changes the prediction alone",
+        {
+            "train": {
+                "micro_batch_size": 1,
+                "activation_checkpointing": True,
+                "keep_checkpoints": 1,
+            }
+        },
+        ["preflight_run", *REPORT],
+    ),
+    ("attention", {"model": {"attention": "eager"}}, TRAINING),
+    ("block size", {"quantize": {"block_size": 128}}, ["quantize_base", *TRAINING]),
+    ("row length", {"data": {"seq_len": 29}}, ["tokenize_dataset", *TRAINING]),
+]
+
+
+@pytest.mark.parametrize(("edit", "rules"), [e[1:] for e in EDITS], ids=[e[0] for e in EDITS])
+def test_edit_runs_the_stages_that_read_it_and_those_after_them(
+    project: Project, edit: dict[str, Any], rules: list[str]
+) -> None:
+    project.edit(edit)
+    assert project.planned("all") == once(rules)
+
+
+def test_two_edits_at_once_run_what_either_needs(project: Project) -> None:
+    project.edit({"hardware": {"cpu_processes": 1}, "evaluate": {"samples": 1}})
+    assert project.planned("all") == once(["preflight_run", *EVALUATION])
+
+
+def test_new_hardware_does_not_hide_new_training_settings(project: Project) -> None:
+    project.edit({"hardware": {"cpu_processes": 1}, "lora": {"r": 8}})
+    assert project.planned("train") == once(["preflight_run", "finetune", "consolidate"])
+
+
+def test_two_settings_that_swap_their_values_train_again(project: Project) -> None:
+    project.edit({"train": {"adam_beta1": 0.999, "adam_beta2": 0.9}})
+    assert "finetune" in project.planned("all")
+
+
+def test_finished_project_has_nothing_to_do(finished_project: Project) -> None:
+    assert finished_project.snakemake("--dry-run", "all").nothing_to_do
+
+
+def test_reordered_keys_run_nothing(project: Project) -> None:
+    settings = project.settings
+    backwards = {
+        section: dict(reversed(values.items())) for section, values in reversed(settings.items())
+    }
+    assert list(backwards["train"]) != list(settings["train"])
+    project.write_settings(backwards)
+    assert project.planned("all") == {}
+
+
+def test_default_written_out_runs_nothing(project: Project) -> None:
+    project.edit({"lora": {"dropout": 0.0}, "export": {"merged": False}})
+    assert project.planned("all") == {}
+
+
+def test_touched_inputs_of_the_same_content_run_nothing(project: Project) -> None:
+    inputs = [*(project.root / "data").iterdir(), *(project.root / "model").iterdir()]
+    for path in inputs:
+        path.touch()
+    assert project.planned("all") == {}
+
+
+def change_training_rows(project: Project) -> None:
+    write_rows(project.root / "data" / "train.jsonl", first=7, rows=60)
+
+
+def change_heldout_rows(project: Project) -> None:
+    write_rows(project.root / "data" / "heldout.jsonl", first=2000, rows=12)
+
+
+def change_weights(project: Project) -> None:
+    weights = project.root / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def change_chat_template(project: Project) -> None:
+    template = project.root / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "\n")
+
+
+CHANGED_FILES = [
+    (change_training_rows, ["tokenize_dataset", *TRAINING]),
+    (change_heldout_rows, ["tokenize_dataset", *TRAINING]),
+    (change_weights, ["quantize_base", *TRAINING]),
+    (change_chat_template, EVERYTHING),  # the NF4 base carries the tokenizer
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "rules"), CHANGED_FILES, ids=[c[0].__name__ for c in CHANGED_FILES]
+)
+def test_changed_file_runs_the_stages_that_read_it(
+    project: Project, change: Callable[[Project], None], rules: list[str]
+) -> None:
+    change(project)
+    assert project.planned("all") == once(rules)
+
+
+def test_edit_in_two_invocations_trains_like_in_one(project: Project) -> None:
+    """`snakemake tokenize` after new rows leaves training for later; it must not be forgotten then."""
+    change_training_rows(project)
+    project.run("tokenize")
+    assert project.planned("all") == once(TRAINING)
+
+
+LOST: dict[str, tuple[str, list[str]]] = {
+    "tokens": ("results/tokens/qa-*", ["tokenize_dataset", *TRAINING]),
+    "base": ("results/base/tiny-*", ["quantize_base", "finetune", *EXPORT]),
+    "preflight": ("results/runs/demo/preflight_run", ["preflight_run", *REPORT]),
+    "training": ("results/runs/demo/finetune", ["finetune", *EXPORT]),
+    "export": ("results/runs/demo/consolidate", EXPORT),
+    "evaluation": ("results/runs/demo/evaluate_run", EVALUATION),
+}
+
+
+@pytest.mark.parametrize(("folder", "rules"), LOST.values(), ids=LOST)
+def test_lost_artifact_is_made_again_though_what_was_made_from_it_is_there(
+    project: Project, folder: str, rules: list[str]
+) -> None:
+    """Snakemake itself removes the outputs of a job that failed."""
+    (found,) = project.root.glob(folder)
+    shutil.rmtree(found)
+    assert project.planned("all") == once(rules)
+
+
+def test_comments_in_code_and_another_checkout_run_nothing(
+    finished_project: Project, tmp_path: Path
+) -> None:
+    repository = copy_of_repository(tmp_path / "repository")
+    sources = [
+        repository / "workflow" / "lib" / "training" / "loop.py",
+        repository / "workflow" / "scripts" / "finetune_worker.py",
+        repository / "workflow" / "rules" / "finetune.smk",
+    ]
+    for path in sources:
+        path.write_text(path.read_text() + "\n# A remark.\n")
+    project = finished_project.copy(tmp_path / "project", repository=repository)
+    assert project.planned("all") == {}
+
+
+ODD_FOLDER = "a b'c\"d é $(exit 1)"
+
+
+def test_checkout_in_a_folder_of_any_name_plans_everything(fresh: Project, tmp_path: Path) -> None:
+    repository = copy_of_repository(tmp_path / ODD_FOLDER)
+    project = fresh.copy(repository, repository=repository)
+    assert project.planned("all") == once(EVERYTHING)
+
+
+def test_settings_with_a_key_twice_are_refused_with_its_line(
+    fresh: Project, tmp_path: Path
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    text = (project.root / "config.yaml").read_text()
+    (project.root / "config.yaml").write_text(f"{text}train: {{max_steps: 72, epochs: null}}\n")
+    done = project.snakemake("--dry-run", "all")
+    assert done.status == 1
+    line = len(text.splitlines()) + 1
+    assert f"config.yaml, line {line}: the key train stands there for the second" in done.output
+
+
+TARGETS = [
+    ("tokenize", ["tokenize_dataset"]),
+    ("preflight", ["tokenize_dataset", "preflight_run"]),
+    (
+        "train",
+        ["tokenize_dataset", "preflight_run", "quantize_base", "finetune", "consolidate"],
+    ),
+    (
+        "evaluate",
+        [
+            "tokenize_dataset",
+            "preflight_run",
+            "quantize_base",
+            "finetune",
+            "consolidate",
+            "evaluate_run",
+            "write_card",
+        ],
+    ),
+    ("report", EVERYTHING),
+    ("all", EVERYTHING),
+]
+
+
+@pytest.mark.parametrize(("target", "rules"), TARGETS, ids=[t[0] for t in TARGETS])
+def test_target_plans_what_it_needs(fresh: Project, target: str, rules: list[str]) -> None:
+    assert fresh.planned(target) == once(rules)
+
+
+def test_no_target_means_all(fresh: Project) -> None:
+    assert fresh.planned() == once(EVERYTHING)
+
+
+def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
+    fresh: Project, tmp_path: Path
+) -> None:
+    sweep = fresh.copy(tmp_path / "sweep")
+    sweep.edit(
+        {"runs": {"demo": {}, "wide": {"lora": {"r": 8}}, "short": {"data": {"seq_len": 29}}}}
+    )
+    per_run = ["preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"]
+    shared = {"tokenize_dataset": 2, "quantize_base": 1, "render_report": 1}
+    assert sweep.planned("all") == shared | dict.fromkeys(per_run, 3)
+
+
+def test_new_run_leaves_finished_ones_alone(project: Project) -> None:
+    project.edit({"runs": {"wide": {"lora": {"r": 8}}}})
+    plan = project.plan("all")
+    runs = {
+        job.wildcards["run"] for rule, jobs in plan.items() if rule not in REPORT for job in jobs
+    }
+    assert (sorted(plan), runs) == (sorted(TRAINING), {"wide"})

@@ -1,0 +1,50 @@
+"""The work of planning a sweep grows with its runs, not with their square."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.workflow_project import REPOSITORY, make_project
+
+FEW, MANY = 40, 160
+
+# Counts functions of Python that are called, as a time says more of what else the machine does.
+COUNTED = """
+import sys
+from snakemake.cli import main
+calls = 0
+def see(frame, event, argument):
+    global calls
+    calls += event == "call"
+sys.setprofile(see)
+try:
+    main()
+finally:
+    sys.setprofile(None)
+    print("calls:", calls)
+"""
+
+
+def calls_to_plan(root: Path, *, num_runs: int) -> int:
+    """Return how many functions a dry run of a sweep calls."""
+    project = make_project(root)
+    runs = {f"r{n}": {"train": {"learning_rate": 1e-6 * (n + 1)}} for n in range(num_runs)}
+    project.write_settings(project.settings | {"runs": runs})
+    options = project.command("--dry-run", "all", "--quiet", "rules")[3:]
+    environment = project.variables() | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", COUNTED, *options]
+    done = subprocess.run(
+        command, cwd=root, env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    output = done.stdout + done.stderr
+    assert re.search(rf"^finetune +{num_runs}$", output, re.MULTILINE), output[-2000:]
+    (calls,) = re.findall(r"^calls: (\d+)$", output, re.MULTILINE)
+    return int(calls)
+
+
+def test_work_of_planning_a_sweep_grows_no_faster_than_its_runs(tmp_path: Path) -> None:
+    few = calls_to_plan(tmp_path / "few", num_runs=FEW)
+    many = calls_to_plan(tmp_path / "many", num_runs=MANY)
+    assert many < 1.25 * MANY / FEW * few

@@ -1,0 +1,269 @@
+"""From settings to artifacts: which folder a run's stage uses, and which settings each stage reads.
+
+A shared artifact's folder carries a key: the short hash of everything that it depends on, so two runs
+with equal data settings share one tokenization. A stage receives exactly its sections, as one JSON
+string with sorted keys. Snakemake compares such a string too (`recorded_json`) to decide whether to run
+the stage again; keys that cannot change the result are at their defaults in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from workflow.lib.data.reading.sources import resolve_splits
+from workflow.lib.data.tokens.token_store import ARRAYS
+from workflow.lib.settings.config import EvaluateConfig, ReportConfig, RunConfig, is_hub_id
+from workflow.lib.system.files import canonical_json, file_sha256, short_hash
+
+RESULTS = PurePosixPath("results")
+# Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs before a job.
+EVALUATIONS = str(RESULTS / "evaluations")
+# Random models of the benchmark, undeclared for the same reason.
+BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
+
+# Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are edited.
+OPERATIONAL_KEYS = frozenset(
+    {
+        "micro_batch_size",
+        "activation_checkpointing",
+        "checkpoint_every_steps",
+        "checkpoint_every_minutes",
+        "keep_checkpoints",
+        "grace_seconds",
+        "hang_seconds",
+        "log_every_steps",
+    }
+)
+
+# Keys that cannot change what a stage makes, by section.
+WITHOUT_EFFECT: dict[str, frozenset[str]] = {
+    "data": frozenset({"max_rejected_share"}),
+    "train": OPERATIONAL_KEYS,
+    "evaluate": frozenset({"batch_size", "processes", "shard"}),
+}
+# Of these, the ones that the prediction depends on.
+PREDICTED_KEYS = frozenset({"micro_batch_size", "activation_checkpointing", "keep_checkpoints"})
+
+
+def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig:
+    """Return the settings with every key `WITHOUT_EFFECT` (`but` these) at its default: equal results have equal ones.
+
+    A default, not nothing: what was made before such a key existed stays up to date.
+    """
+    changed = {}
+    for name, keys in WITHOUT_EFFECT.items():
+        section = getattr(run, name)
+        defaults = type(section)()
+        update = {key: getattr(defaults, key) for key in keys - but}
+        changed[name] = section.model_copy(update=update)
+    return run.model_copy(update=changed)
+
+
+def model_key(run: RunConfig) -> str:
+    """Short hash of the base model's identity."""
+    return short_hash([run.model.source, run.model.revision])
+
+
+def dataset_key(run: RunConfig) -> str:
+    """Short hash of the hub dataset's identity."""
+    return short_hash([run.data.source, run.data.revision, dataset_paths(run)])
+
+
+def tokens_key(run: RunConfig) -> str:
+    """Short hash of all that the tokens depend on: the data settings and the tokenizer's identity."""
+    data = effective(run).data.model_dump(mode="json")
+    return short_hash([data, run.model.source, run.model.revision])
+
+
+def base_key(run: RunConfig) -> str:
+    """Short hash of all that the quantized base depends on."""
+    return short_hash([run.model.source, run.model.revision, run.quantize.model_dump(mode="json")])
+
+
+def model_dir(run: RunConfig) -> str:
+    """Folder of the original base model: the user's own, or the downloaded one."""
+    if is_hub_id(run.model.source):
+        return str(RESULTS / "hub" / "model" / f"{run.model.name}-{model_key(run)}")
+    return run.model.source
+
+
+def dataset_paths(run: RunConfig) -> list[str]:
+    """Return the files, folders and globs that the data settings name."""
+    return [source.path for source in (*run.data.train_sources, *run.data.heldout_sources)]
+
+
+def dataset_dir(run: RunConfig) -> str | None:
+    """Folder of the downloaded dataset; None for local files."""
+    if run.data.source is None:
+        return None
+    return str(RESULTS / "hub" / "dataset" / f"{run.data.name}-{dataset_key(run)}")
+
+
+def data_files(run: RunConfig) -> list[str]:
+    """Paths of the raw data files, in the order in which they are read; of a hub dataset, its folder.
+
+    Raises `UserError` if a local path names no file.
+    """
+    folder = dataset_dir(run)
+    if folder is not None:
+        return [folder]
+    splits = resolve_splits(run.data, root=Path())
+    sources = (source for sources in splits.values() for source in sources)
+    return [file.file for source in sources for file in source.files]
+
+
+def download_dirs(run: RunConfig) -> dict[str, str]:
+    """Return the folders that must be downloaded for a run, by kind (`model`, `dataset`)."""
+    folders = {
+        "model": model_dir(run) if is_hub_id(run.model.source) else None,
+        "dataset": dataset_dir(run),
+    }
+    return {kind: folder for kind, folder in folders.items() if folder}
+
+
+def download_settings(kind: str, run: RunConfig) -> dict[str, Any]:
+    """Return what `download_source` receives for one of `download_dirs`."""
+    if kind == "model":
+        return {
+            "repo_id": run.model.source,
+            "revision": run.model.revision,
+            "kind": kind,
+            "files": None,
+        }
+    return {
+        "repo_id": run.data.source,
+        "revision": run.data.revision,
+        "kind": kind,
+        "files": dataset_paths(run),
+    }
+
+
+TASK_PATTERNS = ("*.yaml", "*.yml", "*.json", "*.jsonl", "*.csv", "*.parquet", "*.py")
+
+
+def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
+    """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet (a download)."""
+    path = Path(folder)
+    if PurePosixPath(folder).is_relative_to(RESULTS):
+        return [folder]
+    return sorted({str(p) for pattern in patterns for p in path.glob(pattern) if p.is_file()})
+
+
+def tokens_dir(run: RunConfig) -> str:
+    """Folder of the tokenized dataset."""
+    return str(RESULTS / "tokens" / f"{run.data.name}-{tokens_key(run)}")
+
+
+def token_arrays(run: RunConfig) -> list[str]:
+    """Return the arrays of the tokenized dataset, which lie beside its manifest."""
+    return [f"{tokens_dir(run)}/{name}" for name in ARRAYS]
+
+
+def base_dir(run: RunConfig) -> str:
+    """Folder of the NF4 base checkpoint."""
+    return str(RESULTS / "base" / f"{run.model.name}-{base_key(run)}")
+
+
+def calibration_hash(run: RunConfig) -> str | None:
+    """Return the SHA-256 of the measurements that predicted times are fitted to; None without any.
+
+    They are no input of a rule: they may be the benchmark's output, which would then be made again for a prediction.
+    """
+    path = run.hardware.calibration
+    return None if path is None else file_sha256(Path(path))
+
+
+def stage_dir(name: str, stage: str) -> str:
+    """Folder of a run's stage."""
+    return str(RESULTS / "runs" / name / stage)
+
+
+def fingerprint(run: RunConfig) -> str:
+    """Short hash of what defines the training trajectory: a checkpoint of another one is never resumed."""
+    train = run.train.model_dump(mode="json", exclude=set(OPERATIONAL_KEYS))
+    compute = run.model.compute_dtype
+    return short_hash(
+        [tokens_key(run), base_key(run), run.lora.model_dump(mode="json"), train, compute]
+    )
+
+
+def checkpoint_dir(name: str, run: RunConfig) -> str:
+    """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of failed jobs."""
+    return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
+
+
+# What each stage reads. A section not listed for a stage can be edited without running the stage again.
+STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
+    "tokenize_dataset": ("data",),
+    "quantize_base": ("quantize",),
+    "preflight_run": ("model", "data", "quantize", "lora", "train", "hardware", "evaluate"),
+    "finetune": ("model", "lora", "train"),
+    "consolidate": ("model", "export"),
+    "evaluate_run": ("model", "evaluate"),
+    "write_card": ("model", "data", "quantize"),
+}
+
+# What a stage reads and what cannot change its outputs: editing it never runs the stage again.
+UNRECORDED_SECTIONS: dict[str, tuple[str, ...]] = {"finetune": ("tracking",)}
+
+
+def unrecorded_json(stage: str, run: RunConfig) -> str:
+    """Return a stage's `UNRECORDED_SECTIONS` as one canonical JSON string."""
+    sections = set(UNRECORDED_SECTIONS[stage])
+    return canonical_json(run.model_dump(mode="json", include=sections))
+
+
+# Keys of these sections that a stage does not read, so that editing them does not run it again.
+UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
+    # It looks whether the tasks exist, and whether they measure what is required.
+    "preflight_run": {
+        "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}
+    },
+    "evaluate_run": {"evaluate": {"require", "require_by"}},
+}
+
+
+def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
+    """Return the settings that a stage receives: exactly its sections, less the keys that it does not read."""
+    settings: dict[str, Any] = run.model_dump(
+        mode="json", include=set(STAGE_SECTIONS[stage]), exclude=UNREAD_KEYS.get(stage)
+    )
+    return settings
+
+
+def stage_json(stage: str, run: RunConfig) -> str:
+    """Return `stage_settings` as one canonical JSON string."""
+    return canonical_json(stage_settings(stage, run))
+
+
+def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
+    """Return what `tokenize_dataset` and `download_source` hold against the model before their work, of all runs that wait for it.
+
+    It changes none of their outputs. Defaults are left out: a command's argument has at most 128 KiB.
+    """
+    sections = set(STAGE_SECTIONS["preflight_run"])
+    changed = {
+        name: run.model_dump(mode="json", include=sections, exclude_defaults=True)
+        for name, run in runs.items()
+    }
+    return canonical_json({"trains_here": trains_here, "runs": changed})
+
+
+def recorded_json(stage: str, run: RunConfig) -> str:
+    """Return `stage_json` of the `effective` settings, which Snakemake compares to decide whether the stage runs again."""
+    but = PREDICTED_KEYS if stage == "preflight_run" else frozenset[str]()
+    return stage_json(stage, effective(run, but=but))
+
+
+def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
+    """Return what `render_report` receives: its section, and of every run the settings that differ from the defaults (but who watches it)."""
+    changed = {
+        name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
+        for name, run in runs.items()
+    }
+    return canonical_json({"report": report.model_dump(mode="json"), "runs": changed})
+
+
+def recorded_report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
+    """Return `report_json` of the `effective` settings, which Snakemake compares."""
+    return report_json(report, {name: effective(run) for name, run in runs.items()})

@@ -1,0 +1,50 @@
+"""Files and folders of this disk that the settings name: they are looked for before anything starts."""
+
+from pathlib import Path
+
+from workflow.lib.data.reading.sources import resolve_splits, unexpanded
+from workflow.lib.settings.config import RunConfig, _check_dataset_id, is_hub_id, path_exists
+from workflow.lib.system.errors import UserError, setting_error
+
+
+def check_local_paths(name: str, run: RunConfig) -> None:
+    """Raise `UserError` if a local path that the run names does not exist. Hub ids are not looked up."""
+    paths = {
+        "data.chat_template": run.data.chat_template,
+        "evaluate.tasks_dir": run.evaluate.tasks_dir,
+        "hardware.calibration": run.hardware.calibration,
+    }
+    if not is_hub_id(run.model.source):
+        paths["model.source"] = run.model.source
+        if run.model.revision is not None:
+            raise UserError(
+                f"model.revision = {run.model.revision!r} (run {name}): model.source = {run.model.source!r} "
+                "is a local directory, which has no revision. Remove revision, or name a hub id."
+            )
+    if run.data.source is not None:
+        _check_dataset_id(name, run.data.source)
+    else:
+        try:
+            splits = resolve_splits(run.data, root=Path())
+        except UserError as error:
+            raise UserError(f"run {name}: {error}") from None
+        for split, sources in splits.items():
+            for file in (file.file for source in sources for file in source.files):
+                _check_braces(f"data.{split}", file)
+    for key, value in paths.items():
+        _check_braces(key, value or "")
+        if value and value.startswith("-"):
+            reason = "it begins like an option of a command"
+            raise setting_error(key, value, reason, f"Write ./{value}")
+        if value is not None and not path_exists(value):
+            raise UserError(
+                f"{key} = {value!r} (run {name}): there is no such file or folder. "
+                f"{unexpanded(value)}Give a path that exists, relative to the folder you run in"
+                + (", or a hub id of the form owner/name." if key == "model.source" else ".")
+            )
+
+
+def _check_braces(key: str, path: str) -> None:
+    if "{" in path or "}" in path:
+        reason = "Snakemake reads braces in a path as wildcards"
+        raise setting_error(key, path, reason, unexpanded(path) or "Rename the file or folder")

@@ -1,0 +1,114 @@
+"""A measurement before it is made: the run that it is, what preflight plans and predicts for it, and its work in FLOP.
+
+Preflight's own decision gives the plan, so a lever that it knows needs nothing here. Nothing here imports torch.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.benchmark.cases import Request, model_config, run_settings
+from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.preflight.decision import check_tokens, decide, document, read_machine
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.units import GIB
+
+ROWS_OF_STEPS = 2  # the random rows suffice for so many steps, then they come again
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request on this machine: everything that its workers need, and what is predicted."""
+
+    request: Request
+    run: RunConfig
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    """config.json of the model."""
+    shape: ModelShape
+    num_rows: int
+    """Random rows to train on."""
+    facts: dict[str, Any]
+    """Of the measurement's row: `shape`, `setup`, `predicted`, `gpu_names`."""
+
+
+def prepare(request: Request, *, num_gpus: int) -> Prepared:
+    """Plan and predict a request on this machine; raises `UserError` if it cannot run here, whatever its memory."""
+    device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
+    if device == "cuda" and request.processes > num_gpus:
+        bound = f"this machine shows {num_gpus} GPU(s), one for each process"
+        raise setting_error("benchmark.processes", request.processes, bound, "Lower it")
+    run = run_settings(request, device=device)
+    config = model_config(request.sizes)
+    shape = shape_of_config(config, origin=Path(request.sizes.model))
+    manifest = imagined_manifest(request, shape)
+    check_tokens(manifest, run, shape)
+    machine = read_machine(run.hardware)
+    cap_bytes = _cap_bytes(request, machine)
+    decision = decide(run, shape, machine, manifest, disk_free_bytes=None)
+    planned = document(decision, run, shape, machine, manifest)
+    setup = decision.chosen.setup
+    facts: dict[str, Any] = {
+        "gpu_names": list(machine.gpu_names),
+        "shape": asdict(shape),
+        "setup": asdict(setup),
+        "predicted": {
+            "peak_bytes": planned["peak_bytes"],
+            "reserved_bytes": planned["reserved_bytes"],
+            "phases": planned["phases"],
+            "terms": {term["name"]: term["bytes"] for term in planned["terms"]},
+            "host_bytes": planned["host_bytes"],
+            "step_s": planned["time"]["step_s"],
+            "tokens_per_s_per_process": planned["time"]["tokens_per_s_per_process"],
+            "basis": planned["time"]["basis"],
+        },
+    }
+    if request.peer is not None:  # the prediction is of our engine
+        facts |= {"setup": None, "predicted": None}
+    plan = planned["plan"] | {"gpu_memory_bytes": cap_bytes}
+    num_rows = manifest["splits"]["train"]["packed_rows"]
+    return Prepared(request, run, plan, config, shape, num_rows, facts)
+
+
+def _cap_bytes(request: Request, machine: Machine) -> int | None:
+    cap = request.sizes.memory_cap_gib
+    if cap is None:
+        return None
+    if machine.gpu_bytes is None:
+        reason = "it runs on the CPU, whose memory PyTorch does not bound"
+        raise setting_error("benchmark.memory_cap_gib", cap, reason, "Set it to null")
+    if cap * GIB > machine.gpu_bytes:
+        raise setting_error(
+            "benchmark.memory_cap_gib",
+            cap,
+            f"the smallest GPU has {machine.gpu_bytes / GIB:.2f} GiB",
+            "Lower it, or set it to null",
+        )
+    return int(cap * GIB)
+
+
+def imagined_manifest(request: Request, shape: ModelShape) -> dict[str, Any]:
+    """Return what preflight wants to know of the random rows: all tokens are trained but the first of a document."""
+    sizes = request.sizes
+    rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
+    documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))
+    train = {"packed_rows": rows, "trained_tokens": rows * (sizes.seq_len - documents)}
+    return {
+        "seq_len": sizes.seq_len,
+        "vocab_size": shape.vocab_size,
+        "splits": {"train": train, "heldout": {"tokens": sizes.seq_len}},
+    }
+
+
+def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) -> float:
+    """Return the least work that a trained token is: what model FLOP utilisation counts.
+
+    4 FLOP per frozen weight of the layers and of the head (forward, and the gradient of the input; frozen weights have
+    none of their own), and causal attention within documents: S q a layer and product forward, twice that backward.
+    Recomputation, dequantization and the adapters (0.3% at rank 16) do not count.
+    """
+    document = seq_len / documents
+    attention = 6 * document * shape.num_heads * shape.head_dim * shape.num_layers
+    return 4.0 * (shape.quantized_weights + shape.vocab_size * shape.hidden_size) + attention

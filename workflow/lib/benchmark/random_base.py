@@ -1,0 +1,98 @@
+"""An NF4 base of any shape with random weights, and random rows: what speed and memory are measured on.
+
+All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the CPU; each lies
+in the files for itself, so that loading reads as many bytes as of a real model.
+"""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.quantize import (
+    SHARD_BYTES,
+    ShardWriter,
+    nf4_config,
+    quantizable_linears,
+    quantize_tensor,
+)
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.files import put_in_place, write_json
+
+DEVIATION = 0.02  # of the weights: what most families are initialized with
+SEED = 0
+DRAWN = 2**24
+
+
+def write_random_base(
+    folder: Path,
+    config: dict[str, Any],
+    settings: QuantizeConfig,
+    *,
+    float_storage: bool = False,
+) -> None:
+    """Write an NF4 checkpoint of the shape of `config` (a config.json) to `folder`, which appears as a whole.
+
+    float_storage: packed weights as bf16 views (`bnb_4bit_quant_storage`), which other software needs to shard them.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_json(partial / "config.json", config)
+    model = build_on_meta(partial, dtype=torch.bfloat16)
+    linears = quantizable_linears(model)
+    draw, device = torch.Generator().manual_seed(SEED), torch.device("cpu")
+    made: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
+    for path, size in linears.items():
+        if size not in made:
+            weight = _random(size, draw)
+            made[size] = quantize_tensor(weight, settings, device=device)
+            if float_storage:
+                made[size]["weight"] = as_bfloat16(made[size]["weight"])
+        writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
+    for name, param in model.named_parameters():
+        if name.removesuffix(".weight") not in linears:
+            value = _random(tuple(param.shape), draw)
+            value = torch.ones_like(value) if param.ndim == 1 else value
+            writer.add({name: value})
+    writer.close()
+    written = nf4_config(config, settings)
+    if float_storage:
+        written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
+    write_json(partial / "config.json", written)
+    put_in_place(partial, folder)
+
+
+def _random(size: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """Draw at most `DRAWN` values and repeat them: of a billion, nobody would wait for the last."""
+    count = math.prod(size)
+    values = torch.randn(min(count, DRAWN), dtype=torch.bfloat16, generator=draw) * DEVIATION
+    return values.repeat(-(-count // DRAWN))[:count].reshape(size)
+
+
+def as_bfloat16(packed: torch.Tensor) -> torch.Tensor:
+    """Return packed weights (bytes, 1) uint8 as the same bytes (bytes / 2, 1) in bf16."""
+    return packed.reshape(-1).view(torch.bfloat16).reshape(-1, 1)
+
+
+def random_rows(*, rows: int, seq_len: int, documents: int, vocab_size: int) -> TokenStore:
+    """Return `rows` full rows of `documents` documents each; all tokens are trained but the first of a document."""
+    ids = np.random.default_rng(SEED).integers(0, vocab_size, (rows, seq_len)).astype(np.uint32)
+    positions = np.tile(np.arange(seq_len, dtype=np.int32), (rows, 1)) % (seq_len // documents)
+    return TokenStore(
+        manifest={},
+        arrays={
+            "train.input_ids.npy": ids,
+            "train.loss_mask.npy": positions > 0,
+            "train.position_ids.npy": positions,
+            "heldout.input_ids.npy": ids[0],
+            "heldout.loss_mask.npy": positions[0] > 0,
+            "heldout.offsets.npy": np.array([0, seq_len]),
+        },
+    )

@@ -1,0 +1,189 @@
+"""Text to token ids, where only the chat template can write a special token, never the data.
+
+A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it would
+end the turn. Here such text is *guarded* before rendering: every character of the occurrence is replaced
+by one of the private-use plane. After rendering, guarded and unguarded spellings are swapped, and a
+second tokenizer reads the result whose special tokens are spelled guarded: the template's tokens match,
+the data's text is ordinary. Lengths do not change, so character positions stay valid. Text without
+such strings, nearly all, takes the first tokenizer as it is.
+"""
+
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+SHORT_TAIL = 64  # characters of a prompt's end that is looked up, as nearly all rows have the same
+MAX_TAILS = 1024
+PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned characters
+
+
+class SafeEncoder:
+    """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept ordinary."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        added = self._plain.get_added_tokens_decoder()
+        specials = {number: token.content for number, token in added.items() if token.special}
+        self.special_ids = set(specials)
+        self._guard = _guard_table(list(specials.values()))
+        self._swap = self._guard | {new: old for old, new in self._guard.items()}
+        self._special = _any_of(list(specials.values()))
+        self._names = {text: text.translate(self._guard) for text in specials.values()}
+        self._either = _any_of([*self._names, *self._names.values()])
+        self._anchor = next(iter(specials.values()), "")
+        self._tails: dict[tuple[str, bool], list[int]] = {}
+
+    @cached_property
+    def _guarded(self) -> Tokenizer:
+        """Made at its first use: a large vocabulary takes a second, and most chats spell no special token."""
+        spec = json.loads(self._plain.to_str())
+        guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
+        for text, alias in self._names.items():
+            same = guarded.token_to_id(alias) == self._plain.token_to_id(text)
+            assert same, f"special token {text!r} changed its id when guarded"
+        return guarded
+
+    def holds_special(self, text: str) -> bool:
+        """Tell whether `text` spells a special token."""
+        return self._special.search(text) is not None
+
+    def guard(self, text: str, *, but: Collection[str] = ()) -> str:
+        """Return `text` with the spellings of special tokens replaced, to be given to the chat
+        template.
+
+        Those in `but` stay as they are, and become special tokens if the template writes them.
+        """
+        return self._special.sub(
+            lambda match: match[0] if match[0] in but else match[0].translate(self._guard), text
+        )
+
+    def end_of_last_special(self, text: str, start: int) -> int | None:
+        """Return where the last special token of a rendered text ends, behind `start`; None without
+        any."""
+        ends = [match.end() for match in self._special.finditer(text, start)]
+        return ends[-1] if ends else None
+
+    def special_at(self, text: str, start: int) -> list[int]:
+        """Return the special token, as a list of ids, that a rendered text has at `start`; [] if
+        none."""
+        match = self._special.match(text, start)
+        return self._plain.encode(match[0], add_special_tokens=False).ids if match else []
+
+    def start_of_last_special(self, text: str) -> int | None:
+        """Return where the last special token of a rendered text starts; None without any."""
+        starts = [match.start() for match in self._special.finditer(text)]
+        return starts[-1] if starts else None
+
+    def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
+        """Encode what the template rendered; `guarded` says that its messages went through `guard`."""
+        if not guarded:
+            return self._plain.encode(text, add_special_tokens=False)
+        swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
+        return self._guarded.encode(swapped, add_special_tokens=False)
+
+    def is_prompt(
+        self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
+    ) -> bool:
+        """Tell whether the prompt `text[:end]` has the tokens that `encoding` of the whole text has
+        there.
+
+        Special tokens stand for themselves whatever is beside them, so only what follows the last
+        one is compared.
+        """
+        stop = _first_from(encoding, end)
+        first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
+        span = encoding.token_to_chars(first)
+        start = span[0] if span and ids[first] in self.special_ids else 0
+        return self._tail_ids(text[start:end], guarded=guarded) == ids[first:stop]
+
+    def _tail_ids(self, text: str, *, guarded: bool) -> list[int]:
+        known = self._tails.get((text, guarded))
+        if known is None:
+            known = self.encode_rendered(text, guarded=guarded).ids
+            if len(text) <= SHORT_TAIL and len(self._tails) < MAX_TAILS:
+                self._tails[text, guarded] = known
+        return known
+
+    def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
+        """Encode rendered text as it goes on after a prompt: no blank is put before it. Raises
+        `ValueError` if one is."""
+        for anchor in (self._anchor, self._anchor + "\n"):
+            encoding = self.encode_rendered(anchor + text, guarded=guarded)
+            first = _first_from(encoding, len(anchor))
+            before = encoding.token_to_chars(first - 1) if first else (0, 0)
+            begins = first < len(encoding) and encoding.tokens[first].startswith("\u2581")
+            if before and before[1] <= len(anchor) and (not begins or text.startswith(" ")):
+                return encoding.ids[first:]
+        raise ValueError("the tokenizer puts a blank before the answer")
+
+    def encode_plain(self, text: str) -> Encoding:
+        """Encode text of the data alone: no part of it becomes a special token."""
+        return self._guarded.encode(text, add_special_tokens=False)
+
+
+def _first_from(encoding: Encoding, start: int) -> int:
+    """Return the first token whose characters begin at `start` or behind it."""
+
+    def begin(place: int) -> int:
+        found = encoding.token_to_chars(place)
+        assert found is not None, "every place is that of a token"
+        return found[0]
+
+    return bisect_left(range(len(encoding)), start, key=begin)
+
+
+def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
+    """Return the tokens [first, stop) that touch the characters [start, end); (0, 0) if none does.
+
+    Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets takes ten times as long.
+    """
+
+    def characters(place: int) -> tuple[int, int]:
+        found = encoding.token_to_chars(place)
+        assert found is not None, "every place is that of a token"
+        return found
+
+    places = range(len(encoding))
+    first = bisect_right(places, start, key=lambda place: characters(place)[1])
+    stop = bisect_left(places, end, lo=first, key=lambda place: characters(place)[0])
+    return (first, stop) if first < stop else (0, 0)
+
+
+def _guard_table(specials: list[str]) -> dict[int, int]:
+    """Map each character that any special token has to a private-use one of its own."""
+    characters = sorted(set("".join(specials)))
+    return {ord(char): PRIVATE_USE + index for index, char in enumerate(characters)}
+
+
+def _any_of(strings: list[str]) -> re.Pattern[str]:
+    """Match any of the strings, the longest first as the tokenizer does; with none, nothing."""
+    ordered = sorted(filter(None, strings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _rename_specials(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return a tokenizer's JSON with other spellings of its special tokens, ids unchanged.
+
+    Many tokenizers list a special token in the model's vocabulary too (a dict, or pairs for Unigram).
+    """
+    model = dict(spec["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    added = [
+        {**token, "content": names.get(token["content"], token["content"])}
+        for token in spec["added_tokens"]
+    ]
+    return {**spec, "model": model, "added_tokens": added}

@@ -1,0 +1,95 @@
+"""The tokenizer of the base model: loaded from its folder, checked for what training needs, and digested."""
+
+import hashlib
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from workflow.lib.model.architecture.model_shape import read_bounded
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import file_sha256
+
+# Files that can change what a tokenizer does, by the names Transformers saves and reads.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder, without network access and without running code from it.
+
+    Raises `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no eos token; and if
+    a config.json beside it has absurd sizes, of which Transformers would make lists.
+    """
+    if (folder / "config.json").is_file():
+        read_bounded(folder / "config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # Transformers raises whatever the files provoke
+        if "trust_remote_code" in str(error):
+            reason = "its tokenizer is code of the model's repository, which is never run"
+            change = "Name a model whose tokenizer Transformers knows"
+            raise _tokenizer_error(folder, reason, change) from error
+        reason = f"the folder holds no tokenizer that loads ({error})"
+        raise _tokenizer_error(folder, reason, "Name a model folder with tokenizer.json") from error
+    if not tokenizer.is_fast:
+        reason = (
+            "the tokenizer has no tokenizer.json, which tells where each token stands in the text"
+        )
+        raise _tokenizer_error(folder, reason, "Convert it to a fast tokenizer and save it there")
+    if tokenizer.eos_token_id is None:
+        reason = "the tokenizer has no eos token, so a model could not learn to stop"
+        raise _tokenizer_error(folder, reason, 'Set "eos_token" in its tokenizer_config.json')
+    return tokenizer
+
+
+def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
+    """Return the text of the template file `path`, or for None the tokenizer's own template.
+
+    Raises `UserError` if the file cannot be read, or there is neither.
+    """
+    if path is not None:
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = f"the file cannot be read as UTF-8 text ({error})"
+            raise setting_error(
+                "data.chat_template", path, reason, "Name a Jinja file, or null"
+            ) from None
+    template = default_template(tokenizer)
+    if template is None:
+        raise setting_error(
+            "data.chat_template",
+            None,
+            "conversations need a chat template, and the tokenizer has none",
+            "Name a Jinja file, or use the format text",
+        )
+    return template
+
+
+def default_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the tokenizer's own chat template, of several the one called `default`."""
+    template = tokenizer.chat_template
+    own: str | None = template.get("default") if isinstance(template, dict) else template
+    return own
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """Return one SHA-256 over the names and digests of the tokenizer's files."""
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    lines = [f"{file_sha256(folder / name)}  {name}\n" for name in present]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _tokenizer_error(folder: Path, reason: str, change: str) -> UserError:
+    return setting_error("model.source", str(folder), reason, change)

@@ -1,0 +1,213 @@
+"""Stretches of a data file, as the one process that reads hands them to those that encode.
+
+Reading a line takes a fiftieth of parsing it, so a chunk carries bytes, and `rows()` decodes and parses
+them wherever it is called. Chunks can be pickled. Where a row's bytes cannot be found without
+parsing (CSV, JSON arrays), a chunk carries what was parsed.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import pyarrow
+
+from workflow.lib.data.reading.row import (
+    MAX_ROW_BYTES,
+    PREVIEW_CHARS,
+    BrokenRow,
+    Row,
+    as_row,
+    preview,
+    too_large,
+)
+
+NOT_UTF8 = "invalid UTF-8"
+
+
+class Chunk(Protocol):
+    """Some consecutive rows of one file."""
+
+    @property
+    def blank_lines(self) -> int:
+        """Lines among them that hold no row, of files in which a line is one."""
+        ...
+
+    def rows(self) -> list[Row | BrokenRow]:
+        """Return the rows in order; blank lines are none."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Lines of a JSON Lines file from line `first` on; of one beyond `MAX_ROW_BYTES`, its beginning and one byte more."""
+
+    first: int
+    lines: tuple[bytes, ...]
+    blank_lines: int = 0
+
+    def rows(self) -> list[Row | BrokenRow]:
+        numbered = enumerate(self.lines, start=self.first)
+        return [_parse_line(number, line) for number, line in numbered if line.strip()]
+
+
+def _parse_line(number: int, line: bytes) -> Row | BrokenRow:
+    if len(line) > MAX_ROW_BYTES:
+        return too_large(number, _shown(line))
+    try:
+        value = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        reason = f"{NOT_UTF8}: byte {error.start + 1} of the line"
+        return BrokenRow(number, reason, preview(_shown(line)))
+    except (ValueError, RecursionError) as error:
+        return BrokenRow(number, f"broken JSON: {error}", preview(_shown(line)))
+    brackets = line.count(b"{") + line.count(b"[")
+    return as_row(number, value, brackets=brackets)
+
+
+def _shown(line: bytes) -> str:
+    return line[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace").strip()
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse what every reader would understand otherwise."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+parse_json = _DECODER.decode
+parse_json_at = _DECODER.raw_decode
+
+
+@dataclass(frozen=True)
+class TextBlocks:
+    """Plain texts, each with the number of its first line; each becomes a row with the one column `text`."""
+
+    numbers: tuple[int, ...]
+    texts: tuple[bytes, ...]
+    blank_lines: int = 0
+
+    def rows(self) -> list[Row | BrokenRow]:
+        return [_text_row(n, text) for n, text in zip(self.numbers, self.texts, strict=True)]
+
+
+def _text_row(number: int, text: bytes) -> Row | BrokenRow:
+    if len(text) > MAX_ROW_BYTES:
+        large = too_large(number, text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace"))
+        hint = "; data.file_type text_paragraphs or text_lines reads it in parts"
+        return replace(large, reason=large.reason + hint)
+    try:
+        return Row(number, {"text": text.decode("utf-8")})
+    except UnicodeDecodeError as error:
+        shown = text[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace")
+        reason = f"{NOT_UTF8}: byte {error.start + 1} of the text"
+        return BrokenRow(number, reason, preview(shown))
+
+
+@dataclass(frozen=True)
+class CsvRecords:
+    """Records of a CSV file from row `first` on; bytes that are no UTF-8 stand in them as lone surrogates."""
+
+    first: int
+    header: tuple[str, ...]
+    records: tuple[list[str], ...]
+    blank_lines: int = 0  # records are numbered, not lines
+
+    def rows(self) -> list[Row | BrokenRow]:
+        numbered = enumerate(self.records, start=self.first)
+        return [self._row(number, fields) for number, fields in numbered]
+
+    def _row(self, number: int, fields: list[str]) -> Row | BrokenRow:
+        text = ",".join(fields)
+        if holds_undecoded(text):
+            return BrokenRow(number, NOT_UTF8, preview(text))
+        if len(fields) != len(self.header):
+            reason = f"wrong number of fields: {len(fields)}, the header has {len(self.header)}"
+            return BrokenRow(number, reason, preview(text))
+        return Row(number, dict(zip(self.header, fields, strict=True)))
+
+
+def holds_undecoded(text: str) -> bool:
+    """Tell whether `text` was decoded with `surrogateescape` from bytes that are no UTF-8."""
+    if text.isascii():
+        return False
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Rows as they are."""
+
+    parsed: tuple[Row | BrokenRow, ...]
+    blank_lines: int = 0
+
+    def rows(self) -> list[Row | BrokenRow]:
+        return list(self.parsed)
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a table from row `first` on, as an Arrow stream: a pickled batch would drag its whole file along."""
+
+    first: int
+    stream: bytes
+    blank_lines: int = 0
+
+    def rows(self) -> list[Row | BrokenRow]:
+        table = pyarrow.ipc.open_stream(self.stream).read_all()
+        if len(self.stream) <= MAX_ROW_BYTES:
+            return [_table_row(n, v) for n, v in enumerate(_values(table), start=self.first)]
+        return [self._large_row(table, place) for place in range(table.num_rows)]
+
+    def _large_row(self, table: pyarrow.Table, place: int) -> Row | BrokenRow:
+        row = table.slice(place, 1)
+        if row.nbytes > MAX_ROW_BYTES:
+            return too_large(self.first + place, "")
+        (value,) = _values(row)
+        return _table_row(self.first + place, value)
+
+
+def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:
+    """Return a batch as a chunk."""
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return TableRows(first, sink.getvalue().to_pybytes())
+
+
+def _values(table: pyarrow.Table) -> Iterable[dict[str, Any] | None]:
+    """Yield each row's values by column, None where its bytes are no UTF-8."""
+    try:
+        return list(table.to_pylist())
+    except UnicodeDecodeError:
+        return _values_one_by_one(table)
+
+
+def _values_one_by_one(table: pyarrow.Table) -> Iterator[dict[str, Any] | None]:
+    for place in range(table.num_rows):
+        try:
+            yield table.slice(place, 1).to_pylist()[0]
+        except UnicodeDecodeError:
+            yield None
+
+
+def _table_row(number: int, value: dict[str, Any] | None) -> Row | BrokenRow:
+    if value is None:
+        return BrokenRow(number, NOT_UTF8, "")
+    return Row(number, {column: without_nulls(item) for column, item in value.items()})
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the null fields of structs: a table gives every struct of a column all fields that any of them has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return [without_nulls(item) for item in value]
+    return value

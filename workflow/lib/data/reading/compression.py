@@ -1,0 +1,84 @@
+"""Data files as streams of bytes, whatever compression is around them; pyarrow brings both codecs.
+
+A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is bounded.
+"""
+
+import io
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import pyarrow
+
+from workflow.lib.data.reading.file_types import compression_of
+
+BUFFER_BYTES = 2**20
+# Rows that repeat each other, such as lists of zeros, may shrink a hundredfold; gzip can shrink 1,032 times, zstd more.
+MAX_RATIO = 500
+MIN_UNPACKED_BYTES = 2**30  # below this no file is suspected
+
+
+class UnreadableError(ValueError):
+    """A file that cannot be read on from some point; the message says why."""
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a file for reading from its beginning, decompressed.
+
+    Raises, also later, `OSError` if it is damaged, `UnreadableError` if it unpacks to too much.
+    """
+    compression = compression_of(path)
+    if compression is None:
+        return path.open("rb", buffering=BUFFER_BYTES)
+    raw = pyarrow.input_stream(str(path), compression=compression)
+    bounded = _Unpacked(raw, packed_bytes=path.stat().st_size)
+    return io.BufferedReader(bounded, buffer_size=BUFFER_BYTES)
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds, up to `MAX_RATIO` times its size."""
+
+    def __init__(self, raw: pyarrow.NativeFile, *, packed_bytes: int) -> None:
+        self._raw = raw
+        self._most = max(MIN_UNPACKED_BYTES, MAX_RATIO * packed_bytes)
+        self._unpacked = 0
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes."""
+        count = int(self._raw.readinto(buffer))
+        self._unpacked += count
+        if self._unpacked > self._most:
+            raise UnreadableError(
+                f"it unpacks to more than {MAX_RATIO} times its size ({self._most / 2**30:.1f} GiB), "
+                "as files do that are made to fill a disk; if that is right, unpack it yourself"
+            )
+        return count
+
+    def close(self) -> None:
+        """Close the file below too."""
+        self._raw.close()
+        super().close()
+
+
+def open_seekable(path: Path) -> IO[bytes]:
+    """Open a file for reading at any place; a compressed one is unpacked into a temporary file, which goes when closed."""
+    if compression_of(path) is None:
+        return path.open("rb")
+    with open_bytes(path) as packed, ExitStack() as on_error:
+        unpacked = on_error.enter_context(tempfile.TemporaryFile())
+        shutil.copyfileobj(packed, unpacked, BUFFER_BYTES)
+        unpacked.seek(0)
+        on_error.pop_all()
+        return unpacked
+
+
+def read_head(path: Path, *, length: int = 4096) -> bytes:
+    """Return the first bytes, decompressed. Raises `OSError`."""
+    with open_bytes(path) as file:
+        return file.read(length)

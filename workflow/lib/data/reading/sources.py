@@ -1,0 +1,287 @@
+"""From settings to files: which files a source has, in which order, and what is known of them before reading.
+
+A source is a file, a folder, a folder written by `datasets.save_to_disk`, or a glob (`**` crosses folders).
+The same rules hold below the working directory and below a downloaded hub dataset, whose listing
+`hub_paths` filters before anything is there. Files are sorted by name, so the order of rows
+is the same on every machine. Reads no data, only names and the small JSON files of a saved dataset.
+"""
+
+import difflib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.data.reading.file_types import EXTENSIONS, file_type_of, known_type
+from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType
+from workflow.lib.system.checksums import HUB_RECORD
+from workflow.lib.system.errors import UserError, setting_error
+
+SAVED_STATE = "state.json"  # in a folder written by Dataset.save_to_disk
+SAVED_SPLITS = "dataset_dict.json"  # in a folder written by DatasetDict.save_to_disk
+MAGIC = re.compile(r"[*?\[]")
+SHELL_NAME = re.compile(r"\$\{?[A-Za-z_]")
+PICK = "Name the files by a glob"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A data file: where it lies, how listings name it, and what its bytes are."""
+
+    path: Path
+    file: str
+    file_type: FileType
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of one entry of `data.train` or `data.heldout`, never empty, in order, and its settings."""
+
+    name: str
+    weight: float
+    format: str
+    columns: DataColumns
+    files: tuple[SourceFile, ...]
+
+
+def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source]]:
+    """Return the sources of `train`, and of `heldout` unless it is split off; `root` is where paths begin.
+
+    Raises `UserError` if an entry names no file, or a file is named twice.
+    """
+    splits = {
+        "train": resolve_sources(settings.train_sources, setting="data.train", root=root),
+        "heldout": resolve_sources(settings.heldout_sources, setting="data.heldout", root=root),
+    }
+    _check_disjoint(splits)
+    return {name: sources for name, sources in splits.items() if sources}
+
+
+def resolve_sources(
+    entries: Sequence[DataSource], *, setting: str, root: Path = Path()
+) -> list[Source]:
+    """Return each entry's files; `setting` is the key that lists the entries.
+
+    Raises `UserError` if an entry names no file, or two have one name.
+    """
+    sources = [_resolve(entry, setting=setting, root=root) for entry in entries]
+    name, count = (
+        Counter(source.name for source in sources).most_common(1)[0] if sources else ("", 1)
+    )
+    if count > 1:
+        raise setting_error(
+            setting, name, f"{count} sources have this name", "Give each a `name` of its own"
+        )
+    return sources
+
+
+def _resolve(entry: DataSource, *, setting: str, root: Path) -> Source:
+    paths = find_files(entry.path, setting=setting, root=root)
+    assert entry.columns is not None, "DataConfig fills in the columns"
+    assert entry.format is not None, "DataConfig fills in the format"
+    files = [
+        SourceFile(
+            path=root / path,
+            file=path,
+            file_type=_file_type(entry, Path(path), setting=setting),
+        )
+        for path in paths
+    ]
+    return Source(
+        name=entry.name or entry.path,
+        weight=entry.weight,
+        format=entry.format,
+        columns=entry.columns,
+        files=tuple(files),
+    )
+
+
+def _file_type(entry: DataSource, path: Path, *, setting: str) -> FileType:
+    if entry.file_type is None or entry.file_type == "auto":
+        return file_type_of(path, setting=setting)
+    return entry.file_type
+
+
+def find_files(path: str, *, setting: str, root: Path) -> list[str]:
+    """Return the files of one path, folder or glob below `root`, spelled as `path` is. Never empty."""
+    try:
+        found = _named_files(path, root=root, setting=setting)
+    except UserError:  # a ValueError too
+        raise
+    except (OSError, ValueError, NotImplementedError):  # a name that no file can have, or a**b
+        found = []
+    if not found:
+        missing = "no file matches" if MAGIC.search(path) else "there is no such file or folder"
+        raise setting_error(
+            setting,
+            path,
+            missing,
+            f"{unexpanded(path)}{_nearest(root / path)}Give a path that exists, relative to {_where(root)}",
+        )
+    return found
+
+
+def unexpanded(path: str) -> str:
+    """Return what to do about a path with `~` or `$NAME`, which only shells expand; empty for any other.
+
+    What settings name must not depend on who runs them, or where: artifacts are named by the settings.
+    """
+    if path.startswith("~") or SHELL_NAME.search(path):
+        return "~ and $NAME are not expanded in settings: write the path out. "
+    return ""
+
+
+def _nearest(path: Path) -> str:
+    """Return a question after the name in the same folder that is most like this one, if any is."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):  # no such folder, or a name that none can have
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"Did you mean {near[0]!r}? " if near else ""
+
+
+def _named_files(path: str, *, root: Path, setting: str) -> list[str]:
+    place = root / path
+    if place.is_file():
+        return [path]
+    if place.is_dir():
+        return [str(Path(path, name)) for name in _folder_files(place, path, setting)]
+    return _glob(path, root, setting=setting) if MAGIC.search(path) else []
+
+
+def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
+    """Return the files that a glob matches, sorted; as in a shell, `*` matches no name with a dot before it."""
+    whole = Path(pattern)
+    start = Path(whole.anchor) if whole.is_absolute() else root
+    below = whole.relative_to(whole.anchor) if whole.is_absolute() else whole
+    walked = below / "*" if below.name == "**" else below
+    paths = list(start.glob(str(walked)))
+    names = [str(path if whole.is_absolute() else path.relative_to(root)) for path in paths]
+    wanted = _glob_regex(str(whole))
+    found = {name: path for name, path in zip(names, paths, strict=True) if wanted.fullmatch(name)}
+    for name, path in found.items():
+        _check_link(path, name, pattern, setting)
+    return sorted(name for name, path in found.items() if path.is_file())
+
+
+def _check_link(path: Path, name: str, given: str, setting: str) -> None:
+    """Raise `UserError` for a link that leads to no file: it would be passed over without a word.
+
+    One that leads to a file is read, wherever that lies.
+    """
+    if path.is_symlink() and not path.is_file():
+        where = "to a folder, which is not searched" if path.is_dir() else "nowhere"
+        change = "Name that folder itself" if path.is_dir() else "Mend or remove the link"
+        raise setting_error(setting, given, f"the link {name} in it leads {where}", change)
+
+
+def _where(root: Path) -> str:
+    return "the folder you run in" if root == Path() else f"the dataset's repository ({root})"
+
+
+def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
+    """Return the data files of a folder, relative to it: those of a saved dataset, or all of the one type it holds."""
+    if (folder / SAVED_SPLITS).is_file():
+        splits = _read_record(folder / SAVED_SPLITS, setting).get("splits", [])
+        raise setting_error(
+            setting,
+            path,
+            f"the folder is a saved DatasetDict with the splits {', '.join(map(str, splits))}",
+            f"Name the folder of one: {path.rstrip('/')}/<split>",
+        )
+    if (folder / SAVED_STATE).is_file():
+        return _saved_files(folder, path, setting)
+    below = {str(entry.relative_to(folder)): entry for entry in folder.rglob("*")}
+    seen = {name: entry for name, entry in below.items() if not _is_hidden(name)}
+    for name, entry in seen.items():
+        if known_type(Path(name)) or entry.is_dir():
+            _check_link(entry, name, path, setting)
+    names = sorted(
+        name
+        for name, entry in seen.items()
+        if known_type(Path(name)) and name != HUB_RECORD and entry.is_file()
+    )
+    types = sorted({str(known_type(Path(name))) for name in names})
+    if not names:
+        raise setting_error(
+            setting, path, f"the folder holds no file that ends in {', '.join(EXTENSIONS)}", PICK
+        )
+    if len(types) > 1:
+        raise setting_error(
+            setting, path, f"the folder holds files of several types ({', '.join(types)})", PICK
+        )
+    return names
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in Path(name).parts)
+
+
+def _saved_files(folder: Path, path: str, setting: str) -> list[str]:
+    """Return the files that a saved dataset lists as its own: caches of earlier transformations lie beside them."""
+    state = _read_record(folder / SAVED_STATE, setting)
+    listed = state.get("_data_files")
+    entries = listed if isinstance(listed, list) else []
+    names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if state.get("_indices_data_files"):
+        bound = "the saved dataset is a selection of rows that was never written out"
+        raise setting_error(setting, path, bound, "Call flatten_indices() and save it again")
+    if missing or not names:
+        bound = f"{SAVED_STATE} names {', '.join(missing[:3]) or 'no file'}, which is not there"
+        raise setting_error(setting, path, bound, "Save the dataset again")
+    return names
+
+
+def _read_record(path: Path, setting: str) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise setting_error(
+            setting, str(path), f"it cannot be read ({error})", "Save the dataset again"
+        ) from None
+    return record if isinstance(record, dict) else {}
+
+
+def _check_disjoint(splits: dict[str, list[Source]]) -> None:
+    """Raise `UserError` if a file is named twice: in one split by mistake, in both it would be trained on and measured."""
+    first: dict[Path, str] = {}
+    for split, sources in splits.items():
+        for source in sources:
+            for file in source.files:
+                key, named = file.path.resolve(), f"data.{split} ({source.name})"
+                if key in first:
+                    raise UserError(
+                        f"{named} names {file.file}, and so does {first[key]}. Name every file once; "
+                        "to train on one more often, give its source a weight."
+                    )
+                first[key] = named
+
+
+def matching(paths: Iterable[str], pattern: str) -> set[str]:
+    """Return the paths of a listing that `find_files` would take for `pattern`: a file, a folder's content, or a glob."""
+    paths = list(paths)
+    wanted = "" if pattern in (".", "./") else pattern.rstrip("/")
+    if wanted in paths:
+        return {wanted}
+    below = {path for path in paths if not wanted or path.startswith(wanted + "/")}
+    return below or {path for path in paths if _glob_regex(wanted).fullmatch(path)}
+
+
+def _glob_regex(pattern: str) -> re.Pattern[str]:
+    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them, names with a dot are hidden."""
+    folders = r"(?:(?!\.)[^/]+/)*"
+    words = {"**/": folders, "**": folders + r"(?!\.)[^/]*", "*": r"[^/]*", "?": r"[^/]"}
+    tokens = re.findall(r"\*\*/|\*\*|\[!?[^\]/]+\]|.", pattern)
+    parts, starts = [], True
+    for token in tokens:
+        hidden = r"(?!\.)" if starts and token in ("*", "?") else ""
+        is_set = token.startswith("[") and len(token) > 1
+        plain = re.sub(r"^\[!", "[^", token) if is_set else re.escape(token)
+        parts.append(hidden + words.get(token, plain))
+        starts = token.endswith("/")
+    return re.compile("".join(parts), re.DOTALL)

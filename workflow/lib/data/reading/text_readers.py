@@ -1,0 +1,209 @@
+"""JSON Lines, CSV, TSV and plain text as chunks, in memory bounded by `MAX_ROW_BYTES` whatever a file holds."""
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from workflow.lib.data.reading.chunks import Chunk, CsvRecords, JsonLines, TextBlocks
+from workflow.lib.data.reading.compression import UnreadableError, open_bytes, read_head
+from workflow.lib.data.reading.row import MAX_ROW_BYTES
+
+BOM = b"\xef\xbb\xbf"
+CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
+# A row beyond `MAX_ROW_BYTES` is passed over, but the search for its end must end too: in a file without line feeds
+# it would take as long as the file is large.
+MAX_SKIPPED_BYTES = 32 * MAX_ROW_BYTES
+MAX_BLANK_LINES = (
+    1_000_000  # behind each other; a compressed megabyte can hold a thousand times as many
+)
+
+
+def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield each line with its number; of one beyond `MAX_ROW_BYTES`, its beginning and one byte more.
+
+    Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES` behind each other.
+    """
+    number = blank = 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        blank = blank + 1 if line.isspace() else 0
+        if blank > MAX_BLANK_LINES:
+            raise _too_many_blank_lines(before=f"line {number}")
+        rest, size = line, len(line)
+        while len(rest) > MAX_ROW_BYTES and not rest.endswith(b"\n"):
+            _check_skipped(size, f"line {number}")
+            rest = file.readline(MAX_ROW_BYTES + 1)
+            size += len(rest)
+        yield number, line.removeprefix(BOM) if number == 1 else line
+
+
+def _check_skipped(size: int, what: str) -> None:
+    if size > MAX_SKIPPED_BYTES:
+        raise UnreadableError(
+            f"{what} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, "
+            f"and a row may have {MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between its rows"
+        )
+
+
+def _too_many_blank_lines(*, before: str) -> UnreadableError:
+    return UnreadableError(
+        f"more than {MAX_BLANK_LINES:,} blank lines stand before {before}: they hold no rows"
+    )
+
+
+def _is_blank(line: bytes) -> bool:
+    return not line or line.isspace()
+
+
+def read_jsonl(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Blank lines are no rows; they count as lines, and chunks count them."""
+    with open_bytes(path) as file:
+        first, lines, size = 1, list[bytes](), 0
+        for number, line in numbered_lines(file):
+            lines.append(line)
+            size += len(line)
+            if len(lines) >= rows_per_chunk or size >= CHUNK_BYTES:
+                yield _json_lines(first, lines)
+                first, lines, size = number + 1, [], 0
+        if lines:
+            yield _json_lines(first, lines)
+
+
+def _json_lines(first: int, lines: list[bytes]) -> JsonLines:
+    return JsonLines(first, tuple(lines), blank_lines=sum(map(_is_blank, lines)))
+
+
+def read_text(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """The file is one text."""
+    with open_bytes(path) as file:
+        yield TextBlocks((1,), (file.read(MAX_ROW_BYTES + 1).removeprefix(BOM),))
+
+
+def read_text_lines(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Every line is a text, without its line feed; blank ones are none, and chunks count them."""
+    with open_bytes(path) as file:
+        lines = ((n, line.rstrip(b"\r\n")) for n, line in numbered_lines(file))
+        yield from _blocks(lines, rows_per_chunk=rows_per_chunk)
+
+
+def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Blank lines part the texts."""
+    with open_bytes(path) as file:
+        yield from _blocks(_paragraphs(file), rows_per_chunk=rows_per_chunk)
+
+
+def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield paragraphs with the number of their first line; of one beyond `MAX_ROW_BYTES`, its beginning."""
+    start, text, size = 0, bytearray(), 0
+    for number, line in numbered_lines(file):
+        if line.strip():
+            start = start or number
+            text += line[: max(0, MAX_ROW_BYTES + 1 - len(text))]
+            size += len(line)
+            _check_skipped(size, f"the paragraph at line {start}")
+        elif start:
+            yield start, bytes(text).rstrip(b"\r\n")
+            start, text, size = 0, bytearray(), 0
+    if start:
+        yield start, bytes(text).rstrip(b"\r\n")
+
+
+def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """Yield chunks of the texts that are not blank; those that are blank are counted."""
+    kept: dict[int, bytes] = {}
+    size = blank = 0
+    for number, text in texts:
+        if _is_blank(text):
+            blank += 1
+            continue
+        kept[number] = text
+        size += len(text)
+        if len(kept) >= rows_per_chunk or size >= CHUNK_BYTES:
+            yield TextBlocks(tuple(kept), tuple(kept.values()), blank_lines=blank)
+            kept, size, blank = {}, 0, 0
+    if kept or blank:
+        yield TextBlocks(tuple(kept), tuple(kept.values()), blank_lines=blank)
+
+
+def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:
+    """Blank lines are no rows; without a `delimiter` the header tells it.
+
+    Raises `UnreadableError` at a quote that never closes, or a header that repeats a name.
+    """
+    csv.field_size_limit(MAX_ROW_BYTES)  # process-wide; 131,072 characters otherwise
+    with open_bytes(path) as raw:
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        sign = delimiter or _separator(read_head(path))
+        lines = _RecordLines(text)
+        reader = csv.reader(lines, strict=True, delimiter=sign)
+        try:
+            header = tuple(next(reader, []))
+            _check_header(header)
+            yield from _records(reader, lines, header, rows_per_chunk=rows_per_chunk)
+        except csv.Error as error:
+            raise UnreadableError(f"broken CSV near line {reader.line_num}: {error}") from None
+
+
+def _separator(head: bytes) -> str:
+    """Return the comma, or the semicolon that spreadsheets write where numbers have decimal commas."""
+    header = head.lstrip().split(b"\n")[0]
+    return ";" if b";" in header and b"," not in header else ","
+
+
+def read_tsv(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
+    """As CSV, with tabs."""
+    return read_csv(path, rows_per_chunk=rows_per_chunk, delimiter="\t")
+
+
+class _RecordLines:
+    """The lines of a CSV file, as long as a record of them is no longer than a row may be.
+
+    Quoted fields go on over any number of lines, so whoever takes a record calls `begin_record`.
+    """
+
+    def __init__(self, text: TextIO) -> None:
+        self._text = text
+        self._record_chars = 0
+
+    def begin_record(self) -> None:
+        self._record_chars = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._text.readline(MAX_ROW_BYTES + 1):
+            self._record_chars += len(line)
+            if self._record_chars > MAX_ROW_BYTES:
+                raise csv.Error(f"a record is longer than {MAX_ROW_BYTES // 2**20} MiB")
+            yield line
+
+
+def _check_header(header: tuple[str, ...]) -> None:
+    repeated = sorted(name for name, count in Counter(header).items() if count > 1)
+    if repeated:
+        raise UnreadableError(f"the header names {', '.join(repeated)} more than once")
+
+
+def _records(
+    reader: Iterator[list[str]],
+    lines: _RecordLines,
+    header: tuple[str, ...],
+    *,
+    rows_per_chunk: int,
+) -> Iterator[Chunk]:
+    first, records, size, blank = 1, list[list[str]](), 0, 0
+    lines.begin_record()
+    for fields in reader:
+        lines.begin_record()
+        blank = 0 if fields else blank + 1
+        if blank > MAX_BLANK_LINES:
+            raise _too_many_blank_lines(before=f"record {first + len(records)}")
+        if fields:
+            records.append(fields)
+            size += sum(map(len, fields))
+        if len(records) >= rows_per_chunk or size >= CHUNK_BYTES:
+            yield CsvRecords(first, header, tuple(records))
+            first, records, size = first + len(records), [], 0
+    if records:
+        yield CsvRecords(first, header, tuple(records))

@@ -1,0 +1,243 @@
+"""The files of a split to shards: every row is encoded or dropped with a reason, and counted either way.
+
+One process reads the files and hands out chunks of bytes, all others parse and encode them into shards of the
+work folder. A chunk whose shard is finished there is passed over, so a killed run loses what was
+in work and no more. A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop the
+run. A row that is only too long is dropped or cut as `data.overlong` says, and stops nothing.
+"""
+
+import logging
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk
+from workflow.lib.data.reading.data_file import read_chunks
+from workflow.lib.data.reading.row import Row
+from workflow.lib.data.reading.sources import Source
+from workflow.lib.data.tokens.dropped_rows import Listing
+from workflow.lib.data.tokens.encoded_shards import (
+    Shard,
+    ShardFacts,
+    encode_rows,
+    is_finished,
+    read_facts,
+)
+from workflow.lib.data.tokens.process_pool import map_in_order
+from workflow.lib.settings.config import DataConfig
+from workflow.lib.settings.data import DataColumns, Format
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.files import file_sha256
+
+logger = logging.getLogger("workflow")
+
+FIRST_REASONS = 5  # unusable rows that an error message quotes
+FEW_CHUNKS = 4  # 4,000 rows or 16 MiB at most: no time is won by sharing them
+LOG_SECONDS = 60  # between two lines of progress in the log
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a process needs to encode rows; formats and columns by number of the source.
+
+    The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens takes a second to build.
+    """
+
+    encoder: SampleEncoder
+    chat_template: str | None
+    formats: tuple[Format, ...]
+    columns: tuple[DataColumns, ...]
+    settings: DataConfig
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """A chunk of a source to be encoded to the shard at `stem`; None where that is finished."""
+
+    source: int
+    chunk: Chunk | None
+    stem: Path
+
+
+@dataclass
+class FileRows:
+    """What was read of one file of a source."""
+
+    source: int
+    path: Path
+    file: str
+    sha256: str
+    rows_read: int = 0
+    unusable: int = 0
+    first_reasons: list[str] = field(default_factory=list)
+    blank_lines: int = 0
+    """Lines that hold no row, of files in which a line is one."""
+    special_texts: int = 0
+    """Rows whose text spells a special token, which was encoded as ordinary text."""
+    rows_by_turns: int = 0
+    """Rows that became several examples, as the template shows a turn otherwise once others
+    follow."""
+
+    def add(self, facts: ShardFacts) -> None:
+        """Count the rows of one shard."""
+        self.rows_read += facts.rows_read
+        self.special_texts += facts.special_texts
+        self.rows_by_turns += facts.rows_by_turns
+        self.unusable += facts.unusable
+        room = FIRST_REASONS - len(self.first_reasons)
+        self.first_reasons += [f"row {r['row']}: {r['reason']}" for r in facts.rejects[:room]]
+
+
+@dataclass
+class Corpus:
+    """What became of the files of one split: shards in the order of sources, files and rows."""
+
+    sources: Sequence[Source]
+    files: list[FileRows]
+    shards: list[Shard] = field(default_factory=list)
+    rows_read: int = 0
+
+    def add(self, stem: Path, file: int) -> ShardFacts:
+        """Append the finished shard at `stem` of file number `file`."""
+        facts = read_facts(stem)
+        shard = Shard(stem, file, self.rows_read, facts.rows_read, facts.documents, facts.tokens)
+        self.shards.append(shard)
+        self.files[file].add(facts)
+        self.rows_read += facts.rows_read
+        return facts
+
+
+def open_corpora(splits: Mapping[str, Sequence[Source]]) -> dict[str, Corpus]:
+    """Return the corpus of each split, no row read yet, its files hashed."""
+    return {
+        split: Corpus(
+            sources=sources,
+            files=[
+                FileRows(number, file.path, file.file, file_sha256(file.path))
+                for number, source in enumerate(sources)
+                for file in source.files
+            ],
+        )
+        for split, sources in splits.items()
+    }
+
+
+def encode_corpus(
+    corpus: Corpus, *, split: str, encoding: Encoding, work: Path, processes: int
+) -> None:
+    """Encode every row of a split's files into shards of the folder `work`."""
+    stems: dict[Path, int] = {}
+    tasks = _tasks(corpus, split, work, stems)
+    done = map_in_order(
+        tasks,
+        prepare=partial(make_encoder, encoding),
+        processes=processes,
+        alone=FEW_CHUNKS,
+    )
+    with Progress(f"data.{split}") as progress:
+        for stem in done:
+            progress.add(corpus.add(stem, stems.pop(stem)).rows_read)
+
+
+def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> Iterator[ChunkTask]:
+    """Yield a task per chunk, and note in `stems` which file it belongs to."""
+    types = [file.file_type for source in corpus.sources for file in source.files]
+    for number, (file, file_type) in enumerate(zip(corpus.files, types, strict=True)):
+        chunks = read_chunks(file.path, setting=f"data.{split}", file_type=file_type)
+        for place, chunk in enumerate(chunks):
+            stem = work / f"{split}-{number:05d}-{place:07d}"
+            stems[stem] = number
+            file.blank_lines += chunk.blank_lines
+            yield ChunkTask(file.source, None if is_finished(stem) else chunk, stem)
+
+
+def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
+    """Return what writes the shard of a task."""
+    settings, encoder = encoding.settings, encoding.encoder
+
+    def begin(source: int, row: Row) -> Callable[[], list[Encoded]]:
+        format, columns = encoding.formats[source], encoding.columns[source]
+        return encoder.begin(to_sample(row.value, format=format, columns=columns))
+
+    def encode(task: ChunkTask) -> Path:
+        if task.chunk is not None:
+            encode_rows(
+                task.chunk.rows(),
+                begin=partial(begin, task.source),
+                seq_len=settings.seq_len,
+                overlong=settings.overlong,
+                stem=task.stem,
+            )
+        return task.stem
+
+    return encode
+
+
+class Progress:
+    """Shows how many rows are done: a bar on a terminal, and a line each `log_seconds` in the log. A context manager."""
+
+    def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
+        self._name, self._log_seconds = name, log_seconds
+        self._bar = tqdm(desc=name, unit="row", disable=None, file=sys.stderr)
+        self._rows, self._began = 0, time.monotonic()
+        self._logged = self._began
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def add(self, rows: int) -> None:
+        """Count `rows` more."""
+        self._bar.update(rows)
+        self._rows += rows
+        now = time.monotonic()
+        if now - self._logged >= self._log_seconds:
+            self._logged = now
+            rate = self._rows / max(now - self._began, 1e-9)
+            logger.info("%s: %d rows done, %.0f a second", self._name, self._rows, rate)
+
+
+def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
+    """List the rows that were dropped or cut; return the ordinals of those that were dropped."""
+    dropped = array("q")
+    for shard in corpus.shards:
+        facts, file = shard.facts(), corpus.files[shard.file].file
+        for line in facts.rejects:
+            listing.drop(file=file, **line)
+        for line in facts.cuts:
+            listing.cut(file=file, **line)
+        dropped.extend(shard.first_ordinal + ordinal for ordinal in facts.dropped)
+    return np.array(dropped, dtype=np.int64)
+
+
+def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
+    """Raise `UserError` if more than the share `largest` of a file's rows is unusable; `rejects` lists them."""
+    for file in (file for corpus in corpora for file in corpus.files):
+        share = file.unusable / max(1, file.rows_read)
+        if share > largest:
+            raise setting_error(
+                "data.max_rejected_share",
+                largest,
+                f"{file.unusable} of {file.rows_read} rows of {file.file} are unusable ({share:.1%}).\n  "
+                + "\n  ".join(file.first_reasons)
+                + f"\nAll of them, with reasons: {rejects}",
+                _remedy(file),
+            )
+
+
+def _remedy(file: FileRows) -> str:
+    encoded = any(NOT_UTF8 in reason for reason in file.first_reasons)
+    convert = "Save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8), mend" if encoded else "Mend"
+    return f"{convert} the rows, or raise the share"

@@ -1,0 +1,133 @@
+"""The documents of a corpus in order: a few numbers of each in arrays on disk, its tokens in the shards.
+
+Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
+system may take its memory back at any time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.tokens.encoded_shards import Shard
+from workflow.lib.data.tokens.token_store import Document
+
+COLUMNS = {
+    "length": "<u4",
+    "full_length": "<u4",
+    "trained": "<u4",
+    "ordinal": "<u8",
+    "digest": "<u8",
+}
+OPEN_SHARDS = 128  # shards whose arrays stay mapped between two documents; each has up to two files
+
+
+class _OpenShard:
+    """A shard's arrays while they are mapped, and where each document begins in them."""
+
+    def __init__(self, shard: Shard, lengths: npt.NDArray[np.uint32]) -> None:
+        self._shard, self._offsets = shard, offsets_of(lengths)
+        self.ids = shard.ids()
+
+    @cached_property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        return self._shard.mask()
+
+    def span(self, place: int) -> slice:
+        """Return where document `place` of the shard lies."""
+        return slice(int(self._offsets[place]), int(self._offsets[place + 1]))
+
+
+class Documents:
+    """All documents of a corpus.
+
+    Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole row, `trained` tokens,
+    `ordinals` number of the row among all rows read, `digests` of the token ids. `stem` begins the names of its files.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], *, columns: Mapping[str, npt.NDArray[Any]], stem: Path
+    ) -> None:
+        self.shards = shards
+        self.stem = stem
+        self.lengths: npt.NDArray[np.uint32] = columns["length"]
+        self.full_lengths: npt.NDArray[np.uint32] = columns["full_length"]
+        self.trained: npt.NDArray[np.uint32] = columns["trained"]
+        self.ordinals: npt.NDArray[np.uint64] = columns["ordinal"]
+        self.digests: npt.NDArray[np.uint64] = columns["digest"]
+        self.shard_offsets = np.cumsum([0, *(shard.documents for shard in shards)])
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.shard_offsets[-1])
+
+    def __getitem__(self, index: int) -> Document:
+        """Return document `index`: (token ids uint32, loss mask bool), shape (length,), mapped."""
+        number, place = self._locate(index)
+        shard = self._opened(number)
+        span = shard.span(place)
+        return shard.ids[span], shard.mask[span]
+
+    def ids(self, index: int) -> npt.NDArray[np.uint32]:
+        """Return the token ids of document `index`, shape (length,), mapped; the file of masks stays closed."""
+        number, place = self._locate(index)
+        shard = self._opened(number)
+        return shard.ids[shard.span(place)]
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """Return the number of the file, and of the row in it, that document `index` came from."""
+        shard, place = self._locate(index)
+        return self.shards[shard].file, int(self.shards[shard].table()["row"][place])
+
+    def by_shard(
+        self, chosen: npt.NDArray[np.uint32]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+        """Yield each shard that holds some of the ascending `chosen` documents, with these."""
+        edges = np.searchsorted(chosen, self.shard_offsets)
+        for shard in np.flatnonzero(np.diff(edges)).tolist():
+            yield shard, chosen[edges[shard] : edges[shard + 1]]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self.shard_offsets, index, side="right")) - 1
+        return shard, index - int(self.shard_offsets[shard])
+
+    def _opened(self, number: int) -> _OpenShard:
+        if number not in self._open:
+            first, last = self.shard_offsets[number : number + 2]
+            self._open[number] = _OpenShard(self.shards[number], self.lengths[first:last])
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+
+def offsets_of(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return where each document begins, and behind the last where it ends."""
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def collect_documents(shards: Sequence[Shard], *, folder: Path, name: str) -> Documents:
+    """Gather the shards' tables into arrays on disk, `<folder>/<name>.<column>.npy`."""
+    stem, count = folder / name, sum(shard.documents for shard in shards)
+    assert count < 2**32, "documents are numbered in 4 bytes"
+    if not count:
+        nothing = {column: np.empty(0, dtype=kind) for column, kind in COLUMNS.items()}
+        return Documents(shards, columns=nothing, stem=stem)
+    columns = {
+        column: np.lib.format.open_memmap(
+            f"{stem}.{column}.npy", mode="w+", dtype=np.dtype(kind), shape=(count,)
+        )
+        for column, kind in COLUMNS.items()
+    }
+    first = 0
+    for shard in shards:
+        table = shard.table()
+        for column, array in columns.items():
+            array[first : first + len(table)] = table[column]
+        columns["ordinal"][first : first + len(table)] += np.uint64(shard.first_ordinal)
+        first += len(table)
+    return Documents(shards, columns=columns, stem=stem)

@@ -1,0 +1,265 @@
+"""Shards: what became of one chunk of a data file, encoded by any process and kept on disk until all are done.
+
+A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and `.facts.json`, the
+last written last: with it, and with the checksums in it, the shard is finished, and a run that takes up the work
+again reads it instead of encoding the chunk anew. Its content depends on the chunk and the settings alone.
+Nothing is synced, which would stop every process some times for each chunk: what a power cut
+leaves half written fails its checksum, and is encoded once more.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.sample_encoder import Encoded
+from workflow.lib.data.reading.row import BrokenRow, Row
+from workflow.lib.system.files import canonical_json, read_json
+
+SHARD_VERSION = 3  # to be raised when the same chunk and settings give another shard
+# Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
+ROWS_BEGUN = 64
+DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
+
+# One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the file.
+TABLE = np.dtype(
+    [
+        ("length", "<u4"),
+        ("full_length", "<u4"),
+        ("trained", "<u4"),
+        ("ordinal", "<u4"),
+        ("row", "<u8"),
+        ("digest", "<u8"),
+    ]
+)
+
+Overlong = Literal["truncate", "split", "drop"]
+Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+
+
+class TooLongError(RowError):
+    """A usable row that does not fit into `seq_len`."""
+
+
+@dataclass
+class ShardFacts:
+    """What is known of a shard without its documents.
+
+    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped: ordinals of the
+    rows that became no document. special_texts: rows whose text spells a special token, encoded as text.
+    rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
+    checksums: CRC-32 of each array.
+    """
+
+    rows_read: int = 0
+    documents: int = 0
+    tokens: int = 0
+    unusable: int = 0
+    special_texts: int = 0
+    rows_by_turns: int = 0
+    dropped: list[int] = field(default_factory=list)
+    rejects: list[dict[str, Any]] = field(default_factory=list)
+    cuts: list[dict[str, Any]] = field(default_factory=list)
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+class ShardBuilder:
+    """Collects the documents and facts of one chunk."""
+
+    def __init__(self, *, seq_len: int, overlong: Overlong) -> None:
+        self._seq_len = seq_len
+        self._overlong = overlong
+        self._pieces: list[Piece] = []
+        self._table: list[tuple[int, ...]] = []
+        self.facts = ShardFacts()
+
+    def add(self, row: Row | BrokenRow, begun: Callable[[], list[Encoded]] | RowError) -> None:
+        """Turn a row into the documents that `begun` returns, or drop it with a reason."""
+        try:
+            if isinstance(begun, RowError):
+                raise begun
+            self._keep(row.number, begun())
+        except RowError as error:
+            self._drop(row, error)
+        self.facts.rows_read += 1
+
+    def _keep(self, number: int, examples: list[Encoded]) -> None:
+        full = max(len(encoded.ids) for encoded in examples)
+        pieces = self._pieces_of(examples)
+        for ids, mask in pieces:
+            digest = hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+            trained = int(np.count_nonzero(mask))
+            self._pieces.append((ids, mask))
+            self._table.append(
+                (
+                    len(ids),
+                    full,
+                    trained,
+                    self.facts.rows_read,
+                    number,
+                    int.from_bytes(digest, "little"),
+                )
+            )
+        if full > self._seq_len:
+            tokens = sum(len(encoded.ids) for encoded in examples)
+            kept = sum(len(ids) for ids, _ in pieces)
+            self.facts.cuts.append(
+                {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept}
+            )
+        self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
+        self.facts.rows_by_turns += len(examples) > 1
+
+    def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
+        """Return the documents of a row's examples. Raises `TooLongError` if none is left, or one
+        must be dropped."""
+        pieces: list[Piece] = []
+        failure: TooLongError | None = None
+        for encoded in examples:
+            try:
+                pieces += cut_to_length(encoded, seq_len=self._seq_len, overlong=self._overlong)
+            except TooLongError as error:
+                failure = error
+        if failure is not None and (not pieces or self._overlong == "drop"):
+            raise failure
+        return pieces
+
+    def _drop(self, row: Row | BrokenRow, error: RowError) -> None:
+        self.facts.dropped.append(self.facts.rows_read)
+        self.facts.rejects.append({"row": row.number, "reason": str(error), "preview": row.preview})
+        self.facts.unusable += not isinstance(error, TooLongError)
+
+    def save(self, stem: Path) -> None:
+        """Write the shard's files; `stem` is their common path."""
+        table = np.array(self._table, dtype=TABLE)
+        self.facts.documents, self.facts.tokens = len(table), int(table["length"].sum())
+        ids = [ids for ids, _ in self._pieces] or [np.empty(0, dtype=np.uint32)]
+        mask = [mask for _, mask in self._pieces] or [np.empty(0, dtype=np.bool_)]
+        arrays = {
+            "ids": np.concatenate(ids).astype("<u4", copy=False),
+            "mask": np.concatenate(mask),
+            "table": table,
+        }
+        for name, array in arrays.items():
+            save_array(stem, name, array)
+            self.facts.checksums[name] = checksum(array)
+        Path(f"{stem}.facts.json").write_text(canonical_json(asdict(self.facts)), encoding="utf-8")
+
+
+def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
+    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train something.
+
+    The first token of a document is no target: nothing stands before it. Raises `TooLongError` if nothing is left.
+    """
+    ids, mask = encoded.ids, encoded.mask
+    if len(ids) <= seq_len:
+        return [(ids, mask)]
+    if overlong == "drop":
+        raise TooLongError(f"overlong: {len(ids)} tokens, seq_len is {seq_len}")
+    starts = range(0, len(ids), seq_len) if overlong == "split" else range(1)
+    pieces = [
+        (ids[start : start + seq_len], mask[start : start + seq_len].copy()) for start in starts
+    ]
+    for _, piece_mask in pieces:
+        piece_mask[0] = False
+    kept = [piece for piece in pieces if piece[1].any()]
+    if not kept:
+        raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
+    return kept
+
+
+def encode_rows(
+    rows: Sequence[Row | BrokenRow],
+    *,
+    begin: Callable[[Row], Callable[[], list[Encoded]]],
+    seq_len: int,
+    overlong: Overlong,
+    stem: Path,
+) -> None:
+    """Write the shard of a chunk's rows to `stem`; all rows of a block are begun, then ended (`SampleEncoder.begin`)."""
+    builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
+    for start in range(0, len(rows), ROWS_BEGUN):
+        block = rows[start : start + ROWS_BEGUN]
+        for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):
+            builder.add(row, begun)
+    builder.save(stem)
+
+
+def _begun(
+    row: Row | BrokenRow, begin: Callable[[Row], Callable[[], list[Encoded]]]
+) -> Callable[[], list[Encoded]] | RowError:
+    if isinstance(row, BrokenRow):
+        return RowError(row.reason)
+    try:
+        return begin(row)
+    except RowError as error:
+        return error
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished shard; its arrays stay on disk until they are asked for."""
+
+    stem: Path
+    file: int
+    first_ordinal: int
+    rows_read: int
+    documents: int
+    tokens: int
+
+    def table(self) -> npt.NDArray[Any]:
+        """Return the documents' entries, `TABLE`, shape (documents,)."""
+        table: npt.NDArray[Any] = np.load(f"{self.stem}.table.npy", allow_pickle=False)
+        return table
+
+    def ids(self) -> npt.NDArray[np.uint32]:
+        """Return the token ids of all documents behind each other, shape (tokens,), mapped."""
+        return mapped(f"{self.stem}.ids.npy")
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Return the loss mask that belongs to `ids`."""
+        return mapped(f"{self.stem}.mask.npy")
+
+    def facts(self) -> ShardFacts:
+        """Return its facts, read anew."""
+        return read_facts(self.stem)
+
+
+def save_array(stem: Path, name: str, array: npt.NDArray[Any]) -> None:
+    """Write one array of a shard."""
+    np.save(f"{stem}.{name}.npy", array, allow_pickle=False)
+
+
+def checksum(array: npt.NDArray[Any]) -> int:
+    """Return the CRC-32 of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def is_finished(stem: Path) -> bool:
+    """Tell whether the shard at `stem` is complete and as it was written."""
+    try:
+        checksums = read_facts(stem).checksums
+        return bool(checksums) and all(
+            checksum(mapped(f"{stem}.{name}.npy")) == known for name, known in checksums.items()
+        )
+    except (OSError, ValueError, TypeError):  # not there, cut off, or of other fields
+        return False
+
+
+def read_facts(stem: Path) -> ShardFacts:
+    """Return the facts of a finished shard."""
+    return ShardFacts(**read_json(Path(f"{stem}.facts.json")))
+
+
+def mapped(path: str) -> npt.NDArray[Any]:
+    """Return a `.npy` file's array by memory map (an empty array cannot be mapped).
+
+    It is a plain array over the map: slices of `np.memmap` take four times as long.
+    """
+    mode: Literal["r"] | None = "r" if Path(path).stat().st_size > 128 else None
+    return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))

@@ -1,0 +1,194 @@
+"""The manifest of a tokens folder: every fact on the data that later stages and the report need."""
+
+import hashlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
+from workflow.lib.data.tokens.corpus import Corpus
+from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
+from workflow.lib.data.tokens.near_duplicates import NearDuplicates
+from workflow.lib.data.tokens.seeded_draws import Numbers
+from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
+from workflow.lib.data.tokens.token_store import ARRAYS, REJECTS, TRUNCATED, Document
+from workflow.lib.system.files import file_sha256
+
+HISTOGRAM_BINS = 16
+LONGEST_ROWS = 5
+SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
+
+
+def tokenizer_facts(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
+) -> dict[str, Any]:
+    """Return vocabulary size, special ids and digests; rows are filled with pad, or with eos where there is no pad."""
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": eos if pad is None else pad,
+        "pad_token_origin": "eos_token" if pad is None else "pad_token",
+        "eos_token_id": eos,
+        "bos_token_id": tokenizer.bos_token_id,
+        "tokenizer_sha256": tokenizer_sha256(folder),
+        "chat_template_sha256": None
+        if chat_template is None
+        else hashlib.sha256(chat_template.encode()).hexdigest(),
+    }
+
+
+def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> dict[str, Any]:
+    """Return what an export has to write conversations with, and what it is held against."""
+    return {
+        "chat_template": chat_template,
+        "end_of_turn_token_ids": encoder.end_of_turn_ids(),
+        "probes": encoder.encoded_probes(),
+    }
+
+
+def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[dict[str, Any]]:
+    """Return the facts on each data file: what it is, what was read of it, what it gives to its split."""
+    return [
+        {
+            "split": name,
+            "source": corpus.sources[file.source].name,
+            "weight": corpus.sources[file.source].weight,
+            "file": file.file,
+            "sha256": file.sha256,
+            "rows": file.rows_read,
+            "blank_lines": file.blank_lines,
+            "special_token_texts": file.special_texts,
+            "rows_by_turns": file.rows_by_turns,
+            **counts,
+        }
+        for name, corpus in corpora.items()
+        for file, counts in zip(corpus.files, _counts_by_file(splits[name]), strict=True)
+    ]
+
+
+def _counts_by_file(split: Split) -> list[dict[str, Any]]:
+    """Return documents, tokens and trained tokens of each file, repetitions by weight included."""
+    counts = np.zeros((len(split.corpus.files), 3), dtype=np.int64)
+    for file, chosen in split.by_file():
+        lengths, trained = split.documents.lengths[chosen], split.documents.trained[chosen]
+        counts[file] += (len(chosen), lengths.sum(dtype=np.int64), trained.sum(dtype=np.int64))
+    total = max(1, int(counts[:, 1].sum()))
+    return [
+        {"documents": d, "tokens": t, "trained_tokens": trained, "token_share": t / total}
+        for d, t, trained in counts.tolist()
+    ]
+
+
+def splits_facts(
+    train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
+) -> dict[str, Any]:
+    """Return the facts on both splits; `fill` is the share of a training row's places that documents take."""
+    facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
+    fill = facts["tokens"] / (packed_rows * seq_len)
+    return {
+        "train": {**facts, "packed_rows": packed_rows, "fill": fill},
+        "heldout": {
+            **split_facts(heldout, seq_len=seq_len, near_duplicates=near.heldout),
+            "sources": _documents_by_source(heldout),
+        },
+    }
+
+
+def _documents_by_source(split: Split) -> list[dict[str, Any]]:
+    """Return name and documents of each source; the split's documents lie in this order."""
+    counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
+    return [{"source": source.name, "documents": count} for source, count in counted]
+
+
+def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
+    """Return the facts on a split; lengths are those of the rows before any cut."""
+    counts, longest = _count_lengths(split)
+    files = _counts_by_file(split)
+    return {
+        "rows_read": split.rows_read,
+        "rows_kept": split.rows_read - split.rows_dropped,
+        "rows_dropped": split.rows_dropped,
+        "documents": len(split),
+        "truncated": int(counts[seq_len + 1 :].sum()),
+        "tokens": sum(file["tokens"] for file in files),
+        "trained_tokens": sum(file["trained_tokens"] for file in files),
+        "length_percentiles": _percentiles(counts),
+        "length_histogram": _histogram(counts, seq_len=seq_len),
+        "longest": _origins(split, longest),
+        "duplicates": len(split.first_of_row) - split.distinct_rows(),
+        "near_duplicates": near_duplicates,
+    }
+
+
+def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
+    """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers of the longest."""
+    firsts, lengths = split.first_of_row, split.documents.full_lengths
+    counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
+    for start in range(0, len(firsts), BLOCK):
+        block = firsts[start : start + BLOCK]
+        found = np.bincount(lengths[block], minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+        some = np.concatenate([longest, block])
+        order = np.argsort(-lengths[some].astype(np.int64), kind="stable")
+        longest = some[order[:LONGEST_ROWS]]
+    return counts, longest
+
+
+def _percentiles(counts: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
+    upto = np.cumsum(counts)
+    p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
+
+
+def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
+    """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all beyond."""
+    edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
+    if len(counts) > seq_len + 1:
+        edges = np.append(edges, len(counts))
+    upto = np.concatenate(([0], np.cumsum(counts)))  # rows below each length
+    places = np.minimum(edges, len(counts))
+    return {"edges": edges.tolist(), "counts": np.diff(upto[places]).tolist()}
+
+
+def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
+    """Return file, row and tokens before any cut of some documents."""
+    found = []
+    for number in documents.tolist():
+        file, row = split.origin(number)
+        tokens = int(split.documents.full_lengths[number])
+        found.append({"file": file, "row": row, "tokens": tokens})
+    return found
+
+
+def drop_facts(listing: Listing) -> dict[str, Any]:
+    """Return how many rows were dropped for each reason, and how many held-out ones were training rows."""
+    reasons = dict(sorted(listing.dropped_by_reason.items()))
+    return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
+
+
+def file_facts(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file of the folder but the manifest."""
+    names = [*ARRAYS, REJECTS, TRUNCATED]
+    return {name: file_sha256(folder / name) for name in names}
+
+
+def samples(train: Split, tokenizer: PreTrainedTokenizerBase) -> list[list[tuple[str, bool]]]:
+    """Return the first, middle and last training document as segments of text, each trained or not."""
+    places = sorted({0, len(train) // 2, len(train) - 1})
+    return [_segments(train[place], tokenizer) for place in places]
+
+
+def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    ids, mask = (part[:SAMPLE_TOKENS] for part in document)
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
+    return [
+        (str(tokenizer.decode(ids[start:stop].tolist())), bool(mask[start]))
+        for start, stop in pairwise(edges)
+    ]

@@ -1,0 +1,98 @@
+"""Work spread over processes: results come back in the order of the tasks, whatever the number of processes.
+
+Each process prepares itself once and then takes tasks. Processes are forked, so they share what is loaded and
+start at once; nothing that needs threads (torch, parallel tokenizers) may have run before. They ignore
+Ctrl-C, which their parent answers by cancelling what has not begun, and end by themselves
+as soon as the parent is gone, however it went.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from workflow.lib.system.errors import UserError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class KilledError(UserError):
+    """A process of the pool was killed from outside."""
+
+
+AHEAD = 3  # tasks per process that wait in memory: one in work, two to bridge the reader's pauses
+
+# What this process does with a task: set once by `_prepare` in a process that does nothing else.
+_work: list[Callable[[Any], Any]] = []
+
+
+def available_processes() -> int:
+    """Return how many processes can work at once: the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def map_in_order(
+    tasks: Iterable[Task],
+    *,
+    prepare: Callable[[], Callable[[Task], Result]],
+    processes: int,
+    alone: int,
+) -> Iterator[Result]:
+    """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in memory.
+
+    Tasks and results must be picklable. With one process, or no more than `alone` tasks, which take less
+    time than processes to start, all of it happens in this one. An exception of a task is raised here. Raises `KilledError` if a process is killed, as it is when memory runs out.
+    """
+    tasks = iter(tasks)
+    first = list(islice(tasks, alone + 1))
+    if processes == 1 or len(first) <= alone:
+        yield from map(prepare(), chain(first, tasks))
+        return
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
+    )
+    waiting: deque[Future[Result]] = deque()
+    gc.freeze()  # else every process' collector writes to, and so copies, what it shares with this one
+    try:
+        for task in chain(first, tasks):
+            waiting.append(pool.submit(_run, task))
+            if len(waiting) >= processes * AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise KilledError(
+            f"One of {processes} working processes was killed, most likely because memory ran out. "
+            "Start it again with fewer cores (--cores) or more memory; finished work is kept."
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        gc.unfreeze()
+
+
+def _prepare(prepare: Callable[[], Callable[[Any], Any]]) -> None:
+    """Set up a process of the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _work[:] = [prepare()]
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "only processes of the pool end with their parent"
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _run(task: Any) -> Any:
+    return _work[0](task)

@@ -1,0 +1,211 @@
+"""The two splits: which documents each one holds, and that no held-out document is also trained on."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.tokens.corpus import Corpus
+from workflow.lib.data.tokens.documents import Documents
+from workflow.lib.data.tokens.seeded_draws import Numbers, drawn, times_taken
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.system.errors import UserError
+
+BLOCK = 2**20  # documents that are looked up at a time
+
+
+@dataclass(frozen=True)
+class Split(Sequence[Document]):
+    """The documents of one split, by their numbers in a corpus, and how many rows it read and dropped.
+
+    A document of a weighted source may be chosen more than once, or not at all. `chosen` is ascending.
+    """
+
+    name: str
+    corpus: Corpus
+    documents: Documents
+    chosen: Numbers
+    rows_read: int
+    rows_dropped: int
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self.documents[int(i)] for i in self.chosen[index]]
+        return self.documents[int(self.chosen[index])]
+
+    @cached_property
+    def first_of_row(self) -> Numbers:
+        """Numbers of the documents of which each is the first of its row, repetitions by weight left out.
+
+        It is `chosen` itself where every document is one, as it is nearly always.
+        """
+        first, ordinals = np.ones(len(self), dtype=np.bool_), self.documents.ordinals
+        for start in range(1, len(self), BLOCK):
+            block = ordinals[self.chosen[start - 1 : start + BLOCK]]
+            first[start : start + BLOCK] = block[1:] != block[:-1]
+        return self.chosen if first.all() else self.chosen[first]
+
+    def by_file(self) -> Iterator[tuple[int, Numbers]]:
+        """Yield the documents in order, some at a time, with the number of the file that they came from."""
+        for shard, chosen in self.documents.by_shard(self.chosen):
+            yield self.documents.shards[shard].file, chosen
+
+    def origin(self, number: int) -> tuple[str, int]:
+        """Return the file and row that document `number` of the corpus came from."""
+        file, row = self.documents.origin(number)
+        return self.corpus.files[file].file, row
+
+    def distinct_rows(self) -> int:
+        """Return how many rows differ in their tokens, by digest; all that end alike are in memory at a time."""
+        ranges = math.ceil(len(self.first_of_row) / BLOCK)
+        return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
+
+    def _digests_of(self, part: int, ranges: int) -> npt.NDArray[np.uint64]:
+        """Return the digests whose remainder by `ranges` is `part`."""
+        firsts, found = self.first_of_row, [np.empty(0, dtype=np.uint64)]
+        for start in range(0, len(firsts), BLOCK):
+            digests = self.documents.digests[firsts[start : start + BLOCK]]
+            found.append(digests[digests % np.uint64(ranges) == part])
+        return np.concatenate(found)
+
+    def without_rows(self, ordinals: npt.NDArray[np.uint64]) -> "Split":
+        """Return the split without the documents of these rows, which count as dropped."""
+        lost = np.isin(self.documents.ordinals[self.chosen], ordinals)
+        return replace(
+            self,
+            chosen=self.chosen[~lost],
+            rows_dropped=self.rows_dropped + len(np.unique(ordinals)),
+        )
+
+
+def whole_corpus(
+    name: str, corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64]
+) -> Split:
+    """Return a split of all documents of a corpus; `dropped` are the ordinals of the rows that gave none."""
+    return _split(name, corpus, documents, dropped, np.ones(corpus.rows_read, dtype=np.bool_))
+
+
+def divide(
+    corpus: Corpus,
+    documents: Documents,
+    dropped: npt.NDArray[np.int64],
+    *,
+    share: float,
+    seed: int,
+) -> tuple[Split, Split]:
+    """Divide a corpus' rows into train and held-out: `share` of all rows (rounded, at least one) is held out.
+
+    Which rows is a pure function of their number and `seed`, whatever their content.
+    """
+    count = max(1, round(corpus.rows_read * share))
+    held = np.zeros(corpus.rows_read, dtype=np.bool_)
+    held[drawn(count, total=corpus.rows_read, seed=seed)] = True
+    return (
+        _split("train", corpus, documents, dropped, ~held),
+        _split("heldout", corpus, documents, dropped, held),
+    )
+
+
+def weighted(split: Split, *, seed: int) -> Split:
+    """Return the split as an epoch takes it: each source's documents as often as its weight says."""
+    weights = [source.weight for source in split.corpus.sources]
+    if set(weights) == {1.0}:
+        return split
+    times = [
+        times_taken(documents, weight=weight, source=number, seed=seed)
+        for number, (documents, weight) in enumerate(
+            zip(documents_by_source(split), weights, strict=True)
+        )
+    ]
+    taken = np.concatenate(times)  # documents lie in the order of their sources
+    parts = (
+        np.repeat(split.chosen[start : start + BLOCK], taken[start : start + BLOCK])
+        for start in range(0, len(taken), BLOCK)
+    )
+    return replace(split, chosen=_joined(parts, total=int(taken.sum(dtype=np.int64))))
+
+
+def documents_by_source(split: Split) -> list[int]:
+    """Return how many of a split's documents each source gives; they lie in this order."""
+    counts, last = [0] * len(split.corpus.sources), 0
+    for file, chosen in split.by_file():
+        source = split.corpus.files[file].source
+        assert source >= last, "documents lie in the order of their sources"
+        counts[source] += len(chosen)
+        last = source
+    return counts
+
+
+def _split(
+    name: str,
+    corpus: Corpus,
+    documents: Documents,
+    dropped: npt.NDArray[np.int64],
+    member: npt.NDArray[np.bool_],
+) -> Split:
+    """Return the documents of the rows that are `member`, shape (rows read,)."""
+    return Split(
+        name=name,
+        corpus=corpus,
+        documents=documents,
+        chosen=_documents_of(member, documents.ordinals),
+        rows_read=int(member.sum()),
+        rows_dropped=int(member[dropped].sum()),
+    )
+
+
+def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64]) -> Numbers:
+    """Return the numbers of the documents, of row number `ordinals`, whose row is `member`."""
+
+    def chosen() -> Iterator[npt.NDArray[np.int64]]:
+        for start in range(0, len(ordinals), BLOCK):
+            yield start + np.flatnonzero(member[ordinals[start : start + BLOCK]])
+
+    return _joined(chosen(), total=sum(map(len, chosen())))
+
+
+def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
+    """Return parts of `total` entries behind each other; `np.concatenate` would hold all of them twice."""
+    joined, end = np.empty(total, dtype=np.uint32), 0
+    for part in parts:
+        joined[end : end + len(part)] = part
+        end += len(part)
+    assert end == total, f"{end} entries instead of {total}"
+    return joined
+
+
+def overlap(heldout: Split, train: Split) -> Numbers:
+    """Return the held-out documents whose tokens a training document has."""
+    digests = heldout.documents.digests[heldout.chosen]
+    known = np.unique(digests)
+    found = np.zeros(len(known), dtype=np.bool_)
+    for start in range(0, len(train), BLOCK):
+        block = train.documents.digests[train.chosen[start : start + BLOCK]]
+        places = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
+        found[places[known[places] == block]] = True
+    return heldout.chosen[found[np.searchsorted(known, digests)]]
+
+
+def check_not_empty(*splits: Split, rejects: Path) -> None:
+    """Raise `UserError` if no document of a split is left; `rejects` lists the dropped rows."""
+    for split in splits:
+        if len(split) == 0:
+            listed = f" (listed with reasons: {rejects})" if split.rows_dropped else ""
+            files = ", ".join(file.file for file in split.corpus.files[:3])
+            raise UserError(
+                f"data.{split.name}: no document is left for the split {split.name}: {split.rows_read} rows of "
+                f"{files} were read for it, {split.rows_dropped} of them dropped{listed}. "
+                "Give it more rows, or mend those."
+            )

@@ -1,0 +1,211 @@
+"""The tokens folder: flat little-endian `.npy` files and a manifest, read by memory map, without torch.
+
+A training row holds whole documents one after the other; `position_ids` starts again at 0 with each of
+them, so a row needs no attention mask. The padding tail is one more document that trains nothing.
+`loss_mask[i]` says that token i is a prediction target, predicted from token i - 1 of the same document:
+it is never True where `position_ids` is 0. Held-out documents lie unpacked behind each other, cut by offsets.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import is_passing, read_checked_json
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+REJECTS = "rejects.jsonl"
+TRUNCATED = "truncated.jsonl"
+
+# Every array of the folder and its type on disk; the shapes follow from the manifest (`_shapes`).
+ARRAYS: dict[str, npt.DTypeLike] = {
+    "train.input_ids.npy": "<u4",
+    "train.loss_mask.npy": "|b1",
+    "train.position_ids.npy": "<i4",
+    "heldout.input_ids.npy": "<u4",
+    "heldout.loss_mask.npy": "|b1",
+    "heldout.offsets.npy": "<i8",
+}
+CHUNK_TOKENS = 2**24  # mask entries (bytes) read at a time where a whole array is summed
+
+Array = npt.NDArray[Any]
+Document = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+
+
+class HeldoutDocuments(Sequence[Document]):
+    """The held-out documents in order, each as (token ids, loss mask), both of shape (length,)."""
+
+    def __init__(self, *, ids: Array, mask: Array, offsets: Array) -> None:
+        self._ids, self._mask, self._offsets = ids, mask, offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        place = index % len(self)
+        span = slice(int(self._offsets[place]), int(self._offsets[place + 1]))
+        return self._ids[span], self._mask[span]
+
+
+class TokenStore:
+    """A tokens folder opened for reading; arrays stay on disk until they are indexed.
+
+    Attributes: `manifest`; `num_rows`; `seq_len`, tokens; `input_ids` uint32, `loss_mask` bool and
+    `position_ids` int32, the training arrays, each of shape (num_rows, seq_len).
+    """
+
+    def __init__(self, *, manifest: dict[str, Any], arrays: dict[str, Array]) -> None:
+        self.manifest = manifest
+        self.input_ids = arrays["train.input_ids.npy"]
+        self.loss_mask = arrays["train.loss_mask.npy"]
+        self.position_ids = arrays["train.position_ids.npy"]
+        self.num_rows, self.seq_len = self.input_ids.shape
+        self._heldout = HeldoutDocuments(
+            ids=arrays["heldout.input_ids.npy"],
+            mask=arrays["heldout.loss_mask.npy"],
+            offsets=arrays["heldout.offsets.npy"],
+        )
+
+    @classmethod
+    def open(cls, path: Path) -> "TokenStore":
+        """Map the arrays of the folder `path`, after checking version, types, shapes and file sizes.
+
+        Raises `UserError` if the folder is missing, of another format version, or damaged.
+        """
+        manifest = _read_manifest(path)
+        shapes = _shapes(path, manifest)
+        return cls(
+            manifest=manifest,
+            arrays={name: _map_array(path / name, shape) for name, shape in shapes.items()},
+        )
+
+    @cached_property
+    def trained_tokens_per_row(self) -> npt.NDArray[np.int32]:
+        """Prediction targets of each training row, shape (num_rows,); read in chunks at the first use."""
+        counts = np.empty(self.num_rows, dtype=np.int32)
+        step = max(1, CHUNK_TOKENS // self.seq_len)
+        for first in range(0, self.num_rows, step):
+            rows = slice(first, first + step)
+            counts[rows] = self.loss_mask[rows].sum(axis=1, dtype=np.int32)
+        return counts
+
+    def heldout_documents(self) -> Sequence[Document]:
+        """Return the held-out documents, each as (token ids uint32, loss mask bool) of shape (length,)."""
+        return self._heldout
+
+    def heldout_sources(self) -> list[str]:
+        """Return the name of the source of each held-out document, as the manifest tells it.
+
+        Raises `UserError` if it tells of another number of documents.
+        """
+        try:
+            parts = self.manifest["splits"]["heldout"]["sources"]
+            names = [part["source"] for part in parts for _ in range(part["documents"])]
+        except (KeyError, TypeError) as error:
+            raise self._lacking_sources(repr(error)) from None
+        if len(names) != len(self._heldout):
+            raise self._lacking_sources(f"{len(names)} documents instead of {len(self._heldout)}")
+        return names
+
+    @staticmethod
+    def _lacking_sources(finding: str) -> UserError:
+        return UserError(
+            f"{MANIFEST} of the tokens does not say where the held-out documents come from ({finding}). "
+            "Delete the tokens folder and run the workflow again."
+        )
+
+    @property
+    def num_heldout_documents(self) -> int:
+        """Number of held-out documents."""
+        return len(self._heldout)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not (path / MANIFEST).is_file():
+        raise UserError(
+            f"{path} holds no {MANIFEST}: it is no finished tokens folder. "
+            "Delete it if it exists, and run the workflow again; tokenize_dataset writes it."
+        )
+    try:
+        manifest = read_checked_json(path / MANIFEST)
+        version = manifest["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{MANIFEST} cannot be read ({error!r})") from None
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path / MANIFEST}: format_version = {version!r}, but this version of the workflow reads "
+            f"{FORMAT_VERSION}. Delete the folder {path} and run the workflow again."
+        )
+    return manifest
+
+
+def recorded_arrays(path: Path, manifest: dict[str, Any]) -> list[RecordedFile]:
+    """Return the arrays of the tokens folder `path`, with the SHA-256 in its manifest."""
+    try:
+        return [RecordedFile(path, name, manifest["files"][name]) for name in ARRAYS]
+    except (KeyError, TypeError) as error:
+        raise _damaged(path, f"{MANIFEST} lacks checksums ({error!r})") from None
+
+
+def _shapes(path: Path, manifest: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape that the manifest promises for each array."""
+    try:
+        train = (int(manifest["splits"]["train"]["packed_rows"]), int(manifest["seq_len"]))
+        heldout = manifest["splits"]["heldout"]
+        tokens, documents = int(heldout["tokens"]), int(heldout["documents"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"{MANIFEST} lacks sizes ({error!r})") from None
+    ragged = {"heldout.offsets.npy": (documents + 1,)}
+    return {
+        name: train if name.startswith("train.") else ragged.get(name, (tokens,)) for name in ARRAYS
+    }
+
+
+def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
+    """Map one `.npy` file after checking its type, shape and size."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        if is_passing(error):
+            raise
+        raise _damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+    expected = np.dtype(ARRAYS[path.name])
+    if array.dtype != expected or array.shape != shape:
+        found = f"{array.dtype.str} {array.shape}"
+        raise _damaged(
+            path.parent, f"{path.name} is {found}, the manifest says {expected.str} {shape}"
+        )
+    assert isinstance(array, np.memmap)
+    size, promised = path.stat().st_size, array.offset + array.nbytes
+    if size != promised:
+        raise _damaged(path.parent, f"{path.name} has {size} bytes instead of {promised}")
+    return array
+
+
+def _damaged(path: Path, finding: str) -> UserError:
+    return UserError(
+        f"The tokens folder {path} is damaged: {finding}. Delete the folder and run the workflow again."
+    )
+
+
+def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed: int) -> list[int]:
+    """Return the numbers of the documents with trained tokens, in order: all, or `at_most` drawn by `seed`."""
+    trained = [number for number, (_, mask) in enumerate(documents) if mask.any()]
+    if at_most is None or at_most >= len(trained):
+        return trained
+    drawn = np.random.default_rng(seed).choice(len(trained), size=at_most, replace=False)
+    return [trained[place] for place in sorted(drawn.tolist())]

@@ -1,0 +1,132 @@
+"""Writing of the tokens folder: packed rows window by window, and held-out documents one by one."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.data.tokens.packing import Packing
+from workflow.lib.data.tokens.token_store import ARRAYS, Array
+
+BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a time
+
+
+@dataclass(frozen=True)
+class Window:
+    """Documents that are packed together: document d is `ids[starts[d] : starts[d] + lengths[d]]`, masks alike."""
+
+    ids: npt.NDArray[np.uint32]
+    mask: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    packing: Packing
+
+
+class ArrayWriter:
+    """Writes a `.npy` file front to back, of which the number of rows is known at the end. A context manager."""
+
+    def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
+        self._dtype = np.dtype(ARRAYS[path.name])
+        self._row_shape = row_shape
+        self.rows = 0
+        self._file = path.open("wb")
+        self._write_header()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the header anew, and sync the file."""
+        end = self._file.tell()
+        self._file.seek(0)
+        self._write_header()
+        self._file.seek(end)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write_header(self) -> None:
+        """Its length is the same for any number of rows: NumPy leaves room for the first axis to grow."""
+        shape = (self.rows, *self._row_shape)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, array: Array) -> None:
+        """Write rows of shape (any number, *row_shape)."""
+        assert array.shape[1:] == self._row_shape, f"rows of shape {array.shape[1:]}"
+        array.astype(self._dtype, copy=False).tofile(self._file)
+        self.rows += len(array)
+
+
+def write_train(folder: Path, windows: Iterable[Window], *, seq_len: int, pad_token_id: int) -> int:
+    """Write the training arrays into `folder`, window by window; return the number of rows."""
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(ArrayWriter(folder / name, row_shape=(seq_len,)))
+            for name in ARRAYS
+            if name.startswith("train.")
+        ]
+        for window in windows:
+            assert not window.mask[window.starts].any(), (
+                "the first token of a document cannot be a target"
+            )
+            for parts in _packed_rows(window, seq_len, pad_token_id):
+                for writer, part in zip(writers, parts, strict=True):
+                    writer.append(part)
+    return writers[0].rows
+
+
+def _packed_rows(
+    window: Window, seq_len: int, pad_token_id: int
+) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield (input ids, loss mask, position ids), shape (rows, seq_len), of some rows at a time."""
+    packing, step = window.packing, max(1, BLOCK_TOKENS // seq_len)
+    for first in range(0, packing.num_rows, step):
+        offsets = packing.offsets[first : first + step + 1]
+        documents = packing.documents[offsets[0] : offsets[-1]]
+        lengths, starts = window.lengths[documents], window.starts[documents]
+        before = np.concatenate(
+            ([0], np.cumsum(lengths))
+        )  # tokens of the block before each document
+        row_starts = before[offsets - offsets[0]]
+        fill = np.diff(row_starts)
+        rows = np.repeat(np.arange(len(fill)), np.diff(offsets))
+        places = rows * seq_len + before[:-1] - row_starts[rows]
+        source, target = spans(starts, lengths), spans(places, lengths)
+        ids = np.full(len(fill) * seq_len, pad_token_id, dtype=np.uint32)
+        mask = np.zeros(len(fill) * seq_len, dtype=np.bool_)
+        # What no document takes is one more document: its positions begin where the last one ends.
+        positions = (np.arange(seq_len, dtype=np.int32) - fill[:, None].astype(np.int32)).ravel()
+        ids[target], mask[target] = window.ids[source], window.mask[source]
+        positions[target] = spans(np.zeros_like(lengths), lengths)
+        shape = (len(fill), seq_len)
+        yield ids.reshape(shape), mask.reshape(shape), positions.reshape(shape)
+
+
+def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers from each start on, as many as its length, behind each other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def write_heldout(folder: Path, documents: Iterable[tuple[Array, Array, Array]]) -> None:
+    """Write the held-out arrays into `folder`, one document behind the other.
+
+    documents: some at a time, as (ids, mask, lengths): the tokens of all of them behind each other.
+    """
+    lengths = [np.zeros(1, dtype=np.int64)]
+    with (
+        ArrayWriter(folder / "heldout.input_ids.npy") as all_ids,
+        ArrayWriter(folder / "heldout.loss_mask.npy") as all_masks,
+        ArrayWriter(folder / "heldout.offsets.npy") as offsets,
+    ):
+        for ids, mask, some in documents:
+            all_ids.append(ids)
+            all_masks.append(mask)
+            lengths.append(some.astype(np.int64))
+        offsets.append(np.cumsum(np.concatenate(lengths)))

@@ -1,0 +1,87 @@
+"""Where a tokens folder is made: finished parts that outlive a kill, and the folder that appears whole or not at all.
+
+Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a job fails.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workflow.lib.data.tokens.dropped_rows import Listing
+from workflow.lib.data.tokens.process_pool import KilledError
+from workflow.lib.data.tokens.token_store import REJECTS, TRUNCATED
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import put_in_place
+
+logger = logging.getLogger("workflow")
+
+
+@contextmanager
+def work_folder(output: Path, *, key: str) -> Iterator[Path]:
+    """Yield the folder of finished parts for the work that `key` identifies; parts of other work are removed.
+
+    It stays when the work is interrupted, and goes when that is complete or the data or settings are at fault.
+    """
+    parent = output.with_name(f".{output.name}.work")
+    work = parent / key
+    tell_of_others(parent)
+    for other in parent.glob("*"):
+        if other != work:
+            remove_folder(other)
+    if work.is_dir():
+        logger.info("an earlier start was interrupted: its finished parts are used (%s)", work)
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        yield work
+    except UserError as error:
+        if not isinstance(error, KilledError):
+            remove_folder(parent)
+        raise
+    else:
+        remove_folder(parent)
+
+
+def tell_of_others(parent: Path) -> None:
+    """Log where parts of other settings lie: they may be wanted again, or in work now, so none is removed."""
+    for other in sorted(parent.parent.glob(".*.work")):
+        if other != parent:
+            logger.info(
+                "parts of other settings, interrupted or in work, lie in %s: delete it if neither is so",
+                other,
+            )
+
+
+@contextmanager
+def finished_folder(output: Path) -> Iterator[tuple[Path, Listing]]:
+    """Yield a new folder, and the listing in it, that replaces `output` once complete.
+
+    On failure nothing is left but the list of dropped rows, if there is any, beside `output`.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    remove_folder(partial)
+    rejects_beside(output).unlink(missing_ok=True)  # of an earlier attempt
+    partial.mkdir(parents=True)
+    try:
+        with Listing(rejects=partial / REJECTS, truncated=partial / TRUNCATED) as listing:
+            yield partial, listing
+    except UserError:
+        if (partial / REJECTS).stat().st_size:
+            shutil.copyfile(partial / REJECTS, rejects_beside(output))
+        raise
+    else:
+        put_in_place(partial, output)
+    finally:
+        remove_folder(partial)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, if it is there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def rejects_beside(output: Path) -> Path:
+    """Return where the list of dropped rows is kept if they stop the run."""
+    return output.with_name(f"{output.name}.{REJECTS}")

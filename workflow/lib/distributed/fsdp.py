@@ -1,0 +1,82 @@
+"""Sharding over the processes of a run (`world`), applied to a finished model from outside.
+
+`shard_` is the one place that decides what is shared and
+how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by rows of the
+vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
+
+With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and gradients are summed
+over the groups too.
+
+FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision policy is set, and
+gradients are summed, not averaged, because the loss is already divided by the global number of trained tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from workflow.lib.distributed.vocabulary_parallel import share_vocabulary_
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.training_module import CausalLMForTraining
+
+
+def shard_(
+    training: CausalLMForTraining,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    ignored: set[nn.Parameter] | None = None,
+) -> list[FSDPModule]:
+    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a meta-device model.
+
+    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward. ignored:
+    parameters of decoder layers to leave as they are (`layer_offload`).
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    sliced = share_vocabulary_(training, mesh)
+    units: list[FSDPModule] = [
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+        )
+        for layer in decoder_layers(model)
+    ]
+    units.append(
+        fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
+    )
+    register_fsdp_forward_method(training, "family_logits")
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # plain SUM: gloo has no pre-multiplied one
+    return units
+
+
+def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after each unit's forward.
+
+    Collective; call on a meta-device model. Every forward gathers all weights once, unit by unit.
+    """
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:  # a tied weight must stay in one unit: the root
+        fully_shard(embedding, mesh=mesh, reshard_after_forward=True)
+        fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+@contextmanager
+def forward_only(training: nn.Module) -> Iterator[None]:
+    """Within the block forward keeps nothing for backward; after it a process holds its shards alone.
+
+    FSDP2 leaves it to backward to free the root, and with `reshard_after_forward=False` all layers.
+    """
+    with torch.no_grad():
+        yield
+    for module in training.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,247 @@
+"""Sharded tensors on disk: a safetensors file per process, and an index that says where each piece belongs.
+
+`index.json` is written last. It holds the size and SHA-256 of every other file, and one of its own
+content, so a folder whose index agrees with itself and its files is whole. Pieces are placed by
+their offset in the whole tensor (DTensor's own chunk list), so any number
+of processes can read what any other number wrote. Nothing is pickled: torch's distributed checkpoint keeps its
+`.metadata` as a pickle, which could run code when read, and its safetensors storage has no checksums.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from workflow.lib.system.files import (
+    file_sha256,
+    is_passing,
+    read_checked_json,
+    sync,
+    write_checked_json,
+)
+
+INDEX = "index.json"
+FORMAT_VERSION = 1
+
+
+class DamagedError(Exception):
+    """A folder is not what its index says; the text names the file."""
+
+
+class WriteError(Exception):
+    """A process could not write its part; raised on all processes with the same text."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one process holds of a tensor: `local` lies at `offset` of the whole, of shape `shape`."""
+
+    local: torch.Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    mine: bool  # False: another process writes the same values
+
+    def staged(self) -> "Piece":
+        """Return a copy on the CPU, which training does not change."""
+        copy = self.local.detach().to("cpu", copy=True).contiguous()
+        return Piece(copy, self.offset, self.shape, self.mine)
+
+
+def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
+    """Return this process's part of a tensor; a tensor that is not distributed is written by rank 0."""
+    if not isinstance(tensor, DTensor):
+        whole = tensor.detach()
+        return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), mine=rank == 0)
+    (chunk,) = tensor.__create_chunk_list__()
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this process is in the mesh"
+    placed = zip(coordinate, tensor.placements, strict=True)
+    first = all(place == 0 for place, placement in placed if placement.is_replicate())
+    local = tensor.to_local().detach()
+    return Piece(local, tuple(chunk.offsets), tuple(tensor.shape), mine=first)
+
+
+def write_sharded(
+    folder: Path,
+    pieces: Mapping[str, Piece],
+    *,
+    group: dist.ProcessGroup,
+    facts: Mapping[str, Any],
+    companions: Iterable[Path] = (),
+) -> None:
+    """Write every process's pieces and, on the group's first process, the index with `facts`; all synced. Collective.
+
+    folder: exists. companions: files in it that rank 0 has written, to be covered by checksums. Raises `WriteError` on all processes if
+    one of them fails.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    name = f"shard-{rank:05d}-of-{size:05d}.safetensors"
+    part = _attempt(lambda: _write_part(folder / name, pieces, companions if rank == 0 else ()))
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, part, group=group)
+    _raise_first(parts)
+    done = [_attempt(lambda: _write_index(folder, parts, facts)) if rank == 0 else None]
+    dist.broadcast_object_list(done, group=group, group_src=0)
+    _raise_first(done)
+
+
+def _attempt(action: Any) -> Any:
+    """Return the action's result, or what went wrong as a string."""
+    try:
+        return action()
+    except (OSError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _raise_first(results: Iterable[Any]) -> None:
+    for result in results:
+        if isinstance(result, str):
+            raise WriteError(result)
+
+
+def _write_part(
+    path: Path, pieces: Mapping[str, Piece], companions: Iterable[Path]
+) -> dict[str, Any]:
+    """Write this process's file; return the entries of the index."""
+    held = {n: piece for n, piece in pieces.items() if piece.mine and piece.local.numel()}
+    save_file({name: piece.local for name, piece in held.items()}, path)
+    path.chmod(0o644)  # safetensors keeps other users out
+    files = [path, *companions]
+    for file in files:
+        sync(file)
+    return {
+        "files": {f.name: {"bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in files},
+        "tensors": {name: _entry(piece, path.name) for name, piece in held.items()},
+    }
+
+
+def _entry(piece: Piece, file: str) -> dict[str, Any]:
+    place = {"file": file, "offset": piece.offset, "shape": tuple(piece.local.shape)}
+    dtype = str(piece.local.dtype).removeprefix("torch.")
+    return {"shape": piece.shape, "dtype": dtype, "pieces": [place]}
+
+
+def _write_index(folder: Path, parts: list[dict[str, Any]], facts: Mapping[str, Any]) -> None:
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part["tensors"].items():
+            known = tensors.setdefault(name, entry | {"pieces": []})
+            known["pieces"].extend(entry["pieces"])
+    files = {name: facts for part in parts for name, facts in part["files"].items()}
+    head = {"format_version": FORMAT_VERSION, "processes": len(parts), **facts}
+    content = head | {"files": files, "tensors": dict(sorted(tensors.items()))}
+    write_checked_json(folder / INDEX, content)
+    sync(folder)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of a folder; raises `DamagedError` if there is none that can be read."""
+    try:
+        index = read_checked_json(folder / INDEX)
+        version = index["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if is_passing(error):
+            raise
+        raise DamagedError(f"{INDEX} cannot be read ({type(error).__name__}: {error})") from None
+    if version != FORMAT_VERSION:
+        raise DamagedError(f"{INDEX} has format_version {version!r} instead of {FORMAT_VERSION}")
+    _check_names(index)
+    return index
+
+
+def _check_names(index: dict[str, Any]) -> None:
+    """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one that has a checksum."""
+    try:
+        files = set(index["files"])
+        used = {piece["file"] for entry in index["tensors"].values() for piece in entry["pieces"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{INDEX} cannot be read ({type(error).__name__}: {error})") from None
+    strange = {name for name in files if Path(name).name != name} | (used - files)
+    if strange:
+        raise DamagedError(f"{INDEX} names a file that is not of this folder: {min(strange)!r}")
+
+
+def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(None)) -> None:
+    """Compare size and SHA-256 of the index's files (of a share of them); raises `DamagedError` at the first that differs."""
+    for name in sorted(index["files"])[share]:
+        expected = index["files"][name]
+        try:
+            size = (folder / name).stat().st_size
+            if size != expected["bytes"]:
+                raise DamagedError(f"{name} has {size} bytes instead of {expected['bytes']}")
+            if file_sha256(folder / name) != expected["sha256"]:
+                raise DamagedError(f"{name} does not have its SHA-256")
+        except OSError as error:
+            if is_passing(error):
+                raise
+            raise DamagedError(f"{name} cannot be read ({error.strerror})") from None
+
+
+def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]) -> None:
+    """Fill the pieces' local tensors in place from whatever pieces are in the folder.
+
+    Raises `DamagedError` if the folder holds other tensors than `targets`, or does not cover one.
+    """
+    if index["tensors"].keys() != targets.keys():
+        other = min(index["tensors"].keys() ^ targets.keys())
+        raise DamagedError(f"it holds other tensors than this run ({other})")
+    with ExitStack() as stack, torch.no_grad():
+        opened: dict[str, Any] = {}
+        for name, target in targets.items():
+            filled = 0
+            for file, source, destination in _overlaps(name, index["tensors"][name], target):
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                values = _values(opened[file], name, source)
+                target.local[destination].copy_(values)
+                filled += values.numel()
+            if filled != target.local.numel():
+                raise DamagedError(f"{name} is not covered by its pieces")
+
+
+def _values(file: Any, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+    values: torch.Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+    return values
+
+
+def _overlaps(
+    name: str, entry: dict[str, Any], target: Piece
+) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield file, place in the file's piece, and place in the target, wherever the two overlap."""
+    found = (tuple(entry["shape"]), entry["dtype"])
+    expected = (target.shape, str(target.local.dtype).removeprefix("torch."))
+    if found != expected:
+        raise DamagedError(f"{name} is {found} instead of {expected}")
+    for piece in entry["pieces"]:
+        bounds = [
+            (max(a, b), min(a + m, b + n), a, b)
+            for a, m, b, n in zip(
+                piece["offset"], piece["shape"], target.offset, target.local.shape, strict=True
+            )
+        ]
+        if all(low < high for low, high, _, _ in bounds):
+            source = tuple(slice(low - a, high - a) for low, high, a, _ in bounds)
+            destination = tuple(slice(low - b, high - b) for low, high, _, b in bounds)
+            yield piece["file"], source, destination
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor whole, on the CPU, after checking all files. Needs no process group.
+
+    Raises `DamagedError`.
+    """
+    index = read_index(folder)
+    check_files(folder, index)
+    tensors = {
+        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for name, entry in index["tensors"].items()
+    }
+    read_into_(folder, index, {name: piece_of(tensor, rank=0) for name, tensor in tensors.items()})
+    return tensors

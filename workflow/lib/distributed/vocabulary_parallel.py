@@ -1,0 +1,356 @@
+"""A vocabulary that processes share: each holds a slice of the rows of embedding and output head, and no table is ever gathered.
+
+What travels instead are rows: hidden states of trained tokens to all slices of the head, and their gradients back; token
+ids to the owners of their embeddings, and the rows back. So the largest buffer is one chunk of rows, whatever the
+vocabulary. The parallel cross-entropy is that of Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of
+processes that share the data too. All functions that communicate are collective over `group`, the processes that share the vocabulary.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from workflow.lib.model.architecture.vocabulary_slices import (
+    chunk_rows,
+    exchanged_rows,
+    vocabulary_slices,
+)
+from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
+from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.model.trained_modules import trained_parts
+from workflow.lib.model.training_module import CausalLMForTraining
+
+# Named anew in torch 2.13; the old names warn there.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NOBODY = -1  # the target of a row that is only padding
+
+
+def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Cut embedding and head into slices; return these parameters, which FSDP must leave alone.
+
+    mesh: its last dimension are the processes that share a copy of the model, of which neighbours share the vocabulary
+    (`vocabulary_slices`). Call on a meta-device model. A tied table stays one parameter; an embedding without rows stays as it is.
+    """
+    mesh = _slices_mesh(mesh)
+    model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    group = mesh.get_group(mesh.ndim - 1)
+    weight = _sliced(head.weight, mesh)
+    bias = None if head.bias is None else _sliced(head.bias, mesh)
+    if embedding.weight is head.weight:
+        embedding.weight = weight
+    elif len(embedding.weight):
+        embedding.weight = _sliced(embedding.weight, mesh)
+    shared = SlicedHead(weight, bias, group)
+    model.set_output_embeddings(shared)
+    training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
+    training.rows_of = ExchangedRows(embedding, group, model.config.dtype)
+    return {p for p in (embedding.weight, weight, bias) if p is not None}
+
+
+def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh whose last dimension are the processes that share the vocabulary."""
+    shards = mesh.size(mesh.ndim - 1)
+    slices = vocabulary_slices(shards)
+    if slices == shards:
+        return mesh
+    names = ("copies", "slices")
+    return init_device_mesh(
+        mesh.device_type, (dist.get_world_size() // slices, slices), mesh_dim_names=names
+    )
+
+
+def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a meta-device table as a parameter of which this process holds rows, cut as FSDP2 cuts."""
+    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    whole = DTensor.from_local(
+        table.detach()[:0], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
+    )  # fmt: skip
+    start, stop = local_range(whole)
+    mine = DTensor.from_local(
+        table.detach()[start:stop], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
+    )  # fmt: skip
+    return nn.Parameter(mine, requires_grad=table.requires_grad)
+
+
+class SlicedHead(nn.Module):
+    """A linear head of whose rows this process holds a slice: `weight` (vocab, hidden) and `bias` (vocab,) are DTensors."""
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._group = group
+
+    def slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this process's part (rows, slice) of the logits of hidden states (rows, hidden)."""
+        bias = None if self.bias is None else local(self.bias).to(hidden.dtype)
+        return nn.functional.linear(hidden, local(self.weight).to(hidden.dtype), bias)
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return all logits (..., vocab) of this process's hidden states (..., hidden), for checks: without gradients. Collective."""
+        size, vocab = self._group.size(), self.weight.shape[0]
+        mine = hidden.flatten(0, -2)
+        rows = agreed_most(len(mine))
+        part = self.slice_logits(_gathered(_padded(mine, rows, fill=0), self._group))
+        part = nn.functional.pad(part, (0, -(-vocab // size) - part.shape[1]))
+        slices = torch.empty_like(part)
+        dist.all_to_all_single(slices, part, group=self._group)
+        whole = slices.view(size, rows, -1).transpose(0, 1).flatten(1)
+        return whole[: len(mine), :vocab].reshape(*hidden.shape[:-1], vocab)
+
+
+class SlicedCrossEntropy(LinearCrossEntropy):
+    """The same loss of this process's rows by a `SlicedHead`."""
+
+    def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
+        super().__init__(head)
+        self._group = group
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None. Collective.
+
+        hidden: (rows, hidden_size); targets: (rows,) int64. Processes may have different numbers of rows, or none.
+        """
+        if targets is None:
+            return self.head.logits(hidden)
+        loss: torch.Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, self.head, self._group, *trained_parts(self.head.module)
+        )
+        return loss
+
+
+class _SlicedLoss(torch.autograd.Function):
+    """The gradient is computed in forward, as in `loss`; backward communicates nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        head: OutputHead,
+        group: dist.ProcessGroup,
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
+        grad = torch.empty_like(hidden) if wants_grad else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        most = agreed_most(len(targets))
+        size = chunk_rows(group.size(), vocab_size=head.vocab_size)
+        for start in range(0, most, size):
+            rows = slice(start, min(start + size, most))
+            count = rows.stop - start
+            given = _padded(hidden[rows], count, fill=0), _padded(targets[rows], count, fill=NOBODY)
+            loss, chunk_grad = _chunk(*given, head, group, trained=trained, wants_grad=wants_grad)
+            total += loss
+            if grad is not None:
+                assert chunk_grad is not None
+                grad[rows] = chunk_grad[: len(grad[rows])]
+        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
+        of_head, ctx.of_head = ctx.of_head, []
+        return grad.mul_(grads[0]), None, None, None, *(x.mul_(grads[0]) for x in of_head)
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: OutputHead,
+    group: dist.ProcessGroup,
+    *,
+    trained: TrainedHead | None,
+    wants_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the summed loss of this process's rows, and their gradient; add that of the head to `trained`.
+
+    All processes give equally many rows.
+    """
+    assert isinstance(head.module, SlicedHead)
+    everyone = _gathered(targets, group)
+    states = _gathered(hidden.detach(), group)
+    with torch.set_grad_enabled(wants_grad):
+        if trained is None:
+            leaf = states.requires_grad_(wants_grad)
+            logits = head.finished(head.module.slice_logits(leaf))
+        else:
+            leaf = trained.product(states)
+            logits = head.finished(leaf)
+    places = _Places(everyone, local_range(head.module.weight))
+    log_sums, chosen = _over_slices(logits.detach(), places, group)
+    losses = (log_sums - chosen).masked_fill(everyone == NOBODY, 0.0)
+    loss = losses[group.rank() * len(targets) :][: len(targets)].sum()
+    if not wants_grad:
+        return loss, None
+    slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
+    places.subtract_one_(slope)
+    slope.masked_fill_((everyone == NOBODY)[:, None], 0.0)
+    part = torch.autograd.grad(logits, leaf, slope)[0]
+    if trained is not None:
+        part = trained.backward(states, part)
+    part = part.float()  # of this slice; added up in fp32
+    own = torch.empty_like(part[: len(targets)])
+    REDUCE_SCATTER(own, part, group=group)
+    return loss, own
+
+
+class _Places:
+    """Where this process's slice, rows `start` to `stop` of the vocabulary, has the targets (rows,) of all processes."""
+
+    def __init__(self, targets: torch.Tensor, ranges: tuple[int, int]) -> None:
+        start, stop = ranges
+        self._empty = start == stop
+        self._inside = (targets >= start) & (targets < stop)
+        self._columns = (targets - start).clamp(0, max(0, stop - start - 1))[:, None]
+
+    def chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logit (rows,) of each target that is in this slice, 0 for the others."""
+        if self._empty:
+            return logits.new_zeros(len(logits))
+        return logits.gather(1, self._columns)[:, 0].masked_fill(~self._inside, 0.0)
+
+    def subtract_one_(self, probabilities: torch.Tensor) -> None:
+        """Subtract 1 at each target that is in this slice."""
+        if not self._empty:
+            ones = self._inside[:, None].to(probabilities.dtype)
+            probabilities.scatter_add_(1, self._columns, -ones)
+
+
+def _over_slices(
+    logits: torch.Tensor, places: _Places, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of which has `logits` of its own."""
+    mine = torch.stack([logits.logsumexp(dim=1), places.chosen(logits)])
+    parts = _gathered(mine, group).view(group.size(), *mine.shape)
+    return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
+
+
+class ExchangedRows:
+    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each adds the rows that it has.
+
+    Of a trained table backward sends the rows' gradients the same way, and the owners of the rows add them up in fp32.
+    """
+
+    def __init__(self, embedding: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        """dtype: of the rows."""
+        self._embedding, self._group, self._dtype = embedding, group, dtype
+        self._padding = getattr(embedding, "padding_idx", None)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and so is the backward of trained ones."""
+        table = self._embedding.weight
+        assert isinstance(table, DTensor)
+        if table.requires_grad:
+            rows: torch.Tensor = _TrainedRows.apply(table.to_local(), ids, self, local_range(table))  # type: ignore[no-untyped-call]
+            return rows
+        return self.looked_up(local(table), ids, local_range(table))
+
+    @torch.no_grad()
+    def looked_up(
+        self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the rows of ids, of which this process has those of `ranges` in `table`. Collective."""
+        return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(rows, exchanged_rows(self._group.size()))
+
+    def _chunk(
+        self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        start, stop = ranges
+        everyone = _gathered(ids, self._group)
+        rows = table.new_zeros(len(everyone), table.shape[1])
+        if start < stop:
+            absent, places = _located(everyone, ranges)
+            torch.index_select(table, 0, places, out=rows)
+            rows.masked_fill_(absent[:, None], 0.0)
+        rows = rows.to(self._dtype)
+        own = torch.empty_like(rows[: len(ids)])
+        REDUCE_SCATTER(own, rows, group=self._group)  # exact: all but one are 0
+        return own
+
+    def gradient(
+        self, grad: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the gradient (stop - start, hidden) fp32 of this process's rows of the table. Collective.
+
+        grad: (n, hidden), of this process's rows of ids (n,).
+        """
+        start, stop = ranges
+        total = grad.new_zeros(stop - start, grad.shape[1], dtype=torch.float32)
+        for some, own in zip(self._split(ids), self._split(grad), strict=True):
+            everyone, rows = _gathered(some, self._group), _gathered(own.contiguous(), self._group)
+            if start == stop:
+                continue
+            absent, places = _located(everyone, ranges)
+            if self._padding is not None:  # torch gives its row no gradient
+                absent |= everyone == self._padding
+            _add_rows_(total, places, rows.float().masked_fill_(absent[:, None], 0.0))
+        return total
+
+
+class _TrainedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: torch.Tensor,
+        ids: torch.Tensor,
+        exchange: ExchangedRows,
+        ranges: tuple[int, int],
+    ) -> torch.Tensor:
+        ctx.exchange, ctx.ids, ctx.ranges = exchange, ids, ranges
+        return exchange.looked_up(table, ids, ranges)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.exchange.gradient(grads[0], ctx.ids, ctx.ranges), None, None, None
+
+
+def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which ids (n,) lie outside of the rows `ranges`, and the place of each among them (any, if outside)."""
+    start, stop = ranges
+    return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
+
+
+def _add_rows_(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each row at its place, duplicates in the same order every time."""
+    if total.is_cuda:
+        total.index_put_(
+            (places,), rows, accumulate=True
+        )  # sorts first; index_add_ is atomic there
+    else:
+        total.index_add_(0, places, rows)  # one after the other; index_put_ is atomic there
+
+
+def agreed_most(count: int) -> int:
+    """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's queue. Collective over all processes."""
+    most = torch.tensor(count)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _padded(rows: torch.Tensor, count: int, *, fill: int) -> torch.Tensor:
+    """Return `count` rows: those given, and after them rows of `fill`."""
+    if len(rows) == count:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_full((count - len(rows), *rows.shape[1:]), fill)])
+
+
+def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all processes one after the other; all give equally many."""
+    whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    ALL_GATHER(whole, rows, group=group)
+    return whole

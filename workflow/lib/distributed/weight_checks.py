@@ -1,0 +1,129 @@
+"""Proof at start that the weights that the processes gather are those of the checkpoint, byte by byte."""
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from workflow.lib.distributed.world import World
+from workflow.lib.model.architecture.vocabulary_slices import vocabulary_slices
+from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
+from workflow.lib.model.nf4_model import (
+    checkpoint_name,
+    local,
+    local_range,
+    plain_parameters,
+    read_bytes,
+    stored_buffers,
+)
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
+
+
+def local_bytes(training: nn.Module) -> tuple[int, int]:
+    """Return the bytes of all parameters that this process holds, and of the whole model."""
+    unique = {id(p): p for p in training.parameters()}.values()
+    held = sum(local(p).numel() * p.element_size() for p in unique)
+    return held, sum(p.numel() * p.element_size() for p in unique)
+
+
+def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
+    """Return the bytes that each of `shards` processes with one copy of the model should hold of it, but for uneven cuts."""
+    sliced = {id(p): p for p in _vocabulary_parameters(training)}.values()
+    tables = sum(p.numel() * p.element_size() for p in sliced)
+    _, total = local_bytes(training)
+    return (total - tables) / shards + tables / vocabulary_slices(shards)
+
+
+def _vocabulary_parameters(training: CausalLMForTraining) -> list[nn.Parameter]:
+    """Return the parameters of embedding and head, a tied one twice."""
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [p for table in tables for p in table.parameters()]
+
+
+@torch.no_grad()
+def mismatched_tensors(
+    training: CausalLMForTraining,
+    units: list[FSDPModule],
+    reader: CheckpointReader,
+    world: World,
+    *,
+    moved: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the tensors that differ.
+
+    Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by itself, so the checkpoint is
+    read about once in total. Calls `moved` after each. Collective; FSDP must have run a forward. Without units (one process) the whole model is compared.
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    if not units:
+        return _differences(model, reader)
+    wrong = _different_slices(training, reader)
+    for number, unit in enumerate(units):
+        unit.unshard()
+        if number % world.size == world.rank:
+            wrong += _differences(model, reader)
+        unit.reshard()
+        moved()
+    return everyones(wrong, world)
+
+
+def everyones(names: list[str], world: World) -> list[str]:
+    """Return the names that any process has, sorted. Collective."""
+    everyone: list[list[str]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(everyone, names, group=world.io_group)
+    return sorted(set(chain.from_iterable(everyone)))
+
+
+def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
+    """Compare all parameters that are whole at this moment (gathered, or never sharded) with the checkpoint."""
+    wrong = []
+    for path, linear in nf4_linears(model):
+        wrong += different_parts(linear, checkpoint_name(path), reader)
+    for name, tensor in [*plain_parameters(model), *stored_buffers(model)]:
+        if type(tensor.data) is not torch.Tensor or not tensor.numel():
+            continue  # without elements: its rows are looked up in the checkpoint itself
+        stored = reader.tensor(checkpoint_name(name)).to(tensor.dtype)
+        if not _same_bytes(tensor.data.cpu(), stored):
+            wrong.append(checkpoint_name(name))
+    return wrong
+
+
+def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
+    """Compare the packed parameters of a linear that are whole at this moment with the checkpoint; return those that differ.
+
+    Ones without elements wait elsewhere (`layer_offload`) and are left out. path: of the linear in the checkpoint.
+    """
+    wrong = []
+    for part, size in linear.spec.sizes.items():
+        held = linear.get_parameter(part)
+        if type(held.data) is not torch.Tensor or not held.numel():
+            continue
+        stored = read_bytes(linear, part, path, reader, start=0, stop=size)
+        if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
+            wrong.append(f"{path}.{part}")
+    return wrong
+
+
+def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
+    """Compare this process's slices of embedding and head, which are never gathered, with the checkpoint."""
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    sliced = set(map(id, _vocabulary_parameters(training)))
+    wrong = []
+    for name, param in plain_parameters(model):
+        if id(param) in sliced:
+            stored = reader.rows(checkpoint_name(name), *local_range(param)).to(param.dtype)
+            if not _same_bytes(local(param).cpu(), stored):
+                wrong.append(checkpoint_name(name))
+    return wrong
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare shapes and bytes: NaN equals itself, and 0 is not -0."""
+    views = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and torch.equal(*views)

@@ -1,0 +1,196 @@
+"""Several processes that share one evaluation, or the hashing of files: every n-th item each.
+
+In an evaluation each process has a whole copy of the model, or a slice of one.
+Answers are gathered in the order of the items, so what is computed from them cannot depend on the number of
+processes. A model larger than one GPU is sharded over all of them (`sharded`), and then every forward is collective:
+`in_step` has each process announce its forwards, and one that has done its share forwards a single token, for nobody,
+as long as another still works.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from workflow.lib.distributed.world import World
+from workflow.lib.system.checksums import RecordedFile, findings, largest_first, refuse_damaged
+from workflow.lib.system.errors import UserError, setting_error
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+# Of a GPU's memory, what the weights may take if each process is to have a copy; the rest is for activations.
+WEIGHTS_SHARE = 0.6
+# The same for a slice: no other GPUs are to be had, and batches shrink to what is left.
+SLICE_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many processes evaluate, and whether they hold slices of one copy of the weights."""
+
+    processes: int
+    sharded: bool
+
+
+def divide(
+    processes: int | str,
+    *,
+    shard: bool | Literal["auto"],
+    folders: Sequence[Path],
+    gpu_bytes: Sequence[int],
+) -> Division:
+    """Return how an evaluation is divided; `processes` and `shard` are the settings of these names.
+
+    `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as all cores work for one
+    process already. folders: the models, in safetensors files; gpu_bytes: the memory of each GPU, none for the CPU.
+    Raises `UserError` if a number asks for more than the GPUs or for copies that do not fit on one, and if there is
+    nothing to shard over, or too little.
+    """
+    largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
+    fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
+    alone = processes == 1 or len(gpu_bytes) == 1
+    sharded = shard is True or (shard == "auto" and not fits and not alone)
+    most = len(gpu_bytes) if fits or sharded else 1
+    count = max(1, most) if processes == "auto" else int(processes)
+    if gpu_bytes and count > most:
+        raise setting_error(
+            "evaluate.processes",
+            processes,
+            f"{largest / 2**30:.1f} GiB of weights leave room for {most} process(es) on {len(gpu_bytes)} GPU(s)",
+            "Lower it, or set auto",
+        )
+    if sharded:
+        _check_shards(largest, count=count, gpu_bytes=gpu_bytes)
+    return Division(count, sharded)
+
+
+def _check_shards(largest: int, *, count: int, gpu_bytes: Sequence[int]) -> None:
+    if count == 1:
+        raise setting_error(
+            "evaluate.shard",
+            True,
+            "one process has nobody to share the weights with",
+            "Set evaluate.processes to 2 or more, or shard to auto",
+        )
+    if gpu_bytes and largest / count > SLICE_SHARE * min(gpu_bytes):
+        raise setting_error(
+            "evaluate.processes",
+            count,
+            f"a slice of {largest / count / 2**30:.1f} GiB leaves a GPU of {min(gpu_bytes) / 2**30:.1f} GiB too little",
+            "Use more GPUs, or do not export a merged model (export.merged)",
+        )
+
+
+def shared_out(
+    items: Sequence[ItemT],
+    compute: Callable[[list[ItemT]], Sequence[ResultT]],
+    *,
+    world: World | None,
+    model: nn.Module | None = None,
+) -> list[ResultT]:
+    """Return `compute(items)`, one result an item, each process computing its share. Collective; None = alone.
+
+    `compute` gets a list (it may be empty) and must not depend on which items come together. model: what it calls, if
+    that may be sharded.
+    """
+    if world is None or world.size == 1:
+        return list(compute(list(items)))
+    with in_step(model, world=world):
+        mine = list(compute(list(items[world.rank :: world.size])))
+    parts: list[Any] = [None] * world.size
+    dist.all_gather_object(parts, mine, group=world.io_group)
+    results: list[Any] = [None] * len(items)
+    for rank, part in enumerate(parts):
+        results[rank :: world.size] = part
+    return results
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Tell whether a forward of `model` is collective."""
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
+    """Let processes run different numbers of forwards of a sharded model within the block. Collective.
+
+    A process leaves when all have done theirs. Nothing happens for a model that is not sharded.
+    """
+    if model is None or world is None or not is_sharded(model):
+        yield
+        return
+
+    def tell(*_: object) -> None:
+        _announce(world, working=True)
+
+    hook = model.register_forward_pre_hook(
+        tell, prepend=True
+    )  # before FSDP's, which gathers weights
+    try:
+        yield
+    finally:
+        hook.remove()
+    nothing = torch.zeros((1, 1), dtype=torch.long, device=world.device)
+    while _announce(world, working=False):
+        with torch.no_grad():
+            model(input_ids=nothing, use_cache=False)
+
+
+def _announce(world: World, *, working: bool) -> bool:
+    """Say whether this process is about to forward, and return whether any is. Collective."""
+    anyone = torch.tensor(int(working))
+    dist.all_reduce(anyone, dist.ReduceOp.MAX, group=world.io_group)
+    return bool(anyone)
+
+
+def agreed(value: ItemT, *, world: World | None) -> ItemT:
+    """Return the main process's `value` on every process. Collective; None = alone."""
+    if world is None or world.size == 1:
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, group=world.io_group)
+    result: ItemT = box[0]
+    return result
+
+
+def check_recorded(
+    files: Iterable[RecordedFile],
+    *,
+    world: World | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """Hash files, each on one process; raise `UserError` on all if one is damaged. Collective.
+
+    world None: this process alone. Each hashes with as many threads as torch has there, and calls
+    `moved` after every MiB.
+    """
+    ordered = agreed(largest_first(files), world=world)
+    look = partial(findings, threads=torch.get_num_threads(), moved=moved)
+    refuse_damaged(ordered, shared_out(ordered, look, world=world))
+
+
+@contextmanager
+def main_first(world: World | None) -> Iterator[None]:
+    """Let the main process go through the block before all others: files that it makes are there for them.
+
+    Where it fails, the others raise `UserError` without going through the block. Collective; None = alone.
+    """
+    if world is not None and not world.is_main:
+        if not agreed(True, world=world):
+            raise UserError("The main process failed; its message tells why.")
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        agreed(False, world=world)
+        raise
+    agreed(True, world=world)

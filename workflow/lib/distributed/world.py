@@ -1,0 +1,86 @@
+"""The processes of a run: how a torchrun worker joins the others, what it knows of them, and when it ends with its launcher."""
+
+import ctypes
+import datetime
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from workflow.lib.system.environment import LAUNCHER_VARIABLE
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of its run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh  # ("shard",), or with several replicas ("replicate", "shard")
+    io_group: dist.ProcessGroup  # gloo, for checkpoint traffic beside the training's collectives
+
+    @property
+    def shard_size(self) -> int:
+        """How many processes share one copy of the model."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files that only one may write."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(
+    device_type: str, *, timeout_s: float, shard_size: int | None = None
+) -> Iterator[World]:
+    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...); leave it at the end.
+
+    After an error it is not left: NCCL would wait there for processes that know nothing of the error. The process has to end then.
+    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the model, all if None.
+    Neighbouring ranks, so those of one node, share one. The process dies with its launcher. Collective.
+    """
+    die_with_parent()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device if device_type == "cuda" else None
+    )
+    mesh = _mesh(device_type, size=size, shard_size=shard_size or size)
+    try:
+        yield World(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    except SystemExit:  # asked to stop, all processes alike
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
+    assert size % shard_size == 0, f"{size} processes cannot form groups of {shard_size}"
+    if shard_size == size:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    sizes = (size // shard_size, shard_size)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own.
+
+    If the launcher has died before, while this process was importing, nobody is left to die: then it ends here.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)

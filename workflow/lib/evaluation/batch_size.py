@@ -1,0 +1,102 @@
+"""How many sequences go through the model at once: estimated from free memory, then halved until they fit.
+
+The estimate keeps most out-of-memory errors from happening; what it misses (fragmentation, kernels' workspace) is
+caught, and the batch halved. Rounding aside, no number depends on the batch size.
+"""
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from workflow.lib.system.errors import BatchMemoryError, setting_error
+from workflow.lib.system.hardware import available_host_bytes
+
+logger = logging.getLogger("workflow")
+
+T = TypeVar("T")
+LARGEST = {"cuda": 64, "cpu": 16}  # sequences; beyond it neither gets faster
+USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; on a CPU other processes take of it too
+
+
+def fitting_batch_size(
+    setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
+) -> int:
+    """Return how many sequences of `tokens` tokens to try first: `setting` itself, or for `auto` what should fit.
+
+    config: the model's. `keeps_cache`: generation, which keeps keys and values of every layer. A power of two.
+    """
+    if setting != "auto":
+        return int(setting)
+    of_one = tokens * token_bytes(config, keeps_cache=keeps_cache)
+    fitting = int(USABLE_SHARE[device.type] * free_bytes(device)) // of_one
+    return max(1, min(LARGEST[device.type], 1 << max(0, fitting.bit_length() - 1)))
+
+
+def token_bytes(config: Any, *, keeps_cache: bool) -> int:
+    """Return about how many bytes one token needs in an evaluation forward, weights left out.
+
+    4 bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer; logits, their
+    log-softmax and one temporary (a task scores every position); keys and values of all layers where they are kept.
+    """
+    text = config.get_text_config()
+    layer = 6 * text.hidden_size + 3 * (text.intermediate_size or 4 * text.hidden_size)
+    cache = 2 * text.num_hidden_layers * text.hidden_size if keeps_cache else 0
+    return int(4 * (layer + 3 * text.vocab_size + cache))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free where the model computes; of several GPUs, on the fullest."""
+    if device.type == "cpu":
+        return available_host_bytes()
+    return min(
+        torch.cuda.mem_get_info(index)[0]
+        for index in range(torch.cuda.device_count())
+        if torch.cuda.memory_allocated(index) or index == (device.index or 0)
+    )
+
+
+def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
+    """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out of memory.
+
+    what: the part of the evaluation, for the log. collective: forwards are, so that the others wait within the one
+    that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if one sequence does not fit.
+    """
+    size = start
+    while True:
+        try:
+            return compute(size)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            reason = str(error).splitlines()[0]
+        if size == 1:
+            raise setting_error(
+                "evaluate.batch_size",
+                1,
+                f"{what} runs out of memory with a single sequence ({reason})",
+                "Shorten documents (data.seq_len) or answers (evaluate.max_new_tokens), or use more GPUs",
+            )
+        if collective:
+            raise BatchMemoryError(size)
+        size //= 2
+        logger.info("%s: out of memory, going on with batches of %d", what, size)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def restarting(launch: Callable[[int | None], None]) -> None:
+    """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at most.
+
+    What they finished before is archived, so only the rest is measured again.
+    """
+    most = None
+    while True:
+        try:
+            return launch(most)
+        except BatchMemoryError as error:
+            most = error.size // 2
+            logger.info("out of memory: starting again with batches of %d at most", most)

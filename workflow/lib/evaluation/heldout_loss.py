@@ -1,0 +1,128 @@
+"""Loss on held-out documents through the model's own forward, so that it is what any user of the export would measure.
+
+Documents are not packed. A batch is padded on the right: in a causal model nothing sees what follows it,
+so padding needs no mask and changes no loss. Only positions that predict a trained token get logits
+(`logits_to_keep`), and a batch closes early where those would outgrow `LOGITS_BYTES`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.distributed.work_sharing import is_sharded
+from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.evaluation.progress import Progress
+
+LOGITS_BYTES = (
+    2**30
+)  # logits of a batch at most (a document alone may exceed it); weights need more
+CHUNK_ROWS = 1024  # rows in fp32 at a time: 0.5 GiB at a 128k vocabulary
+
+
+def heldout_losses(
+    model: nn.Module,
+    documents: Sequence[Document],
+    *,
+    batch_size: int | str,
+    device: torch.device,
+    description: str = "held-out loss",
+) -> list[tuple[float, int]]:
+    """Return (summed -log p in nats, predicted tokens) of each document, in order.
+
+    `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size` (documents, or `auto`)
+    bounds memory and changes results by rounding only; it is halved where memory runs out. Every document has
+    trained tokens.
+    """
+    if not documents:
+        return []
+    longest = max(len(ids) for ids, _ in documents)
+    start = fitting_batch_size(batch_size, config=model.config, device=device, tokens=longest)
+
+    def with_size(size: int) -> list[tuple[float, int]]:
+        return _losses(model, documents, batch_size=size, device=device, description=description)
+
+    return halving(with_size, start=start, what=description, collective=is_sharded(model))
+
+
+def _losses(
+    model: nn.Module,
+    documents: Sequence[Document],
+    *,
+    batch_size: int,
+    device: torch.device,
+    description: str,
+) -> list[tuple[float, int]]:
+    losses = [(0.0, 0)] * len(documents)
+    vocab_size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    rows = max(1, LOGITS_BYTES // (4 * vocab_size))
+    lengths = [len(ids) for ids, _ in documents]
+    with Progress(
+        description, total=len(documents), unit="documents", total_work=sum(lengths)
+    ) as progress:
+        for batch in _batches(documents, batch_size=batch_size, most_rows=rows):
+            sums = _batch_losses(model, [documents[number] for number in batch], device=device)
+            for number, loss_sum in zip(batch, sums, strict=True):
+                losses[number] = (loss_sum, int(documents[number][1].sum()))
+            progress.add(len(batch), work=sum(lengths[number] for number in batch))
+    return losses
+
+
+def _batches(
+    documents: Sequence[Document], *, batch_size: int, most_rows: int
+) -> Iterator[list[int]]:
+    """Group documents of similar length, longest first: what does not fit in memory fails at once."""
+    batch: list[int] = []
+    longest = 0
+    for number in sorted(range(len(documents)), key=lambda n: -len(documents[n][0])):
+        longest = longest or len(documents[number][0])
+        if len(batch) == batch_size or (batch and (len(batch) + 1) * longest > most_rows):
+            yield batch
+            batch, longest = [], len(documents[number][0])
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()  # FSDP gathers into the same buffers in every mode, and inference mode would mark them
+def _batch_losses(
+    model: nn.Module, documents: Sequence[Document], *, device: torch.device
+) -> list[float]:
+    """Return the summed loss of each document of one right-padded batch."""
+    shape = (len(documents), max(len(ids) for ids, _ in documents))
+    ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
+    for row, (document_ids, document_mask) in enumerate(documents):
+        assert not document_mask[0], (
+            "the first token of a document has nothing to be predicted from"
+        )
+        ids[row, : len(document_ids)] = document_ids
+        mask[row, : len(document_ids)] = document_mask
+    keep = np.flatnonzero(mask[:, 1:].any(axis=0))  # positions whose logits predict a trained token
+    logits = model(
+        input_ids=torch.from_numpy(ids).to(device),
+        logits_to_keep=torch.from_numpy(keep).to(device),
+        use_cache=False,
+    ).logits
+    assert logits.shape[:2] == (len(documents), len(keep)), "the model ignores logits_to_keep"
+    rows, columns = np.nonzero(mask[:, keep + 1])
+    targets = ids[rows, keep[columns] + 1]
+    losses = _token_losses(logits, rows=rows, columns=columns, targets=targets)
+    return [float(total) for total in np.bincount(rows, weights=losses)]
+
+
+def _token_losses(
+    logits: torch.Tensor,
+    *,
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    columns: np.ndarray[tuple[int], np.dtype[np.int64]],
+    targets: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return -log softmax(logits[row, column])[target] of each triple, computed in fp32 by chunks."""
+    places = [torch.from_numpy(index).to(logits.device) for index in (rows, columns, targets)]
+    parts = [
+        nn.functional.cross_entropy(logits[row, column].float(), target, reduction="none").cpu()
+        for row, column, target in zip(*(torch.split(p, CHUNK_ROWS) for p in places), strict=True)
+    ]
+    return np.asarray(torch.cat(parts).double().numpy())

@@ -1,0 +1,122 @@
+"""The harness's view of a loaded model (lm_eval 0.4.13): its requests shared by processes, in batches that fit.
+
+All processes hold all requests, and each asks the model for its share; the harness itself knows of one process only,
+so its scores are computed from the same answers whatever their number.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.distributed.work_sharing import in_step, is_sharded, shared_out
+from workflow.lib.distributed.world import World
+from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.evaluation.progress import Progress
+
+WINDOWS = 64
+
+
+class SharingHFLM(HFLM):  # type: ignore[misc]
+    """The harness's model on a share of the requests, in batches that fit; `Progress` takes the place of its bars."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | str,
+        world: World | None,
+    ) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1)
+        self._setting, self._world = batch_size, world
+        self._progress: Progress | None = None
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return (log-likelihood, is greedy) of each request."""
+        return shared_out(
+            requests,
+            lambda mine: super(SharingHFLM, self).loglikelihood(mine, True),
+            world=self._world,
+            model=self.model,
+        )
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return the log-likelihood of each whole text."""
+        # Windows come in groups of this many, and each group is batched by what fits.
+        self.batch_size_per_gpu = WINDOWS
+        return shared_out(
+            requests,
+            lambda mine: super(SharingHFLM, self).loglikelihood_rolling(mine, True),
+            world=self._world,
+            model=self.model,
+        )
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """Return the text that follows each request."""
+        drawn = any(request.args[1].get("do_sample") for request in requests)
+        # Draws follow one stream of random numbers: shares would draw others.
+        if drawn:
+            with in_step(self.model, world=self._world):
+                return self._generate(requests)
+        return shared_out(
+            requests, lambda mine: self._generate(mine), world=self._world, model=self.model
+        )
+
+    def _generate(self, requests: list[Any]) -> list[str]:
+        if not requests:
+            return []
+        longest = max(len(self.tok_encode(request.args[0])) for request in requests)
+        return self._in_batches(
+            lambda: super(SharingHFLM, self).generate_until(requests, True),
+            requests=len(requests),
+            tokens=longest + self.max_gen_toks,
+            keeps_cache=True,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Where both kinds of log-likelihood meet, and lengths are known."""
+        if not requests:
+            return []
+        return self._in_batches(
+            lambda: super(SharingHFLM, self)._loglikelihood_tokens(requests, True),
+            requests=len(requests),
+            tokens=max(len(context) + len(answer) for _, context, answer in requests),
+        )
+
+    def _model_generate(self, context: Any, *args: Any, **options: Any) -> Any:
+        """Generate without Transformers' own way to keep sharded processes in step, which needs equal numbers of calls."""
+        made = super()._model_generate(context, *args, synced_gpus=False, **options)
+        self._count(len(context))
+        return made
+
+    def _model_call(self, inps: Any, *args: Any, **options: Any) -> Any:
+        """Return the logits of a batch of requests."""
+        logits = super()._model_call(inps, *args, **options)
+        self._count(len(inps))
+        return logits
+
+    def _count(self, requests: int) -> None:
+        if self._progress is not None:
+            self._progress.add(requests)
+
+    def _in_batches(
+        self, compute: Callable[[], list[Any]], *, requests: int, tokens: int, keeps_cache: bool = False
+    ) -> list[Any]:  # fmt: skip
+        def with_size(size: int) -> list[Any]:
+            self.batch_size_per_gpu = size
+            with Progress("tasks", total=requests, unit="requests") as self._progress:
+                return compute()
+
+        start = fitting_batch_size(
+            self._setting,
+            config=self.model.config,
+            device=self.device,
+            tokens=min(tokens, self.max_length),
+            keeps_cache=keeps_cache,
+        )
+        return halving(with_size, start=start, what="tasks", collective=is_sharded(self.model))

@@ -1,0 +1,257 @@
+"""Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
+
+Local task files come first; the thousands of shipped ones are indexed only if a task is not local.
+Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which others run.
+All subjects run the same task objects with the same seeds, so their items pair up one to one.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import random
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import lm_eval
+import numpy as np
+import torch
+from lm_eval.api.metrics import mean
+from lm_eval.tasks import TaskManager
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.distributed.world import World
+from workflow.lib.evaluation.lm_eval_model import SharingHFLM
+from workflow.lib.evaluation.task_files import local_task_names, refuse_code, unknown_task
+from workflow.lib.evaluation.task_scores import MetricItems, TaskScores
+from workflow.lib.evaluation.task_templates import sandbox_task_templates
+from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import file_sha256
+from workflow.lib.system.undocumented_interfaces import check_interfaces
+
+logger = logging.getLogger("workflow")
+
+LoadedTasks = dict[str, Any]  # the harness's TaskDict: `tasks`, `groups`, `group_map`
+
+
+def load_tasks(
+    settings: EvaluateConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    trained_template_sha256: str | None,
+) -> dict[str, LoadedTasks]:
+    """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its name.
+
+    `trained_template_sha256`: digest of the chat template that made the tokens; None for plain text. Raises
+    `UserError` for an unknown task, one whose file or data cannot be loaded, and one that cannot
+    run as the settings say.
+    """
+    check_interfaces("lm_eval")
+    sandbox_task_templates()
+    if settings.tasks_dir and not settings.task_code:
+        refuse_code(settings.tasks_dir)
+    if settings.tasks and settings.apply_chat_template:
+        _check_template(tokenizer, trained_template_sha256)
+    shipped = sorted(set(settings.tasks) - local_task_names(settings.tasks_dir))
+    manager = TaskManager(include_path=settings.tasks_dir, include_defaults=bool(shipped))
+    for name in settings.tasks:
+        if name not in manager.all_tasks:
+            raise unknown_task(
+                name, known=manager.all_tasks, settings=settings, version=lm_eval.__version__
+            )
+    loaded = {name: _load(name, manager, settings, shipped) for name in settings.tasks}
+    for name, task in (pair for tasks in loaded.values() for pair in tasks["tasks"].items()):
+        _refuse_unrunnable(name, task, settings)
+        task.set_config(key="num_fewshot", value=settings.num_fewshot)
+    return loaded
+
+
+def task_facts(
+    tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return what the scores of loaded tasks depend on besides the model: a JSON value for `archive`.
+
+    Definitions and items count by content, so a task file or its data edited in place is run again; so do Python files
+    of `evaluate.tasks_dir`, whose functions a definition may call.
+    """
+    folder = settings.tasks_dir
+    code = sorted(Path(folder).rglob("*.py")) if folder else []
+    template = tokenizer.chat_template if settings.apply_chat_template else None
+    return {
+        "definitions": {name: _definition(task) for name, task in tasks["tasks"].items()},
+        "groups": sorted(tasks.get("groups", {})),
+        "code": [file_sha256(path) for path in code],
+        "chat_template": template,
+        "lm_eval": lm_eval.__version__,
+        **settings.model_dump(
+            mode="json",
+            include={"num_fewshot", "task_limit", "bootstrap_resamples", "seed"},
+        ),
+    }
+
+
+def _definition(task: Any) -> str:
+    """Return a digest of a task's settings, items and examples."""
+    digest = hashlib.sha256(_text(task.dump_config()))
+    for item in task.eval_docs:
+        digest.update(_text(item))
+    if task.get_config("num_fewshot"):
+        for example in task.fewshot_docs():
+            digest.update(_text(example))
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | None) -> None:
+    """Raise `UserError` if the tokenizer has no chat template, or another than the one trained on."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise setting_error(
+            "evaluate.apply_chat_template",
+            True,
+            "the base model's tokenizer has no chat template",
+            "Set it to false, or name a template in data.chat_template",
+        )
+    text = template["default"] if isinstance(template, dict) else template
+    if trained_sha256 not in (None, hashlib.sha256(text.encode()).hexdigest()):
+        raise setting_error(
+            "evaluate.apply_chat_template",
+            True,
+            "the tokens were made with another chat template than the one that would wrap the task items",
+            "Give that template as --chat-template (data.chat_template), or set it to false",
+        )
+
+
+def _load(
+    name: str, manager: TaskManager, settings: EvaluateConfig, shipped: list[str]
+) -> LoadedTasks:
+    """Load definitions and data; whatever a task file or its data set raises is the user's to mend."""
+    try:
+        return dict(manager.load([name]))
+    except UserError:  # of a template that was stopped, or of any reader of ours
+        raise
+    except Exception as error:
+        change = (
+            f"{name}: shipped tasks load their data from the Hugging Face hub. Run where it can be "
+            "reached once, or put a task file with local data into evaluate.tasks_dir"
+            if name in shipped
+            else f"Mend the task's file in {settings.tasks_dir}; paths in it count from the folder you run in"
+        )
+        raise setting_error(
+            "evaluate.tasks",
+            list(settings.tasks),
+            f"{name} cannot be loaded ({type(error).__name__}: {error})",
+            change,
+        ) from error
+
+
+def _refuse_unrunnable(name: str, task: Any, settings: EvaluateConfig) -> None:
+    """Raise `UserError` for what the harness would refuse only after the model ran, or would silently ignore."""
+    lacks = {
+        "it runs code that the model writes": getattr(task, "UNSAFE_CODE", False),
+        "it needs images or sound": getattr(task, "MULTIMODAL", False),
+    }
+    for reason in (reason for reason, lacking in lacks.items() if lacking):
+        raise setting_error("evaluate.tasks", name, reason, "Remove it")
+    if settings.num_fewshot and task.get_config("num_fewshot") == 0:
+        raise setting_error(
+            "evaluate.num_fewshot",
+            settings.num_fewshot,
+            f"the task {name} is defined without examples (num_fewshot: 0)",
+            "Set it to 0, or remove the task",
+        )
+
+
+def run_tasks(
+    model: nn.Module,
+    tasks: LoadedTasks,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EvaluateConfig,
+    world: World | None = None,
+) -> TaskScores:
+    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by `evaluate.seed`.
+
+    Collective over `world`, whose processes share the requests; None = alone.
+    """
+    _seed(settings.seed, tasks)
+    results = lm_eval.evaluate(
+        lm=SharingHFLM(model, tokenizer, batch_size=settings.batch_size, world=world),
+        task_dict=tasks,
+        limit=settings.task_limit,
+        bootstrap_iters=settings.bootstrap_resamples,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template,
+    )
+    return TaskScores(scores=_scores(results), items=_items(results["samples"], tasks["tasks"]))
+
+
+def _seed(seed: int, tasks: LoadedTasks) -> None:
+    """Seed what tasks may draw from, as the harness's own `simple_evaluate` does."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=seed)
+
+
+def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "metrics": _metrics(
+                name, result, higher_is_better=results["higher_is_better"].get(name) or {}
+            ),
+            "items": int(result["sample_len"]),
+            "version": results["versions"][name],
+        }
+        for name, result in results["results"].items()
+        if "sample_len" in result  # a group without an aggregate has no score of its own
+    }
+
+
+def _metrics(
+    task: str, result: dict[str, Any], *, higher_is_better: dict[str, bool | None]
+) -> dict[str, dict[str, Any]]:
+    """Return {metric: {value, stderr, higher_is_better}} of one task from the harness's `metric,filter` keys."""
+    metrics: dict[str, dict[str, Any]] = {}
+    for key, value in result.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        if not _is_finite(value):
+            logger.warning("task %s: %s is %s, no finite number: left out", task, key, value)
+            continue
+        stderr = result.get(f"{metric}_stderr,{filtered}")
+        metrics[_metric_name(metric, filtered)] = {
+            "value": float(value),
+            "stderr": float(stderr) if _is_finite(stderr) else None,
+            "higher_is_better": higher_is_better.get(metric),
+        }
+    return metrics
+
+
+def _metric_name(metric: str, filtered: str) -> str:
+    return metric if filtered == "none" else f"{metric},{filtered}"
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
+
+
+def _items(samples: dict[str, list[dict[str, Any]]], tasks: dict[str, Any]) -> MetricItems:
+    """Return the per-item values of every metric that is their mean."""
+    items: MetricItems = {}
+    for name, rows in samples.items():
+        means = {metric for metric, how in tasks[name].aggregation().items() if how is mean}
+        for row in rows:
+            item = (int(row["doc_id"]), row["doc_hash"], row["prompt_hash"])
+            for metric in means.intersection(row["metrics"]):
+                if _is_finite(row[metric]):
+                    of_metric = items.setdefault((name, _metric_name(metric, row["filter"])), {})
+                    of_metric[item] = float(row[metric])
+    return items

@@ -1,0 +1,77 @@
+"""Finished measurements, kept by everything that they depend on, so that a new evaluation measures only what is new.
+
+A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (a base, an adapter on
+it, a merged model). It lies in `<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content:
+the subject's from its checksums, the key from the part's settings, data and package versions. Nothing is ever
+replaced by something else under the same name, so runs may share the folder, and it is safe to delete.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.checksums import listed_files
+from workflow.lib.system.files import json_sha256, provenance, read_json, short_hash, write_json
+
+logger = logging.getLogger("workflow")
+
+FORMAT_VERSION = 1  # raised whenever the same part is measured otherwise than before
+# Named in checksums, but without influence on any number: they tell when and how a folder was made.
+UNMEASURED = ("README.md", "quantization.json")
+
+
+def content_key(*folders: Path) -> str:
+    """Return a short hash of the content of model folders, from their `SHA256SUMS`.
+
+    The files must have been checked against it (`work_sharing.check_recorded`). Raises `UserError` if
+    a folder has none: it is not finished.
+    """
+    listed = (listed_files(folder) for folder in folders)
+    return short_hash(
+        [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in listed]
+    )
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The folder of measurements."""
+
+    folder: Path
+
+    def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
+        """Return what was measured on `subject` under these `facts`; None if nothing was, or the file is damaged."""
+        path = self._path(subject, part, facts)
+        if not path.is_file():
+            return None
+        try:
+            entry = read_json(path)
+            value, digest = entry["value"], entry["sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            _note_damage(path, repr(error))
+            return None
+        if digest != json_sha256(value):
+            _note_damage(path, "its checksum does not agree")
+            return None
+        return value
+
+    def keep(self, subject: str, part: str, facts: Mapping[str, Any], value: Any) -> None:
+        """Write one measurement (JSON, finite numbers), atomically."""
+        entry = {
+            "part": part,
+            "value": value,
+            "sha256": json_sha256(value),
+            "provenance": provenance(),
+        }
+        write_json(self._path(subject, part, facts), entry)
+
+    def _path(self, subject: str, part: str, facts: Mapping[str, Any]) -> Path:
+        readable = re.sub(r"[^\w.-]", "_", part)
+        key = short_hash([FORMAT_VERSION, part, facts])
+        return self.folder / subject / f"{readable}-{key}.json"
+
+
+def _note_damage(path: Path, finding: str) -> None:
+    logger.warning("%s is damaged (%s): it is ignored, and measured again", path, finding)

@@ -1,0 +1,66 @@
+"""How far a part of the evaluation is: a bar on a terminal, elsewhere a line in the log every half minute, whether or not anything was finished in it."""
+
+import logging
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+from workflow.lib.system.number_formats import duration
+
+logger = logging.getLogger("workflow")
+LINE_S = 30.0
+
+
+class Progress:
+    """Counts what is done of `total` things, which a bar or lines show while the block runs. A context manager.
+
+    total_work: what all of them cost, in any unit, where some cost more than others; the time left follows from it.
+    """
+
+    def __init__(
+        self, what: str, *, total: int, unit: str, total_work: float | None = None, line_s: float = LINE_S
+    ) -> None:  # fmt: skip
+        self._what, self._total, self._unit, self._line_s = what, total, unit, line_s
+        self._total_work = float(total) if total_work is None else total_work
+        self._done, self._done_work = 0, 0.0
+        self._bar = tqdm(total=total, desc=what, unit=unit, disable=None, file=sys.stderr)
+        self._began = time.monotonic()
+        self._over = threading.Event()
+        self._lines = threading.Thread(target=self._log, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._bar.disable:
+            self._lines.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self._over.set()
+        if self._bar.disable:
+            self._lines.join()
+        self._bar.close()
+
+    def add(self, count: int, *, work: float | None = None) -> None:
+        """Count `count` more things, and what they cost."""
+        self._bar.update(count)
+        self._done += count
+        self._done_work += count if work is None else work
+
+    def line(self, elapsed_s: float) -> str:
+        """Return what the log is told after so many seconds."""
+        passed = (
+            f"{self._what}: {self._done} of {self._total} {self._unit} in {duration(elapsed_s)}"
+        )
+        if not self._done_work:
+            return f"{passed}; the time left is not known yet"
+        left_s = elapsed_s * max(0.0, self._total_work / self._done_work - 1)
+        return f"{passed}, about {duration(left_s)} left"
+
+    def _log(self) -> None:
+        while not self._over.wait(self._line_s):
+            logger.info("%s", self.line(time.monotonic() - self._began))

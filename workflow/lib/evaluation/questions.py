@@ -1,0 +1,254 @@
+"""What is asked of every subject, part by part: held-out loss, sample answers, and each task.
+
+`prepare` settles the questions before any weight is loaded; `parts` are the questions as independent measurements;
+`measure` puts to one subject those that the archive does not hold, and returns the answers to all. The JSON
+artifacts are made of measurements in `results`.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from workflow.lib.artifacts.records import SUBJECT_LABELS
+from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
+from workflow.lib.distributed.work_sharing import agreed, shared_out
+from workflow.lib.distributed.world import World
+from workflow.lib.evaluation.heldout_loss import heldout_losses
+from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
+from workflow.lib.evaluation.measurement_cache import Archive
+from workflow.lib.evaluation.sample_answers import (
+    Prompt,
+    choose_prompts,
+    generate_answers,
+    stop_token_ids,
+)
+from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
+from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.system.errors import UserError, setting_error
+
+HELDOUT = "heldout"
+Model = PeftModel | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps loading it)."""
+
+    name: str
+    key: str
+    opened: Callable[[], AbstractContextManager[Model]]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What all subjects are asked.
+
+    `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of these is from.
+    """
+
+    settings: EvaluateConfig
+    tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Document]
+    losses_of: list[int]
+    sources: list[str]
+    prompts: list[Prompt]
+    tasks: dict[str, LoadedTasks]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement: its name, what its result depends on besides the subject, and how to make it (JSON)."""
+
+    name: str
+    facts: dict[str, Any]
+    compute: Callable[[Model], Any]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by prompt.
+
+    `drawn`: the answers at a temperature; empty if none were asked for.
+    """
+
+    losses: list[tuple[float, int]]
+    tasks: TaskScores
+    answers: list[str]
+    drawn: list[str]
+
+
+def prepare(
+    store: TokenStore, *, tokenizer: PreTrainedTokenizerBase, settings: EvaluateConfig
+) -> Questions:
+    """Choose documents and prompts and load the tasks.
+
+    Raises `UserError` if a task cannot run (`lm_eval_tasks.load_tasks`), or if the held-out loss is asked for
+    and fewer than two documents have trained tokens: there would be no interval.
+    """
+    documents = store.heldout_documents()
+    chosen = choose_documents(documents, at_most=settings.max_documents, seed=settings.seed)
+    if settings.heldout and len(chosen) < 2:
+        raise setting_error(
+            "evaluate.heldout",
+            True,
+            f"an interval needs at least 2 held-out documents with trained tokens, and there are {len(chosen)}",
+            "Raise evaluate.max_documents, hold out more rows (data.heldout or data.heldout_share), or set it to false",
+        )
+    losses_of = chosen if settings.heldout else []
+    sources = store.heldout_sources()
+    return Questions(
+        settings=settings,
+        tokenizer=tokenizer,
+        documents=documents,
+        losses_of=losses_of,
+        sources=[sources[number] for number in losses_of],
+        prompts=choose_prompts(documents, chosen, count=settings.samples, seed=settings.seed),
+        tasks=load_tasks(
+            settings,
+            tokenizer=tokenizer,
+            trained_template_sha256=store.manifest["chat_template_sha256"],
+        ),
+    )
+
+
+def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
+    """Return the measurements that the questions ask for. `world`: the processes that share each; None = alone."""
+    settings = questions.settings
+    found = []
+    if questions.losses_of:
+        found.append(_losses(questions, world=world))
+    if questions.prompts:
+        found.append(_samples(questions, temperature=0.0, world=world))
+    if questions.prompts and settings.sample_temperature is not None:
+        found.append(_samples(questions, temperature=settings.sample_temperature, world=world))
+    return found + [_task(name, questions, world=world) for name in questions.tasks]
+
+
+def _losses(questions: Questions, *, world: World | None) -> Part:
+    documents = [questions.documents[number] for number in questions.losses_of]
+
+    def compute(model: Model) -> list[tuple[float, int]]:
+        def of(mine: list[Document]) -> list[tuple[float, int]]:
+            return heldout_losses(
+                model, mine, batch_size=questions.settings.batch_size, device=model.device
+            )
+
+        return shared_out(documents, of, world=world, model=model)
+
+    return Part(HELDOUT, {"documents": _digest(documents)}, compute)
+
+
+def _digest(documents: Sequence[Document]) -> str:
+    digest = hashlib.sha256()
+    for ids, mask in documents:
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + mask.tobytes())
+    return digest.hexdigest()
+
+
+def _check_finite(losses: list[tuple[float, int]], *, subject: str) -> None:
+    """Raise `UserError` if the mean loss is no number, or its exponential too large for one."""
+    loss = sum(loss_sum for loss_sum, _ in losses) / sum(tokens for _, tokens in losses)
+    if not loss < math.log(1e300):  # also true of NaN
+        raise UserError(
+            f"The held-out loss of {SUBJECT_LABELS[subject]} is {loss}: its weights are broken. "
+            "If only the tuned model's is, training diverged: lower train.learning_rate."
+        )
+
+
+def _samples(questions: Questions, *, temperature: float, world: World | None) -> Part:
+    settings, tokenizer = questions.settings, questions.tokenizer
+    name = "drawn" if temperature else "samples"
+
+    def compute(model: Model) -> list[str]:
+        stop_ids = stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model)
+
+        def of(mine: list[Prompt]) -> list[list[int]]:
+            return generate_answers(
+                model,
+                mine,
+                stop_ids=stop_ids,
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                device=model.device,
+                temperature=temperature,
+                seed=settings.seed,
+                description=name,
+            )
+
+        answers = shared_out(questions.prompts, of, world=world, model=model)
+        return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    facts = {
+        "prompts": [[p.document, p.prompt, p.reference[-1]] for p in questions.prompts],
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": temperature,
+        "seed": settings.seed if temperature else None,
+    }
+    return Part(name, facts, compute)
+
+
+def _task(name: str, questions: Questions, *, world: World | None) -> Part:
+    tasks, tokenizer = questions.tasks[name], questions.tokenizer
+
+    def compute(model: Model) -> dict[str, Any]:
+        scores = run_tasks(
+            model, tasks, tokenizer=tokenizer, settings=questions.settings, world=world
+        )
+        return scores.to_json()
+
+    facts = task_facts(tasks, settings=questions.settings, tokenizer=tokenizer)
+    return Part(f"task-{name}", facts, compute)
+
+
+def measure(
+    subject: Subject,
+    asked: Sequence[Part],
+    *,
+    archive: Archive,
+    machine: dict[str, Any],
+    world: World | None = None,
+) -> tuple[Measurement, list[str]]:
+    """Return what the subject answers, and the names of the parts that were measured now.
+
+    machine: what the numbers depend on besides subject and part (types, attention, package versions). The subject
+    is opened only if a part is not archived. Collective over `world`: only the main process reads and writes files.
+    """
+    is_main = world is None or world.is_main
+    found = agreed(
+        {
+            part.name: archive.find(subject.key, part.name, machine | part.facts)
+            for part in asked
+            if is_main
+        },
+        world=world,
+    )
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        with subject.opened() as model:
+            for part in (part for part in asked if part.name in missing):
+                value = part.compute(model)
+                if part.name == HELDOUT:
+                    _check_finite(value, subject=subject.name)
+                if is_main:
+                    archive.keep(subject.key, part.name, machine | part.facts, value)
+                found[part.name] = value
+    return _measurement(found), missing
+
+
+def _measurement(found: dict[str, Any]) -> Measurement:
+    tasks = NO_SCORES
+    for name, value in found.items():
+        if name.startswith("task-"):
+            tasks |= TaskScores.from_json(value)
+    return Measurement(
+        losses=[(float(loss_sum), int(tokens)) for loss_sum, tokens in found.get(HELDOUT, [])],
+        tasks=tasks,
+        answers=list(found.get("samples", [])),
+        drawn=list(found.get("drawn", [])),
+    )

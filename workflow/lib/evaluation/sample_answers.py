@@ -1,0 +1,193 @@
+"""Answers to held-out prompts, for a person to read base and tuned side by side.
+
+A document's prompt is what precedes its first trained token, and its reference is the first unbroken run
+of trained tokens: in a conversation, the first answer. Answers are greedy, or drawn at a temperature T: adding
+T times Gumbel noise to the logits makes their argmax a draw from softmax(logits / T) (Gumbel 1954). The noise
+is a function of (seed, document, place) alone, so a draw depends on neither batch nor number of processes, and all
+subjects answer with the same luck.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.distributed.work_sharing import is_sharded
+from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.evaluation.progress import Progress
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out document cut where the model must go on; token ids."""
+
+    document: int
+    prompt: list[int]
+    reference: list[int]
+
+
+def choose_prompts(
+    documents: Sequence[Document], numbers: Sequence[int], *, count: int, seed: int
+) -> list[Prompt]:
+    """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in order.
+
+    Each of these documents has trained tokens.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = generator.choice(len(numbers), size=min(count, len(numbers)), replace=False)
+    return [_cut(documents[number], number) for number in sorted(numbers[i] for i in drawn)]
+
+
+def _cut(document: Document, number: int) -> Prompt:
+    ids, mask = document
+    first = int(np.argmax(mask))
+    gaps = np.flatnonzero(~mask[first:])
+    end = first + int(gaps[0]) if len(gaps) else len(ids)
+    return Prompt(number, [int(i) for i in ids[:first]], [int(i) for i in ids[first:end]])
+
+
+def stop_token_ids(
+    prompts: Sequence[Prompt],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PeftModel | PreTrainedModel,
+) -> list[int]:
+    """Return the tokens that end an answer.
+
+    The end tokens of tokenizer and model, and the special tokens that end the references: a chat
+    template may close a turn with another token than the tokenizer's `eos_token`.
+    """
+    config: GenerationConfig | None = model.generation_config
+    named = [tokenizer.eos_token_id, None if config is None else config.eos_token_id]
+    ids = {i for value in named for i in (value if isinstance(value, list) else [value])}
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids |= {prompt.reference[-1] for prompt in prompts} & special
+    return sorted(i for i in ids if i is not None)
+
+
+class GumbelNoise(LogitsProcessor):
+    """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the row's own."""
+
+    def __init__(self, documents: Sequence[int], *, temperature: float, seed: int) -> None:
+        self._temperature = temperature
+        self._generators = [np.random.default_rng([seed, document]) for document in documents]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, (rows, vocabulary), with noise; one call a generated token."""
+        noise = np.stack([g.gumbel(size=scores.shape[-1]) for g in self._generators])
+        return scores.float() + self._temperature * torch.from_numpy(noise).to(
+            device=scores.device, dtype=torch.float32
+        )
+
+
+def generate_answers(
+    model: PeftModel | PreTrainedModel,
+    prompts: Sequence[Prompt],
+    *,
+    stop_ids: list[int],
+    max_new_tokens: int,
+    batch_size: int | str,
+    device: torch.device,
+    temperature: float = 0.0,
+    seed: int = 0,
+    description: str = "samples",
+) -> list[list[int]]:
+    """Return a continuation of each prompt, token by token, without the token that ended it.
+
+    temperature: 0 takes the most likely token; above 0, tokens are drawn with `seed`. `batch_size` (prompts, or
+    `auto`) is halved where memory runs out.
+    """
+    if not prompts:
+        return []
+    settings = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stop_ids or None,
+        pad_token_id=stop_ids[0] if stop_ids else 0,
+    )
+    start = fitting_batch_size(
+        batch_size,
+        config=model.config,
+        device=device,
+        tokens=max(len(prompt.prompt) for prompt in prompts) + max_new_tokens,
+        keeps_cache=True,
+    )
+
+    def with_size(size: int) -> list[list[int]]:
+        found: list[list[int]] = [[]] * len(prompts)
+        with Progress(description, total=len(prompts), unit="answers") as progress:
+            for batch in _batches(prompts, size=size):
+                chosen = [prompts[index] for index in batch]
+                noise = _noise(chosen, temperature=temperature, seed=seed)
+                rows = _continue(model, chosen, settings, noise, device=device)
+                for index, row in zip(batch, rows, strict=True):
+                    found[index] = _until_stop(row, stop_ids)
+                progress.add(len(batch))
+        return found
+
+    return halving(with_size, start=start, what=description, collective=is_sharded(model))
+
+
+def _batches(prompts: Sequence[Prompt], *, size: int) -> Iterator[list[int]]:
+    """Group prompts of similar length, longest first: what does not fit in memory fails at once."""
+    by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].prompt))
+    for first in range(0, len(prompts), size):
+        yield by_length[first : first + size]
+
+
+@torch.no_grad()  # as in `heldout`
+def _continue(
+    model: PeftModel | PreTrainedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerationConfig,
+    noise: LogitsProcessorList | None,
+    *,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt of one batch, what follows an end included."""
+    ids, mask = _left_padded([prompt.prompt for prompt in prompts], device=device)
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=settings,
+        logits_processor=noise,
+        synced_gpus=False,  # `work_sharing.in_step` does it, for any number of calls
+    )
+    rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return rows
+
+
+def _noise(
+    prompts: Sequence[Prompt], *, temperature: float, seed: int
+) -> LogitsProcessorList | None:
+    if temperature == 0.0:
+        return None
+    documents = [prompt.document for prompt in prompts]
+    return LogitsProcessorList([GumbelNoise(documents, temperature=temperature, seed=seed)])
+
+
+def _left_padded(
+    rows: Sequence[list[int]], *, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and attention mask, both (rows, longest): generation continues at the right edge."""
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def _until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
+    ends = [place for place, token in enumerate(row) if token in stop_ids]
+    return row[: ends[0]] if ends else row

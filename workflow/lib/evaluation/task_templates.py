@@ -1,0 +1,82 @@
+"""Templates of evaluation tasks, which may come from anywhere, rendered where they can reach nothing.
+
+The harness renders `doc_to_text` and its like in a plain Jinja environment, in which a template can walk from any
+string to the interpreter. In Jinja's sandbox it cannot: private attributes are refused, objects cannot be
+changed, and a range has at most 100,000 numbers. Loops inside loops and texts without end are stopped by `limits`.
+The harness's environment is a variable of its module `utils`, which its one function for templates reads; neither it nor
+a task takes another (lm_eval 0.4.13). Functions in place of templates, which it takes for most fields of a task, it does not take
+for `gen_prefix` and for few-shot examples. So the variable is set, once, in a process that does nothing but evaluate.
+Chat templates need nothing here: Transformers renders them in this sandbox itself, and the tokenization has bounded them.
+"""
+
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from lm_eval import utils
+
+from workflow.lib.data.reading.row import preview
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.limits import BoundedWork, ExcessError
+
+# An item of a task is a prompt for a model; the longest context has some million tokens.
+MAX_RENDERED_CHARS = 2**24
+
+
+def sandbox_task_templates() -> None:
+    """Let the harness render its templates in a sandbox with the same filters; it has no option for that."""
+    if not isinstance(utils.env, ImmutableSandboxedEnvironment):
+        utils.env = sandboxed(utils.env)
+
+
+class _BoundedTemplate(Template):
+    """A template whose rendering has bounds of time, memory and output."""
+
+    source = ""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        """Return the text. Raises `UserError` at a bound."""
+        try:
+            with BoundedWork():
+                text = super().render(*args, **kwargs)
+        except ExcessError as excess:
+            raise _excess_error(str(excess), self.source) from None
+        if len(text) > MAX_RENDERED_CHARS:
+            much = f"writes {len(text)} characters, more than {MAX_RENDERED_CHARS}"
+            raise _excess_error(much, self.source)
+        return text
+
+
+class _BoundedSandbox(ImmutableSandboxedEnvironment):
+    """Bounds the translation of templates too, in which Jinja computes what is constant."""
+
+    template_class = _BoundedTemplate
+
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
+        """Return the template. Raises `UserError` at a bound."""
+        try:
+            with BoundedWork():
+                template = super().from_string(source, *args, **kwargs)
+        except ExcessError as excess:
+            raise _excess_error(str(excess), str(source)) from None
+        assert isinstance(template, _BoundedTemplate), "the environment names the class"
+        template.source = str(source)
+        return template
+
+
+def _excess_error(excess: str, source: str) -> UserError:
+    return UserError(
+        f"evaluate.tasks: the template {preview(source)!r} of a task {excess} for one item. "
+        "Change it in the task's file, or remove the task."
+    )
+
+
+def sandboxed(environment: Environment) -> ImmutableSandboxedEnvironment:
+    """Return a sandbox with the filters and the treatment of names and newlines of the harness's environment."""
+    filters: dict[str, Any] = environment.filters
+    assert environment.undefined is StrictUndefined, "the harness's environment has changed"
+    sandbox = _BoundedSandbox(
+        undefined=StrictUndefined, keep_trailing_newline=environment.keep_trailing_newline
+    )
+    sandbox.filters.update(filters)
+    return sandbox

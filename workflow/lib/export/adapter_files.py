@@ -1,0 +1,245 @@
+"""From the sharded adapter to files that anyone can load: PEFT's adapter, and optionally a merged model.
+
+Everything runs in one process outside training. The merged model is streamed: one tensor and one output
+shard in memory at a time. A server that loads either folder must prompt as the training did, so both hold
+the tokenizer, the chat template and the end tokens of the training, and `check_conversations` proves it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from workflow.lib.artifacts.records import ConversationFacts, Probe
+from workflow.lib.data.encoding.chat_template import with_fixed_date
+from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
+from workflow.lib.data.reading.hub_download import MANIFEST
+from workflow.lib.distributed.sharded_files import DamagedError, read_whole
+from workflow.lib.model.architecture.adapter_targets import adapter_scale
+from workflow.lib.model.layers.nf4_linear import (
+    CHECKPOINT_SUFFIX,
+    CODE_SUFFIX,
+    STATE_SUFFIX,
+    decoded,
+)
+from workflow.lib.model.quantize import (
+    ShardWriter,
+    copy_companions,
+    read_model_config,
+    read_settings,
+)
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import atomic_path, read_json, write_json, write_text
+
+PREFIX = "base_model.model."
+CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
+# The adapter's folder has the same files for every run; without a template, conversations fail too.
+NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template.') }}"
+
+
+def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process group.
+
+    Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is zero) or is not finite.
+    """
+    try:
+        tensors = read_whole(folder)
+    except (OSError, DamagedError) as error:
+        raise UserError(
+            f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that folder and repeat "
+            "the command; it continues from the last checkpoint."
+        ) from None
+    check_adapter(tensors)
+    return tensors
+
+
+def check_adapter(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise `UserError` if an adapter is empty, not finite, or zero."""
+    if not tensors:
+        raise UserError("the sharded adapter has no tensors. Train again.")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"adapter tensor {name} is not finite. Lower train.learning_rate and train again."
+            )
+    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+        raise UserError(
+            "every B of the adapter is zero: it changes nothing. Train longer (train.max_steps)."
+        )
+
+
+def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json` as PEFT does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder / "adapter_model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    write_json(folder / "adapter_config.json", config)
+
+
+def base_reference(settings: ModelConfig, folder: Path) -> dict[str, str | None]:
+    """Return what PEFT's configuration says of the base in `folder`.
+
+    Repository and commit of a model of the hub, else the absolute path: PEFT takes a relative one from
+    where it runs.
+    """
+    if not is_hub_id(settings.source):
+        path = str(Path(settings.source).absolute())
+        return {"base_model_name_or_path": path, "revision": None}
+    record = folder / MANIFEST
+    commit = read_json(record)["commit"] if record.is_file() else settings.revision
+    return {"base_model_name_or_path": settings.source, "revision": commit}
+
+
+def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
+    """Write the tokenizer in `source` with the trained template: the three files of Transformers."""
+    tokenizer = load_tokenizer(source)
+    tokenizer.chat_template = facts.chat_template or default_template(tokenizer) or NO_TEMPLATE
+    for key in (
+        "is_local",
+        "local_files_only",
+    ):  # how it was loaded here, and nothing of the tokenizer
+        tokenizer.init_kwargs.pop(key, None)
+    tokenizer.save_pretrained(folder)
+
+
+def replace_chat_template(folder: Path, *, facts: ConversationFacts) -> None:
+    """Put the trained template wherever the copied files of a tokenizer have the base's own."""
+    if facts.chat_template is None:
+        return
+    write_text(folder / CHAT_TEMPLATE, facts.chat_template)
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    config = read_settings(path) if path.is_file() else {}
+    if "chat_template" in config:
+        write_json(path, config | {"chat_template": facts.chat_template})
+
+
+def write_generation_config(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
+    """Write the base's generation settings, with end tokens of base, tokenizer and template."""
+    path = source / GENERATION_CONFIG
+    settings = read_settings(path) if path.is_file() else {}
+    # With this mark, Transformers may take the end tokens from config.json instead.
+    settings.pop("_from_model_config", None)
+    named = settings.get("eos_token_id", read_settings(source / "config.json").get("eos_token_id"))
+    ends = {*(named if isinstance(named, list) else [named]), facts.eos_token_id}
+    ends = (ends | set(facts.end_of_turn_token_ids)) - {None}
+    special = {"bos_token_id": facts.bos_token_id, "pad_token_id": facts.pad_token_id}
+    write_json(folder / GENERATION_CONFIG, special | settings | {"eos_token_id": sorted(ends)})
+
+
+def check_conversations(folder: Path, probes: list[Probe]) -> None:
+    """Raise `UserError` unless stock Transformers, given `folder`, writes every probe as trained."""
+    tokenizer = load_tokenizer(folder)
+    for probe in probes:
+        if (ids := _written(tokenizer, probe)) != probe.ids:
+            raise UserError(
+                f"the tokenizer exported to {folder} writes {probe.described} as {tokenizer.decode(ids)!r}, "
+                f"but trained was {tokenizer.decode(probe.ids)!r} (or the same text in other tokens). "
+                "Nothing is exported. If model.source or Transformers has changed since the tokens were made, "
+                "delete their folder and repeat the command."
+            )
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, probe: Probe) -> list[int]:
+    written: Any  # what is declared as returned depends on options
+    if probe.messages is None:
+        written = tokenizer(probe.text, add_special_tokens=False)
+    else:
+        tools: Any = probe.tools
+        template = with_fixed_date(tokenizer.get_chat_template(tools=tools))
+        written = tokenizer.apply_chat_template(
+            probe.messages, tools=tools, chat_template=template, return_dict=True
+        )
+    ids: list[int] = written["input_ids"]
+    return ids
+
+
+def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
+    """Return the weight (out, in) of one linear of an NF4 checkpoint, fp32."""
+    suffixes = [*CHECKPOINT_SUFFIX.values(), *CODE_SUFFIX.values(), STATE_SUFFIX]
+    parts = {
+        suffix.removeprefix("weight."): reader.tensor(f"{path}.{suffix}")
+        for suffix in suffixes
+        if f"{path}.{suffix}" in reader
+    }
+    packed = parts.pop("weight")
+    state = QuantState.from_dict(parts, device=torch.device("cpu"))
+    state.dtype = torch.float32
+    return decoded(packed, state)
+
+
+def merged_tensors(
+    adapter: dict[str, torch.Tensor],
+    adapter_config: dict[str, Any],
+    *,
+    original: CheckpointReader,
+    nf4: CheckpointReader,
+    onto: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a module's own where it was trained whole.
+
+    onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32, rounded once.
+    Raises `UserError` if an adapter belongs to no tensor of the model.
+    """
+    pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
+    whole = {name for name in adapter if ".lora_" not in name}
+    for name in original.names():
+        if f"{PREFIX}{name}" in whole:
+            whole.discard(f"{PREFIX}{name}")
+            yield name, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)
+            continue
+        path = name.removesuffix(".weight")
+        key = f"{PREFIX}{path}"
+        quantized = f"{path}.{STATE_SUFFIX}" in nf4
+        weight = (
+            dequantized_weight(nf4, path)
+            if quantized and onto == "dequantized"
+            else original.tensor(name)
+        )
+        if key in pending and path != name:
+            pending.discard(key)
+            scale = adapter_scale(adapter_config, path)
+            weight = merged_weight(weight.float(), adapter, key, scale=scale)
+        yield name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+    if pending | whole:
+        raise UserError(
+            f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check model.source."
+        )
+
+
+def merged_weight(
+    weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
+) -> torch.Tensor:
+    """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are given their trained length."""
+    a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
+    total = weight + scale * (b_weight @ a_weight)
+    magnitude = adapter.get(f"{key}.lora_magnitude_vector")
+    if magnitude is None:
+        return total
+    factor: torch.Tensor = magnitude / torch.linalg.vector_norm(total, dim=1)
+    return total * factor[:, None]
+
+
+def write_merged(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    folder: Path,
+    *,
+    settings: ExportConfig,
+) -> int:
+    """Write the merged model with the original's config and tokenizer; return its bytes."""
+    folder.mkdir(parents=True)
+    writer = ShardWriter(folder, shard_bytes=int(settings.shard_gib * 2**30))
+    for name, tensor in tensors:
+        writer.add({name: tensor.contiguous()})
+    writer.close()
+    copy_companions(source, folder)
+    write_json(folder / "config.json", read_model_config(source) | {"dtype": "bfloat16"})
+    return writer.total_bytes

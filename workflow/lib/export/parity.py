@@ -1,0 +1,131 @@
+"""Proof that an exported adapter is the trained one: its values bit for bit, and the logits that they give.
+
+`finetune` records a digest of the gathered adapter and fp32 logits of the model as it was trained (sharded);
+`consolidate` computes both again from the exported files with stock Transformers and PEFT, and compares. The
+digest finds every altered bit; the logits find an adapter that is put to use in another way.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.system.files import atomic_path
+
+DOCUMENTS = 2  # held-out documents compared
+POSITIONS = 32  # last positions of each: 32 x 128k logits in fp32 are 16 MiB
+
+# Largest difference allowed, as a share of the largest logit. fp32: sums in another order over a few hundred
+# terms per layer; bf16: 8 bits of mantissa through every layer.
+RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+def trained_logits(
+    training: CausalLMForTraining, store: TokenStore, *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return `input_ids.<i>` (length,) int64, `logits.<i>` (positions, vocab) fp32 and `digest` (32,) uint8 on the CPU.
+
+    Collective.
+    """
+    training.eval()
+    tensors = {"digest": adapter_digest(trainable_parameters(training))}
+    with forward_only(training):
+        for number, (ids, _) in enumerate(store.heldout_documents()[:DOCUMENTS]):
+            row = torch.from_numpy(ids.astype("int64")).to(device)
+            places = torch.arange(len(row), device=device)
+            logits = training(row[None], places[None], places[-POSITIONS:], None).cpu()
+            tensors |= {f"input_ids.{number}": row.cpu(), f"logits.{number}": logits.contiguous()}
+    return tensors
+
+
+def adapter_digest(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the SHA-256 (32,) uint8 of an adapter's names and fp32 values. Collective if it is sharded."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode())
+        digest.update(whole.float().cpu().contiguous().numpy().tobytes())
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def save_logits(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write the record atomically."""
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+
+
+def _records(path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        for number in range(sum(name.startswith("logits.") for name in names)):
+            yield file.get_tensor(f"input_ids.{number}"), file.get_tensor(f"logits.{number}")
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude; infinity if any element is not finite (`max` would pass over NaN)."""
+    return float(tensor.abs().max()) if bool(tensor.isfinite().all()) else math.inf
+
+
+def _holds(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a PEFT model has these tensors and no others, each as its type represents it."""
+    held: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return held.keys() == stored.keys() and all(
+        torch.equal(tensor.cpu(), stored[name].to(tensor.dtype)) for name, tensor in held.items()
+    )
+
+
+@torch.no_grad()
+def compare_logits(
+    model: Any, path: Path, *, exported: Path, compute_dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Compare a stock PEFT model with the record at `path`; return the fields of `parity.json`.
+
+    exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is to hold them (whole modules in their compute type).
+    `adapter_effect` is how far the adapter moves the logits: a difference far below it cannot be the base model's.
+    """
+    model.eval()
+    with safe_open(path, framework="pt") as file:
+        digest = file.get_tensor("digest")
+    stored = load_file(exported)
+    identical = torch.equal(digest, adapter_digest(stored)) and _holds(model, stored)
+    difference = effect = largest = 0.0
+    agreeing = positions = rows = 0
+    for ids, trained in _records(path):
+        row = ids[None].to(device)
+        count = trained.shape[0]
+        reloaded = model(input_ids=row).logits[0, -count:].float().cpu()
+        with model.disable_adapter():
+            plain = model(input_ids=row).logits[0, -count:].float().cpu()
+        difference = max(difference, _largest(reloaded - trained))
+        effect = max(effect, _largest(plain - trained))
+        largest = max(largest, _largest(trained))
+        agreeing += int((reloaded.argmax(-1) == trained.argmax(-1)).sum())
+        positions, rows = positions + count, rows + 1
+    tolerance = RELATIVE_TOLERANCE[compute_dtype] * largest
+    return {
+        "passed": identical and difference <= tolerance < math.inf,
+        "identical_values": identical,
+        "max_abs_difference": difference,
+        "tolerance": tolerance,
+        "relative_tolerance": RELATIVE_TOLERANCE[compute_dtype],
+        "max_abs_logit": largest,
+        "adapter_effect": effect,
+        "argmax_agreement": agreeing / positions,
+        "rows": rows,
+        "positions": positions,
+        "compute_dtype": str(compute_dtype).removeprefix("torch."),
+        "reference": "the trained model, as it was sharded",
+        "reloaded": "stock Transformers and PEFT from the exported files",
+    }

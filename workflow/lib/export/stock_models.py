@@ -1,0 +1,168 @@
+"""The exported files, loaded as any user would: stock Transformers and PEFT, on one process.
+
+What is measured and compared after training goes through here and never through the training code, so
+an export that only our own code could read would show. Two things are added to the stock calls. They
+refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another shape).
+And they mend three traps:
+
+* Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of the
+  file, whatever `dtype` asks for: the deserializer's pattern `weight` matches norms and embeddings too
+  (`HfQuantizer.get_new_dtype`). They are cast here.
+* bitsandbytes 0.50 repacks a `Linear4bit` weight in place in its first evaluation forward on a CPU with
+  AVX512-BF16; later gradients through it are silently lost, and the results shift by about 1e-2.
+* bitsandbytes 0.50 decodes rows wrongly on a CPU where they are not whole blocks (`nf4_linear.decoded`). Such weights are
+  decoded here once, and multiplied by a plain linear.
+
+Nothing here runs remote code or needs a network.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from workflow.lib.model.layers.nf4_linear import decoded
+from workflow.lib.model.safetensors_reader import check_whole, open_whole
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def load_base(
+    base_dir: Path, *, device: torch.device, compute_dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Load an NF4 checkpoint folder in evaluation mode, its 4-bit linears computing in `compute_dtype`.
+
+    `cuda` without an index fills the visible GPUs one after the other, so a model larger than one GPU
+    still loads; an index pins it to that one. Raises `UserError` if the folder does not hold
+    every tensor of the model in its shape, or if the GPUs cannot hold it.
+    """
+    if not (base_dir / "config.json").is_file():
+        raise UserError(f"{base_dir} holds no model (config.json is not there).")
+    check_interfaces(*OF_MODELS)
+    check_whole(base_dir)
+    model, report = _from_pretrained(
+        base_dir,
+        device_map="sequential" if device == torch.device("cuda") else {"": device},
+        dtype=compute_dtype,
+        attn_implementation=attention,
+    )
+    refuse_unmatched(
+        base_dir,
+        missing=report["missing_keys"],
+        unexpected=report["unexpected_keys"],
+        mismatched=[key for key, *_ in report["mismatched_keys"]],
+    )
+    _cast_unquantized_(model, compute_dtype)
+    _set_up_linears_(model, compute_dtype)
+    decode_partial_rows_(model)
+    return model
+
+
+def _from_pretrained(base_dir: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(base_dir),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except ValueError as error:
+        if "dispatched on the CPU or the disk" not in str(error):
+            raise
+        raise UserError(
+            f"The visible GPUs cannot hold {base_dir}: part of it would go to the CPU, where 4-bit layers of "
+            "a GPU model cannot run. Free GPU memory, or show the process more GPUs."
+        ) from error
+    model, report = loaded
+    return model, report
+
+
+def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast what is not quantized (embeddings, norms, head, biases); see the module's first trap.
+
+    What the architecture insists on keeping in float32 stays, and so do buffers (rotary frequencies).
+    """
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    for name, parameter in model.named_parameters():
+        quantized = isinstance(parameter, Params4bit)
+        if parameter.is_floating_point() and not quantized and kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.compute_dtype = compute_dtype
+            module.compute_type_is_set = True
+            # Else a bf16 checkpoint's weights are rounded to bf16 even where the products are in fp32.
+            assert isinstance(module.weight, Params4bit)
+            module.weight.quant_state.dtype = compute_dtype
+            if module.weight.device.type == "cpu":
+                module.support_avx512bf16_for_cpu = False  # the module's second trap
+
+
+@torch.no_grad()
+def decode_partial_rows_(model: nn.Module) -> None:
+    """Put plain linears in the places of 4-bit ones on the CPU whose rows are not whole blocks: the module's third trap."""
+    linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
+    for path, linear in linears:
+        assert isinstance(linear.weight, Params4bit)
+        packed, state = linear.weight.data, linear.weight.quant_state
+        if packed.device.type != "cpu" or linear.in_features % state.blocksize == 0:
+            continue
+        plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(decoded(packed, state), requires_grad=False)
+        plain.bias = linear.bias
+        model.set_submodule(path, plain.train(linear.training))
+
+
+def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
+    """Put the exported adapter on `model` (changed in place) for inference.
+
+    Raises `UserError` if files are missing, or if a tensor of the adapter has no place in the model, a
+    place has no tensor, or their shapes differ: stock PEFT only warns, or says nothing.
+    """
+    for name in ("adapter_config.json", ADAPTER_WEIGHTS):
+        if not (adapter_dir / name).is_file():
+            raise UserError(f"{adapter_dir} holds no exported adapter ({name} is not there).")
+    open_whole(adapter_dir / ADAPTER_WEIGHTS, made_here=True)
+    try:
+        tuned: PeftModel = PeftModel.from_pretrained(
+            model, str(adapter_dir), is_trainable=False, torch_device=model.device.type
+        )
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"{adapter_dir} does not fit the base model: {reason}") from error
+    places = set(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+    with safe_open(adapter_dir / ADAPTER_WEIGHTS, framework="pt") as file:
+        stored = set(file.keys())
+    refuse_unmatched(adapter_dir, missing=places - stored, unexpected=stored - places)
+    return tuned
+
+
+def refuse_unmatched(
+    folder: Path,
+    *,
+    missing: set[str],
+    unexpected: set[str],
+    mismatched: list[str] | tuple[str, ...] = (),
+) -> None:
+    """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or has in another shape."""
+    found = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
+    wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in found.items() if names]
+    if wrong:
+        raise UserError(
+            f"{folder} does not fit the model: of its tensors, {'; '.join(wrong)}. "
+            "The folder is incomplete or belongs to another model: make it again."
+        )

@@ -1,0 +1,124 @@
+"""Which linears of a model get an adapter, and of which rank: PEFT's rules, applied to names alone.
+
+PEFT warns or says nothing where a pattern matches nothing; here that is an error. Imports no torch, so preflight and
+training decide alike. Rules read from PEFT 0.21, `check_target_module_exists` and `get_pattern_key`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.limits import BoundedWork, ExcessError
+
+
+def adapter_ranks(lora: LoraSettings, *, linears: Iterable[str]) -> dict[str, int]:
+    """Return the rank of every adapted linear by its path, in the order of `linears`.
+
+    linears: paths as `model.layers.3.self_attn.q_proj`. Raises `UserError` if a name or pattern of the settings
+    matches none of them, or takes too long to match.
+    """
+    try:
+        with BoundedWork():
+            return _adapter_ranks(lora, list(linears))
+    except ExcessError as excess:
+        raise UserError(
+            f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to match the "
+            "model's layers. Write it without repetitions within repetitions, such as (a+)+."
+        ) from None
+
+
+def _adapter_ranks(lora: LoraSettings, paths: list[str]) -> dict[str, int]:
+    chosen = [path for path in paths if _is_target(lora.target_modules, path)]
+    _check_targets(lora.target_modules, paths=paths, chosen=chosen)
+    for setting in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(setting, getattr(lora, setting), chosen=chosen)
+    return {path: int(_by_pattern(lora.rank_pattern, path, lora.r)) for path in chosen}
+
+
+def adapter_scale(lora: Mapping[str, object], path: str) -> float:
+    """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA.
+
+    lora: the content of PEFT's `adapter_config.json`.
+    """
+    patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
+    rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])  # type: ignore[arg-type]
+    alpha = _by_pattern(patterns["alpha_pattern"], path, lora["lora_alpha"])  # type: ignore[arg-type]
+    return alpha / (rank**0.5 if lora["use_rslora"] else rank)
+
+
+def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool) -> set[str]:
+    """Return the paths of those of a model's `embedding` and `head` that are trained whole.
+
+    embedding, head: paths as `model.embed_tokens`; tied: whether they share one table. Raises `UserError` for another
+    module, or for a tied table, of which PEFT would export a copy for each name.
+    """
+    offered = [path.rpartition(".")[2] for path in (head, embedding)]
+    chosen = set()
+    for name in lora.modules_to_save:
+        found = [path for path in (embedding, head) if _is_target((name,), path)]
+        if not found:
+            raise setting_error(
+                "lora.modules_to_save",
+                name,
+                f"only the output head and the input embedding can be trained whole; in this model they are {' and '.join(offered)}",
+                f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by lora.target_modules",
+            )
+        chosen |= {*found}
+    if chosen and tied:
+        raise setting_error(
+            "lora.modules_to_save",
+            list(lora.modules_to_save),
+            "this model ties its output head to its input embedding: PEFT would train and export two tables that drift apart",
+            "Remove it, or choose a model.source with a head of its own",
+        )
+    return chosen
+
+
+def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, path) is not None
+    return any(path == target or path.endswith(f".{target}") for target in targets)
+
+
+def _by_pattern(patterns: Mapping[str, float], path: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of `path`."""
+    matching = (value for key, value in patterns.items() if _ends_with(key, path))
+    return next(matching, default)
+
+
+def _ends_with(pattern: str, path: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _check_targets(targets: tuple[str, ...] | str, *, paths: list[str], chosen: list[str]) -> None:
+    names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+    if isinstance(targets, str):
+        if not chosen:
+            raise setting_error(
+                "lora.target_modules",
+                targets,
+                f"as a regular expression it matches the whole path of no linear layer; a path is {paths[0]}",
+                f"Mend it, or give a list of names ({names}), or all-linear",
+            )
+        return
+    for target in sorted(targets):
+        if not any(_is_target((target,), path) for path in chosen):
+            raise setting_error(
+                "lora.target_modules",
+                target,
+                f"no linear layer of the model has this name; it has {names}",
+                "Name some of these, or all-linear",
+            )
+
+
+def _check_patterns(setting: str, patterns: Mapping[str, float], *, chosen: list[str]) -> None:
+    for pattern in patterns:
+        if not any(_ends_with(pattern, path) for path in chosen):
+            raise UserError(
+                f"lora.{setting}: {pattern!r} is the end of no adapted layer's path, such as {chosen[0]}. "
+                "Correct or remove it."
+            )

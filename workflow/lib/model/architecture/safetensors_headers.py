@@ -1,0 +1,158 @@
+"""Names, types and shapes of a safetensors checkpoint, read from the file headers alone: no weight, no torch.
+
+A safetensors file is 8 bytes of header length (little-endian), that many bytes of JSON
+`{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data that the offsets count from
+(https://github.com/huggingface/safetensors#format). Every promise of the header is held against
+the file's size, so a truncated download is found here and not an hour later.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit (safetensors, `MAX_HEADER_SIZE`)
+MAX_DIMS = 8  # of a tensor; the product of millions of dimensions takes hours
+ELEMENT_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # formats that can run code when they are read
+LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor: type as safetensors calls it (`BF16`, ...), shape, and the file it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of the checkpoint in `folder` by name.
+
+    Raises `UserError` if there is no safetensors checkpoint, a file is missing, is not what its name
+    says, or is shorter than its header promises.
+    """
+    if not (folder / INDEX).is_file():
+        return _read_file(_single_file(folder))
+    weight_map = _read_index(folder / INDEX)
+    tensors: dict[str, TensorInfo] = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= _read_file(folder / name)
+    lost = [name for name, file in weight_map.items() if name not in tensors]
+    if lost:
+        raise UserError(
+            f"{folder / INDEX} says that {weight_map[lost[0]]} holds {lost[0]!r}, but it does not "
+            f"({len(lost)} such tensors). The files do not belong together: download them again."
+        )
+    return tensors
+
+
+def _single_file(folder: Path) -> Path:
+    if (folder / SINGLE).is_file():
+        return folder / SINGLE
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
+    found = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
+    raise UserError(
+        f"model.source: {folder} has {found}. Weights are read from safetensors files; "
+        "convert others with `save_pretrained` of Transformers, or choose a checkpoint that has them."
+    )
+
+
+def is_beside(folder: Path, name: str) -> bool:
+    """Tell whether the folder itself has such a file: an index must not lead out of it, and may name anything."""
+    try:
+        return Path(name).name == name and (folder / name).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError(f"it is larger than {MAX_HEADER_BYTES // 10**6} MB")
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name) for name in weight_map.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no index of a checkpoint ({error!r}). Download it again."
+        ) from None
+    missing = sorted(name for name in files if not is_beside(path.parent, name))
+    if missing:
+        raise UserError(
+            f"{path} names {len(missing)} of {len(files)} files that are not beside it: "
+            f"{', '.join(missing[:3])}. Complete the download."
+        )
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _read_file(path: Path) -> dict[str, TensorInfo]:
+    header, data_bytes = _read_header(path)
+    try:
+        return {
+            name: _tensor(entry, file=path.name, data_bytes=data_bytes)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (KeyError, TypeError, ValueError, OverflowError, AssertionError) as error:
+        raise UserError(
+            f"{path} is not a whole safetensors file: {error}. Download it again."
+        ) from None
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the parsed header and how many bytes of data follow it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            raise UserError(
+                f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` there."
+            )
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise _not_safetensors(path)
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise _not_safetensors(path) from None
+    if not isinstance(header, dict):
+        raise _not_safetensors(path)
+    return header, size - 8 - length
+
+
+def _not_safetensors(path: Path) -> UserError:
+    return UserError(
+        f"{path} is not a safetensors file, whatever its name says, or it is cut short in its header. "
+        "Download it again."
+    )
+
+
+def _tensor(entry: dict[str, Any], *, file: str, data_bytes: int) -> TensorInfo:
+    if len(entry["shape"]) > MAX_DIMS:
+        raise ValueError(f"a tensor of {len(entry['shape'])} dimensions, at most {MAX_DIMS} are")
+    info = TensorInfo(dtype=entry["dtype"], shape=tuple(map(int, entry["shape"])), file=file)
+    begin, end = entry["data_offsets"]
+    if info.dtype not in ELEMENT_BYTES:
+        raise ValueError(f"unknown type {info.dtype}")
+    if end > data_bytes:
+        raise ValueError(f"its header promises {end} bytes of data, the file has {data_bytes}")
+    if not 0 <= begin <= end or end - begin != info.num_bytes:
+        raise ValueError(f"a tensor of shape {info.shape} {info.dtype} in {end - begin} bytes")
+    return info

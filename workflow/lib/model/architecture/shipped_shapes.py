@@ -1,0 +1,40 @@
+"""Shapes of public models that ship with the workflow, so that a prediction needs neither network nor download.
+
+`workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its published
+number of parameters, which a test compares with what the shapes add up to; ids of the same shape with it.
+"""
+
+import difflib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.files import read_json
+
+SHAPES = Path(__file__).parents[3] / "resources" / "models" / "shapes.json"
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return the config.json of every shipped model by hub id, those of the same shape included."""
+    return {
+        name: entry["config"]
+        for hub_id, entry in read_json(SHAPES).items()
+        for name in (hub_id, *entry.get("same_shape", ()))
+    }
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a shipped model by its hub id, or its last part, in any case; None if none matches."""
+    wanted = name.lower()
+    for hub_id, config in known_models().items():
+        if wanted in (hub_id.lower(), hub_id.lower().rpartition("/")[2]):
+            return config
+    return None
+
+
+def nearest_models(name: str) -> list[str]:
+    """Return up to 5 shipped hub ids that are spelled like `name`."""
+    by_short = {hub_id.lower().rpartition("/")[2]: hub_id for hub_id in known_models()}
+    short = name.lower().rpartition("/")[2]
+    return [by_short[near] for near in difflib.get_close_matches(short, by_short, n=5, cutoff=0.4)]

@@ -1,0 +1,164 @@
+"""Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole batch never exist.
+
+The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that of a head which is trained
+(`lora.modules_to_save`) is summed there, so backward needs no logits. The idea is that of
+fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
+from workflow.lib.model.trained_modules import trained_parts
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """logits = softcap * tanh(scale * head(h) / softcap), without the cap if it is None; fp32."""
+
+    module: nn.Module
+    scale: float
+    softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.shape[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 logits (rows, vocab) of hidden states (rows, hidden_size)."""
+        return self.finished(self.module(hidden))
+
+    def finished(self, product: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 logits that the head's product means; element by element, so of any part of it too."""
+        logits = product.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def output_head(module: nn.Module, config: PretrainedConfig) -> OutputHead:
+    """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps it.
+
+    A family that does something else is found out by `startup_checks.startup_checks`.
+    """
+    scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
+    return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def _number(config: PretrainedConfig, key: str) -> float:
+    """Return a factor of a model's configuration; 1 if it has none, or MPT's null."""
+    value = getattr(config, key, None)
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+class LinearCrossEntropy(nn.Module):
+    """Sum of -log softmax(logits)[target] over rows. Uses the model's own head."""
+
+    def __init__(self, head: OutputHead) -> None:
+        super().__init__()
+        self.head = head  # no module, so that the model's head is no submodule of this one
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
+        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
+
+        hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has a gradient.
+        """
+        if targets is None:
+            return self.head.logits(hidden)
+        loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, targets, self.head, *trained_parts(self.head.module)
+        )
+        return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        head: OutputHead,
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        wants_grad = ctx.needs_input_grad[0]
+        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
+        grad = torch.empty_like(hidden) if wants_grad else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        size = chunk_rows(1, vocab_size=head.vocab_size)
+        # The head runs even for no rows: FSDP counts on it.
+        for start in range(0, max(1, hidden.shape[0]), size):
+            rows = slice(start, start + size)
+            if trained is None:
+                loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
+            else:
+                loss, chunk_grad = _trained_chunk(hidden[rows], targets[rows], head, trained)
+            total += loss
+            if grad is not None:
+                assert chunk_grad is not None
+                grad[rows] = chunk_grad
+        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
+        of_head, ctx.of_head = ctx.of_head, []
+        return grad.mul_(grads[0]), None, None, *(x.mul_(grads[0]) for x in of_head)
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: OutputHead,
+    *,
+    wants_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a chunk's summed loss and its gradient with respect to `hidden`."""
+    with torch.set_grad_enabled(wants_grad):
+        leaf = hidden.detach().requires_grad_(wants_grad)
+        loss = nn.functional.cross_entropy(head.logits(leaf), targets, reduction="sum")
+        grad = torch.autograd.grad(loss, leaf)[0] if wants_grad else None
+    return loss.detach(), grad
+
+
+class TrainedHead:
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their gradients in fp32, summed over chunks of rows."""
+
+    def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self.weight, *self._bias = (master.to(dtype) for master in masters)
+        self.gradients = [torch.zeros_like(master) for master in masters]
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a gradient."""
+        return nn.functional.linear(hidden, self.weight, *self._bias).requires_grad_()
+
+    def backward(self, hidden: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        """Add what the slope (rows, vocab) of a product means for weight and bias; return the gradient of the hidden states."""
+        weight, *bias = self.gradients
+        for start in range(0, len(weight), GRADIENT_ROWS):
+            part = slice(start, start + GRADIENT_ROWS)
+            weight[part] += slope[:, part].T @ hidden
+        for gradient in bias:
+            gradient += slope.sum(dim=0, dtype=torch.float32)
+        return slope @ self.weight
+
+
+def _trained_chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: OutputHead, trained: TrainedHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's summed loss and its gradient with respect to `hidden`; add that of the head to `trained`."""
+    product = trained.product(hidden)
+    with torch.enable_grad():
+        loss = nn.functional.cross_entropy(head.finished(product), targets, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, product)
+    return loss.detach(), trained.backward(hidden, slope)

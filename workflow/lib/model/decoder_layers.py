@@ -1,0 +1,48 @@
+"""The decoder layers of a model: how they are found, and their recomputation in backward."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from workflow.lib.system.errors import UserError
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks, found by the class names in Transformers' `_no_split_modules`."""
+    names = set(model._no_split_modules or ())
+    layers = [
+        m for m in model.modules() if type(m).__name__ in names and not isinstance(m, nn.Embedding)
+    ]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} names no decoder layer class (_no_split_modules): this model family "
+            "cannot be sharded. Choose another model.source."
+        )
+    return layers
+
+
+def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
+    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own switch (non-reentrant).
+
+    The state of the random numbers is kept for it where any may be drawn.
+    """
+    # renamed in Transformers 5.2x; the old name warns there and will go in v6
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False, "preserve_rng_state": _may_draw(model)})
+    for number, layer in enumerate(decoder_layers(model)):
+        setattr(layer, "gradient_checkpointing", number % every == 0)  # noqa: B010
+
+
+def _may_draw(model: PreTrainedModel) -> bool:
+    """Whether a layer drops anything by chance: by a module, or by what its configuration says."""
+    modules = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    return modules or _drops(model.config.to_dict())
+
+
+def _drops(config: dict[str, Any]) -> bool:
+    """Whether a configuration, or one within it, has a share of anything to drop."""
+    return any(
+        _drops(value) if isinstance(value, dict) else "drop" in str(key) and value not in (None, 0)
+        for key, value in config.items()
+    )

@@ -1,0 +1,215 @@
+"""Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where families take ten.
+
+It takes the place of a family's module that projects, perhaps norms heads, rotates halves, calls an attention function and
+projects again. Found by what the family's class does with small random values (`fused`); what it tells the attention
+function (scale, window) is recorded then, and told by ours. For training: without a cache.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+from workflow.lib.model.lora import FusedLoraLinear
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
+RECORDER = "workflow_recorder"
+TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
+
+
+class RotatedAttention(nn.Module):
+    """The projections and norms keep their names; `passed` is what the attention function is told besides."""
+
+    def __init__(self, original: Any, *, passed: dict[str, Any], eager: Callable[..., Any]) -> None:
+        super().__init__()
+        for name, value in vars(original).items():  # attention functions ask for some of these
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        self.head_dim: int = original.head_dim
+        self._passed, self._eager = passed, eager
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the function tells them."""
+        assert past_key_values is None, "fused layers are for training, which has no cache"
+        query, key, value = (
+            made.unflatten(-1, (-1, self.head_dim)) for made in self._projected(hidden_states)
+        )
+        if hasattr(self, NORMS[0]):
+            query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
+        query, key = rotated(query, key, *position_embeddings)
+        config: Any = self.config
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, self._eager)
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        output, weights = attend(self, *heads, attention_mask, **self._passed, **kwargs)
+        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.get_submodule(PROJECTIONS[3])(output), weights
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values, by one node if their adapters are plain."""
+        layers: list[Any] = [self.get_submodule(name) for name in PROJECTIONS[:3]]
+        if all(isinstance(layer, FusedLoraLinear) and layer.is_plain_lora() for layer in layers):
+            return nf4_lora_matmuls(x, layers)
+        return tuple(layer(x) for layer in layers)
+
+
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x cos + rotate_half(x) sin of query and key (rows, seq_len, heads, head_dim).
+
+    cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
+    """
+    assert cos.shape[-1] == query.shape[-1], "a part of each head: the kernel would read past cos"
+    turned: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Rotation(torch.autograd.Function):
+    """Backward turns the other way; nothing is kept but cos and sin, which all layers share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turned(query, cos, sin), _turned(key, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        of_query, of_key = (_turned(grad, cos, sin, back=True) for grad in grads)
+        return of_query, of_key, None, None
+
+
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
+) -> torch.Tensor:
+    if kernels.usable(x.device):
+        return kernels.rotate(x.contiguous(), cos.contiguous(), sin.contiguous(), back=back)
+    first, second = x.chunk(2, dim=-1)
+    around = torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    return x * cos[:, :, None] + (-around if back else around)
+
+
+def as_rotated(module: nn.Module) -> RotatedAttention | None:
+    """Return an attention that does what this module does, None for a module of any other kind."""
+    children = {name for name, _ in module.named_children()}
+    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS} or _turns_a_part(module):
+        return None
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    try:
+        passed = _agreed(module)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return None
+    if passed is None or eager is None:
+        return None
+    return RotatedAttention(module, passed=passed, eager=eager)
+
+
+def _turns_a_part(module: Any) -> bool:
+    """Whether the model rotates a part of each head alone: its class, tried with whole ones, would not show that.
+
+    The rotary parameters may be nested by the type of a layer (Gemma 3).
+    """
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    shares = [getattr(config, "partial_rotary_factor", None)]
+    shares += [part.get("partial_rotary_factor") for part in parts]
+    return any(share not in (None, 1.0) for share in shares)
+
+
+@torch.no_grad()
+def _agreed(module: Any) -> dict[str, Any] | None:
+    """Return what the module's class tells the attention function, if it and ours do the same; None otherwise."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
+    half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)
+    cos, sin = torch.cat((half, half), dim=-1)
+    tried = _stand_in(module, draw)
+    calls: list[tuple[Any, ...]] = []
+    for training in (True, False):
+        tried.train(training)
+        calls.append(_recorded(type(module), tried, x, (cos, sin)))
+    passed: dict[str, Any] = calls[0][-1]
+    if any(isinstance(value, torch.Tensor) for value in passed.values()):
+        return None
+    ours: Any = RotatedAttention(tried, passed=passed, eager=_recorder)
+    calls.append(_recorded(RotatedAttention, ours, x, (cos, sin)))
+    *tensors, told = calls[0]
+    for *others, other in calls[1:]:
+        if other != told or not all(map(_close, tensors, others)):
+            return None
+    return passed
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
+    """Return a module with the attributes of `module`, and small random projections."""
+    tried = nn.Module()
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "training":
+            setattr(tried, name, value)
+    config = copy.copy(module.config)
+    config._attn_implementation = RECORDER
+    tried.config = config
+    inner = module.head_dim * TRIED["heads"]
+    outer = module.head_dim * TRIED["key_heads"]
+    sizes = [(TRIED["width"], inner), (TRIED["width"], outer), (TRIED["width"], outer), (inner, TRIED["width"])]  # fmt: skip
+    for name, (into, out) in zip(PROJECTIONS, sizes, strict=True):
+        linear = nn.Linear(into, out, bias=False)
+        linear.weight.copy_(torch.randn(out, into, generator=draw))
+        setattr(tried, name, linear)
+    for name in NORMS:
+        if hasattr(module, name):
+            norm = nn.RMSNorm(module.head_dim)
+            norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)
+            setattr(tried, name, norm)
+    return tried
+
+
+def _recorded(
+    kind: type[nn.Module],
+    tried: nn.Module,
+    x: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[Any, ...]:
+    """Return what the class's forward hands to the attention function, its output, and what it tells besides."""
+    seen: list[tuple[Any, ...]] = []
+    tried.recorded = seen  # type: ignore[assignment]
+    output, _ = kind.forward(tried, hidden_states=x, position_embeddings=turns, attention_mask=None)
+    ((*heads, told),) = seen
+    return *heads, output, told
+
+
+def _recorder(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **told: Any
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """An attention function that writes down how it is called; its value depends on all that it is given."""
+    module.recorded.append((query, key, value, told))
+    groups = query.shape[1] // key.shape[1]
+    mixed = query + (key * value).repeat_interleave(groups, dim=1)
+    return mixed.transpose(1, 2), None
+
+
+AttentionInterface.register(RECORDER, _recorder)

@@ -1,0 +1,207 @@
+"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one fused node where possible.
+
+`FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It takes the fused
+path when the adapter is plain (one active adapter, no dropout, no bias) and PEFT's own forward otherwise.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as PeftLoraLinear
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from workflow.lib.model.architecture.adapter_targets import adapter_ranks
+from workflow.lib.model.layers.dora import NF4Dora, scaled
+from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
+from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul
+from workflow.lib.model.nf4_model import (
+    checkpoint_name,
+    is_adapter,
+    local,
+    local_range,
+    read_row_norms,
+)
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.trained_modules import unfreeze_
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.files import short_hash
+
+PREFIX = "base_model.model."  # PEFT's, of every name
+ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
+
+
+class FusedLoraLinear(PeftLoraLinear):
+    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter fused; DoRA on top of that."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """The variants that this layer can be, by PEFT's names of their settings."""
+        return {(): None, ("use_dora",): NF4Dora}
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Return x W^T + b + s (x A^T) B^T; x: (..., in_features)."""
+        if args or kwargs or not self._is_plain():
+            return super().forward(x, *args, **kwargs)
+        if self.lora_variant:
+            return scaled(self, x, bias=True)
+        return nf4_lora_matmul(x, self)
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the linear below. PEFT's own asks each for one below it again, which takes longer than all else here does."""
+        base: nn.Module | None = self._modules["base_layer"]
+        assert base is not None
+        return base
+
+    def fused_scale(self) -> float:
+        """Return the factor of B A."""
+        scale: float = self.scaling[ADAPTER]
+        return scale
+
+    def fused_magnitude(self) -> torch.Tensor:
+        """Return DoRA's magnitudes (out_features,), gathered if FSDP has gathered them."""
+        magnitude = self.lora_magnitude_vector[ADAPTER].weight
+        assert isinstance(magnitude, torch.Tensor)
+        return magnitude
+
+    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""
+        parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
+        a_weight, b_weight = (
+            parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
+        )
+        return a_weight, b_weight
+
+    def is_plain_lora(self) -> bool:
+        """Whether the value is W x + b + s B A x and no more now."""
+        return self._is_plain() and not self.lora_variant
+
+    def _is_plain(self) -> bool:
+        dropout = self.lora_dropout[ADAPTER]
+        return (
+            isinstance(self.get_base_layer(), NF4Linear)
+            and not self.disable_adapters
+            and not self.merged
+            and list(self.active_adapters) == [ADAPTER]
+            and not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
+            and self.lora_B[ADAPTER].bias is None
+        )
+
+
+def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
+    """Translate our settings to PEFT's, for a model whose quantized linears have the paths `linears`.
+
+    A regular expression becomes the paths that it means: PEFT would try it on every module, and fail at an activation.
+    Raises `UserError` if a name or pattern of the settings matches no linear layer.
+    """
+    targets = settings.target_modules
+    paths = list(adapter_ranks(settings, linears=linears))
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = tuple(paths)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.r,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT takes fractions too
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern=dict(settings.alpha_pattern),
+        bias="none",
+    )
+
+
+def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require gradients, in fp32.
+
+    Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module that can be trained whole.
+    """
+    config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
+    peft_model = adapted(model, config)
+    unfreeze_(model, settings)
+    # Only now: PEFT itself would keep a frozen copy beside each.
+    config.modules_to_save = sorted({*settings.modules_to_save}) or None
+    for param in trainable_parameters(peft_model).values():
+        assert param.dtype == torch.float32, (
+            "PEFT gives adapters the fp32 type of the packed weights' view"
+        )
+    return peft_model
+
+
+def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear` layers."""
+    config._register_custom_module({NF4Linear: FusedLoraLinear})
+    with torch.device("meta"):
+        peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
+    return peft_model
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what is trained by the name in PEFT's exported file, in the model's order.
+
+    Of a sharded model they are its shards. What FSDP has gathered is another object without a
+    gradient, which no optimizer knows.
+    """
+    found = {
+        peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
+    }
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        gathered = [name for name, param in found.items() if not isinstance(param, DTensor)]
+        assert not gathered, f"{gathered[0]} is gathered: was a forward not in `forward_only`?"
+    return found
+
+
+def peft_name(name: str) -> str:
+    """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
+    start = name.index(PREFIX)
+    short = name[start:].replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+    # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
+    return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
+
+
+@torch.no_grad()
+def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
+    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number of processes.
+
+    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw. DoRA's
+    magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are trained whole keep the base's values.
+    """
+    _init_magnitudes_(model, base)
+    for name, param in trainable_parameters(model).items():
+        if name.endswith(".lora_magnitude_vector") or not is_adapter(name):
+            continue
+        if ".lora_B." in name:
+            local(param).zero_()
+            continue
+        assert ".lora_A." in name, f"{name} is neither A nor B of an adapter"
+        bound = 1.0 / math.sqrt(
+            param.shape[1]
+        )  # kaiming_uniform_(a=sqrt(5)) over fan_in = in_features
+        draw = np.random.Generator(np.random.PCG64([seed, int(short_hash(name), 16)]))
+        full = torch.from_numpy(
+            draw.uniform(-bound, bound, size=tuple(param.shape)).astype(np.float32)
+        )
+        start, stop = local_range(param)
+        local(param).copy_(full[start:stop])
+
+
+def _init_magnitudes_(model: nn.Module, base: Path) -> None:
+    """Fill this process's slice of DoRA's magnitudes, if there are any."""
+    with CheckpointReader(base) as reader:
+        for path, layer in model.named_modules():
+            if not isinstance(layer, FusedLoraLinear) or not layer.lora_variant:
+                continue
+            stored = checkpoint_name(path[path.index(PREFIX) + len(PREFIX) :])
+            magnitude, linear = layer.fused_magnitude(), layer.get_base_layer()
+            assert isinstance(linear, NF4Linear)
+            start, stop = local_range(magnitude)
+            norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
+            local(magnitude).copy_(norms)

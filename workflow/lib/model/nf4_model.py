@@ -1,0 +1,287 @@
+"""The model of a run: built on the meta device, its linears replaced by NF4 ones, its weights read slice by slice.
+
+The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding (`fsdp.shard_`, or
+none) -> `materialize_` -> `load_weights_`. No process ever holds more than its own slices and one tensor.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.utils import unpack_tensor_to_dict
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from workflow.lib.model.layers.nf4_linear import (
+    CHECKPOINT_SUFFIX,
+    CODE_SUFFIX,
+    NESTED_BLOCK_SIZE,
+    STATE_SUFFIX,
+    NF4Linear,
+    NF4Spec,
+    nf4_linears,
+)
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+
+
+def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+    """Build the causal LM that `folder/config.json` describes, without memory, in `dtype`.
+
+    attention: `eager`, which every family has, will do unless the model is to compute.
+    Raises `UserError` if Transformers knows no such model, it would need code from the folder, or the family
+    has no such attention.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+    except (ValueError, KeyError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{folder}/config.json describes a model that is code of its own repository, which is never run. "
+                "Choose a model.source that Transformers knows."
+            ) from None
+        raise UserError(
+            f"{folder}/config.json does not describe a causal language model that Transformers can build with "
+            f"{attention} attention ({error}). Check model.source and model.attention."
+        ) from None
+    return model
+
+
+def build_nf4_on_meta(
+    folder: Path, *, compute_dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything frozen.
+
+    Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not correspond, or the installed
+    packages lack what is used of them.
+    """
+    check_interfaces(*OF_MODELS)
+    model = build_on_meta(folder, dtype=compute_dtype, attention=attention)
+    with CheckpointReader(folder) as reader:
+        specs = read_specs(reader)
+    for path, spec in specs.items():
+        linear = _linear_at(model, path, spec.shape)
+        parent, _, name = path.rpartition(".")
+        replacement = NF4Linear(spec, bias=linear.bias is not None, compute_dtype=compute_dtype)
+        setattr(model.get_submodule(parent), name, replacement)
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    return model
+
+
+def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear:
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear) or (module.out_features, module.in_features) != shape:
+        raise UserError(
+            f"the NF4 checkpoint has a quantized weight {path} of shape {shape} that the model has not: "
+            "it belongs to another model. Delete its folder below results/base to have it made again."
+        )
+    return module
+
+
+def materialize_(
+    model: nn.Module, *, transformers_model: PreTrainedModel, device: torch.device
+) -> None:
+    """Allocate all parameters (sharded ones: the local shard) and compute the buffers that no checkpoint stores.
+
+    Raises `UserError` if the model family has a buffer that its `_init_weights` does not compute.
+    """
+    shared = _shared_parameters(model)
+    model.to_empty(device=device)  # allocates a tied parameter once per owner
+    for owners in shared:
+        (first, first_name), *others = owners
+        for other, name in others:
+            other.register_parameter(name, first.get_parameter(first_name))
+    _compute_buffers_(transformers_model)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the owners (module, name) of every parameter that several modules share."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), []).append((module, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def _compute_buffers_(transformers_model: PreTrainedModel) -> None:
+    """Let the model family compute its non-persistent buffers, twice: one that it does not keeps what was there."""
+    for module in transformers_model.modules():
+        buffers = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        }
+        first = _computed(transformers_model, module, buffers, fill=0)
+        second = _computed(transformers_model, module, buffers, fill=1)
+        for name in buffers:
+            if not torch.equal(first[name], second[name]):
+                raise UserError(
+                    f"{type(transformers_model).__name__} is not supported: its buffer {name} of "
+                    f"{type(module).__name__} cannot be computed without a checkpoint. Choose another model.source."
+                )
+
+
+def _computed(
+    transformers_model: PreTrainedModel,
+    module: nn.Module,
+    buffers: dict[str, torch.Tensor],
+    *,
+    fill: int,
+) -> dict[str, torch.Tensor]:
+    """Fill a module's buffers, let the family initialize the module, and return copies of what they hold then."""
+    for buffer in buffers.values():
+        buffer.fill_(fill)
+    if buffers:
+        transformers_model._init_weights(module)
+    return {name: module.get_buffer(name).clone() for name in buffers}
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process holds (all of it if it is not sharded)."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def local_range(param: torch.Tensor) -> tuple[int, int]:
+    """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk` does)."""
+    if not isinstance(param, DTensor):
+        return 0, param.shape[0]
+    mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
+    size = -(-param.shape[0] // mesh.size(axis))
+    start = min(mesh.get_local_rank(axis) * size, param.shape[0])
+    return start, min(start + size, param.shape[0])
+
+
+@torch.no_grad()
+def load_weights_(
+    model: nn.Module, folder: Path, *, moved: Callable[[], None] = lambda: None
+) -> int:
+    """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
+
+    Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises `UserError` if the checkpoint lacks a tensor.
+    `model` is the Transformers model inside any PEFT wrapper; adapters are left alone.
+    """
+    read = 0
+    with CheckpointReader(folder) as reader:
+        for path, linear in nf4_linears(model):
+            read += _load_nf4_(linear, checkpoint_name(path), reader)
+            moved()
+        for name, param in plain_parameters(model):
+            start, stop = local_range(param)
+            rows = reader.rows(checkpoint_name(name), start, stop)
+            local(param).copy_(rows)
+            read += rows.nbytes
+            moved()
+        for name, buffer in stored_buffers(model):
+            buffer.copy_(reader.tensor(checkpoint_name(name)))
+            read += buffer.nbytes
+    return read
+
+
+def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return name and parameter of everything that is neither adapter nor packed NF4 data, masters of trained modules too."""
+    packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
+    return [
+        (name, param)
+        for name, param in model.named_parameters()
+        if id(param) not in packed and not is_adapter(name)
+    ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to PEFT's adapter and not to the base."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return name and buffer of all that a checkpoint stores as such (Gemma 4's `layer_scalar`), NF4 code tables apart."""
+    return [
+        (f"{path}.{name}", buffer)
+        for path, module in model.named_modules()
+        if not isinstance(module, NF4Linear)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def checkpoint_name(name: str) -> str:
+    """Strip PEFT's wrapper levels from a name inside the Transformers model."""
+    return name.replace(".base_layer", "").replace(".original_module", "")
+
+
+def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
+    read = 0
+    for name in linear.spec.sizes:
+        target = local(getattr(linear, name)).view(torch.uint8)
+        start, stop = (4 * place for place in local_range(getattr(linear, name)))
+        data = read_bytes(linear, name, path, reader, start=start, stop=stop)
+        target.zero_()
+        target[: data.numel()].copy_(data)
+        read += data.numel()
+    for name, suffix in CODE_SUFFIX.items():
+        if f"{path}.{suffix}" in reader:
+            linear.get_buffer(name).copy_(reader.tensor(f"{path}.{suffix}"))
+    linear.nested_offset.fill_(linear.spec.offset)
+    return read
+
+
+def read_row_norms(
+    linear: NF4Linear, path: str, reader: CheckpointReader, *, start: int, stop: int
+) -> torch.Tensor:
+    """Return the L2 norms (stop - start,) fp32 of rows `start` to `stop` of an NF4 weight, of which only these are read."""
+    if start == stop:
+        return torch.empty(0)
+    spec, width = linear.spec, linear.in_features
+    unit = spec.block_size * NESTED_BLOCK_SIZE  # scales and their scales start anew here
+    first = start * width // unit * unit
+    last = min(-(-stop * width // unit) * unit, math.prod(spec.shape))
+    parts = {}
+    for name in spec.sizes:
+        begin, end = spec.part_range(name, start=first, stop=last)
+        data = read_bytes(linear, name, path, reader, start=begin, stop=end)
+        parts[name] = data.to(linear.quant_map.device)
+    weights = linear.dequantize_parts(parts, shape=(last - first,), dtype=torch.float32)
+    rows = weights.view(-1)[start * width - first : stop * width - first].view(stop - start, width)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms
+
+
+def read_bytes(
+    linear: NF4Linear, name: str, path: str, reader: CheckpointReader, *, start: int, stop: int
+) -> torch.Tensor:
+    """Return bytes `start` to `stop` of a part of an NF4 weight as stored (fewer at the end), uint8 on the CPU."""
+    key = f"{path}.{CHECKPOINT_SUFFIX[name]}"
+    total = linear.spec.sizes[name]
+    element = (
+        total // reader.shape(key)[0]
+    )  # 1 for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4
+    rows = reader.rows(key, min(start, total) // element, min(stop, total) // element)
+    return rows.reshape(-1).view(torch.uint8)
+
+
+def read_specs(reader: CheckpointReader) -> dict[str, NF4Spec]:
+    """Return the spec of every quantized linear of an NF4 checkpoint, by module path."""
+    paths = [n.removesuffix(f".{STATE_SUFFIX}") for n in reader.names() if n.endswith(STATE_SUFFIX)]
+    return {path: _read_spec(reader, path) for path in paths}
+
+
+def _read_spec(reader: CheckpointReader, path: str) -> NF4Spec:
+    state: dict[str, Any] = unpack_tensor_to_dict(reader.tensor(f"{path}.{STATE_SUFFIX}"))
+    out_features, in_features = state["shape"]
+    return NF4Spec(
+        shape=(out_features, in_features),
+        block_size=state["blocksize"],
+        double_quant="nested_offset" in state,
+        offset=state.get("nested_offset", 0.0),
+    )

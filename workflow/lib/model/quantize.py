@@ -1,0 +1,198 @@
+"""Streaming NF4 quantization: one tensor in memory at a time, written in the layout that stock Transformers loads.
+
+Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
+`weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4` (packed JSON).
+Embeddings, head and norms are copied as they are. Files are cut at `SHARD_BYTES`.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.functional import quantize_4bit
+from safetensors.torch import save_file
+from torch import nn
+
+from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
+from workflow.lib.model.nf4_model import stored_buffers
+from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import atomic_path, write_json
+
+SHARD_BYTES = 2**30  # bounds the host memory that waits to be written
+QUANTIZABLE = frozenset({"BF16", "F16", "F32"})  # safetensors' names of what bitsandbytes takes
+
+# Files that make a model folder complete besides its weights.
+COMPANION_PATTERNS = ("generation_config.json", *TOKENIZER_PATTERNS)
+
+
+def quantizable_linears(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return path and shape (out_features, in_features) of every linear but the output head.
+
+    Args: a Transformers causal LM (the meta device is enough).
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {
+        path: (module.out_features, module.in_features)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def quantize_tensor(
+    weight: torch.Tensor, settings: QuantizeConfig, *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Quantize one weight (out, in) on `device`; return its checkpoint tensors on the CPU by suffix (`weight`, `weight.absmax`, ...)."""
+    packed, state = quantize_4bit(
+        weight.to(device).contiguous(),
+        blocksize=settings.block_size,
+        compress_statistics=settings.double_quant,
+        quant_type="nf4",
+    )
+    parts = {"weight": packed} | {f"weight.{k}": v for k, v in state.as_dict(packed=True).items()}
+    return {name: part.cpu().contiguous() for name, part in parts.items()}
+
+
+def check_checkpoint(
+    model: nn.Module, linears: dict[str, tuple[int, int]], reader: CheckpointReader
+) -> None:
+    """Raise `UserError` unless the checkpoint holds all of the model's tensors, in their shapes, with linears to quantize.
+
+    Looks at headers alone, so that an hour of quantization is not in vain.
+    """
+    if not linears:
+        raise UserError(
+            f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights in another class): "
+            "there is nothing to quantize. Choose another model.source."
+        )
+    tensors = dict(model.named_parameters()) | dict(stored_buffers(model))
+    missing = [name for name in tensors if name not in reader]
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more of the {len(tensors)} tensors of its "
+            "config.json's model: it belongs to another model, or to one whose tensors Transformers regroups "
+            "when it loads them (mixtures of experts), which is not supported. Check model.source."
+        )
+    for name, tensor in tensors.items():
+        if reader.shape(name) != tuple(tensor.shape):
+            raise UserError(
+                f"{name} has shape {reader.shape(name)}, but config.json says {tuple(tensor.shape)}: "
+                "the files do not belong together. Check model.source."
+            )
+    for path in linears:
+        if reader.dtype(f"{path}.weight") not in QUANTIZABLE:
+            raise UserError(
+                f"{path}.weight is stored as {reader.dtype(f'{path}.weight')}: the checkpoint is quantized already. "
+                "Set model.source to the original bf16 or fp16 checkpoint."
+            )
+
+
+def quantized_tensors(
+    reader: CheckpointReader,
+    linears: dict[str, tuple[int, int]],
+    settings: QuantizeConfig,
+    *,
+    device: torch.device,
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield every source tensor's name and what replaces it in the NF4 checkpoint."""
+    for name in reader.names():
+        path = name.removesuffix(".weight")
+        weight = reader.tensor(name)
+        if path == name or path not in linears:
+            yield name, {name: weight}
+            continue
+        parts = quantize_tensor(weight, settings, device=device)
+        yield name, {f"{path}.{suffix}": part for suffix, part in parts.items()}
+
+
+class ShardWriter:
+    """Collects tensors and writes a safetensors shard whenever `shard_bytes` would be exceeded."""
+
+    def __init__(self, folder: Path, *, shard_bytes: int) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take tensors; they are written with this shard or the next."""
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self._pending and self._pending_bytes + size > self._shard_bytes:
+            self._flush()
+        self._pending |= tensors
+        self._pending_bytes += size
+        self.total_bytes += size
+
+    def _flush(self) -> None:
+        self._shards.append(list(self._pending))
+        with atomic_path(self._path(len(self._shards))) as temporary:
+            save_file(self._pending, temporary, metadata={"format": "pt"})
+        self._pending, self._pending_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+    def close(self) -> None:
+        """Write the rest, give the shards their final names, and write the index."""
+        self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards, start=1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors"
+            self._path(number).rename(self._folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        write_json(
+            self._folder / INDEX,
+            {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
+            },
+        )
+
+
+def nf4_config(original: dict[str, Any], settings: QuantizeConfig) -> dict[str, Any]:
+    """Return `config.json` of the NF4 checkpoint: the original plus Transformers' `quantization_config`."""
+    quantization = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": settings.double_quant,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    return original | {"quantization_config": quantization}
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat template and generation settings beside the weights."""
+    names = {path for pattern in COMPANION_PATTERNS for path in source.glob(pattern)}
+    for path in sorted(names):
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a model folder; raises `UserError` if it is absent or broken."""
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
+    return settings
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a quantized model."""
+    path = folder / "config.json"
+    config = read_settings(path)
+    if "quantization_config" in config:
+        raise UserError(
+            f"{path} describes a model that is quantized already. "
+            "Set model.source to the original bf16 or fp16 checkpoint."
+        )
+    return config

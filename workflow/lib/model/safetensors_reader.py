@@ -1,0 +1,152 @@
+"""Reading safetensors checkpoints tensor by tensor, or slice by slice, by memory map.
+
+Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the file.
+Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers' convention).
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workflow.lib.model.architecture.safetensors_headers import is_beside
+from workflow.lib.system.checksums import RecordedFile, check_files
+from workflow.lib.system.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
+
+
+def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
+    """Return the file name that holds each tensor of a checkpoint folder; `single`: the only file where there is no index.
+
+    Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names missing files.
+    """
+    if (folder / INDEX).is_file():
+        weight_map = _weight_map(folder / INDEX)
+        missing = sorted({name for name in weight_map.values() if not is_beside(folder, name)})
+        if missing:
+            raise UserError(
+                f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
+            )
+        return weight_map
+    if not (folder / single).is_file():
+        raise UserError(
+            f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
+            "(model.source); other formats can be converted with save_pretrained of Transformers."
+        )
+    with open_whole(folder / single) as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is not the index of a safetensors checkpoint ({error!r}). Download it again."
+        ) from None
+    return weight_map
+
+
+def check_whole(folder: Path, *, single: str = SINGLE) -> None:
+    """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or longer than its header says."""
+    for path in sorted(folder.glob("*.safetensors")):
+        open_whole(path, made_here=True)
+    shard_of_tensor(folder, single=single)
+
+
+def open_whole(path: Path, *, made_here: bool = False) -> Any:
+    """Return an open safetensors file; raises `UserError` if it is shorter or longer than its header says.
+
+    made_here: a stage has made it, as it has a folder with `quantization.json`.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        made_here = made_here or (path.parent / QUANTIZATION).is_file()
+        change = f"Delete the folder {path.parent}; it is made again" if made_here else "Download it again"  # fmt: skip
+        raise UserError(f"{path} is not a whole safetensors file ({error}). {change}.") from None
+
+
+class CheckpointReader:
+    """Random access to the tensors of a safetensors checkpoint; a context manager.
+
+    It holds the files open. recorded: files that are hashed when they are opened, just before they
+    are read; raises `UserError` if one is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, *, single: str = SINGLE, recorded: Iterable[RecordedFile] = ()
+    ) -> None:
+        self._folder = folder
+        self._recorded = {file.name: file for file in recorded}
+        self._shards = shard_of_tensor(folder, single=single)
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in order of shard and name."""
+        return sorted(self._shards, key=lambda name: (self._shards[name], name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return safetensors' name of a tensor's type (`BF16`, `U8`, ...) without reading it."""
+        return str(self._file(name).get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop` of dim 0 (an empty tensor if `start >= stop`); reads only these."""
+        tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._shards:
+            raise UserError(
+                f"{self._folder} has no tensor {name!r}: it is not a checkpoint of this model. "
+                "Check model.source, or delete the folder to have it made again."
+            )
+        shard = self._shards[name]
+        if shard not in self._files:
+            self._files[shard] = self._open_whole(shard)
+        return self._files[shard]
+
+    def _open_whole(self, shard: str) -> Any:
+        """Open a shard, after a look whether it is as recorded, and holds what the index says."""
+        if shard in self._recorded:
+            check_files([self._recorded[shard]])
+        file = open_whole(self._folder / shard)
+        promised = {name for name, holder in self._shards.items() if holder == shard}
+        absent = promised.difference(file.keys())
+        if absent:
+            raise UserError(
+                f"{self._folder / shard} lacks {min(absent)!r}, which {INDEX} promises there: "
+                "the files do not belong together. Download them again."
+            )
+        return file

@@ -1,0 +1,105 @@
+"""Output head and input embedding that are trained whole beside the adapter (PEFT's `modules_to_save`).
+
+Their weights are fp32 masters under the names that the family gives them, so PEFT's exported names are theirs too. They compute in
+the type of what they are given, as a cast of the master; gradients are summed in fp32. With several processes each holds a
+slice of the rows (`vocabulary`), and `sum_copies_` adds up the gradients of the copies of a slice.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from workflow.lib.model.architecture.adapter_targets import modules_to_save
+from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import setting_error
+
+
+class MasterLinear(nn.Linear):
+    """A linear that computes in the type of its input, whatever that of its weights."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b; input: (..., in_features)."""
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return nn.functional.linear(input, self.weight.to(input.dtype), bias)
+
+
+class MasterRows:
+    """Rows of a trained embedding on one process, in the type `dtype`. The row of a padding token gets no gradient, as in torch."""
+
+    def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
+        self._embedding, self._dtype = embedding, dtype
+        self._padding = embedding.padding_idx
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (n, hidden) of ids (n,)."""
+        table = self._embedding.weight
+        assert isinstance(table, torch.Tensor)
+        rows = nn.functional.embedding(ids, table, self._padding)  # type: ignore[arg-type]
+        return rows.to(self._dtype)
+
+
+def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
+
+    Raises `UserError` if one is neither head nor embedding, the two share a table, or PEFT would find another module by the name.
+    """
+    if not settings.modules_to_save:
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    paths = {id(module): path for path, module in model.named_modules()}
+    chosen = modules_to_save(
+        settings, embedding=paths[id(embedding)], head=paths[id(head)],
+        tied=embedding.weight is head.weight,
+    )  # fmt: skip
+    _refuse_namesakes(settings.modules_to_save, chosen, paths.values())
+    if paths[id(embedding)] in chosen:
+        embedding.weight = _master(embedding.weight)
+    if paths[id(head)] in chosen:
+        assert isinstance(head, nn.Linear)
+        trained = MasterLinear(head.in_features, head.out_features, bias=False, device="meta")
+        trained.weight = _master(head.weight)
+        trained.bias = None if head.bias is None else _master(head.bias)
+        model.set_output_embeddings(trained)
+
+
+def _refuse_namesakes(names: Iterable[str], chosen: set[str], paths: Iterable[str]) -> None:
+    """PEFT would train every module whose path ends so, when the adapter is loaded."""
+    for name in names:
+        others = [path for path in paths if path.endswith(name) and path not in chosen]
+        if others:
+            raise setting_error(
+                "lora.modules_to_save",
+                name,
+                f"{others[0]} ends so too, and PEFT would take it for one of them",
+                f"Name the whole path: {' or '.join(sorted(chosen))}",
+            )
+
+
+def _master(tensor: Any) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(tensor, dtype=torch.float32))
+
+
+def trained_parts(module: nn.Module) -> list[torch.Tensor]:
+    """Return what of a head's weight and bias is trained: this process's slices, through which gradients reach the masters."""
+    params = dict(module.named_parameters(recurse=False))
+    found = [params[name] for name in ("weight", "bias") if name in params]
+    return [p.to_local() if isinstance(p, DTensor) else p for p in found if p.requires_grad]
+
+
+@torch.no_grad()
+def sum_copies_(training: Any) -> None:
+    """Add up the gradients of trained slices of which other processes have copies, in fp32. Collective.
+
+    training: the module that is trained (`training_module.CausalLMForTraining`).
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    for param in (p for table in tables for p in table.parameters() if p.requires_grad):
+        grad = param.grad
+        if isinstance(grad, DTensor) and grad.device_mesh.ndim > 1:
+            dist.all_reduce(grad.to_local(), group=grad.device_mesh.get_group(0))

@@ -1,0 +1,101 @@
+"""The module that training calls: decoder, final norm, head and loss in one forward.
+
+It takes a micro-batch and returns a sum of losses, never logits of all positions."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from workflow.lib.model.activation_offload import Stash
+from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
+from workflow.lib.model.host_embedding import embed_rows
+from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.model.loss_scale import LossScale
+from workflow.lib.model.trained_modules import MasterRows
+
+
+class CausalLMForTraining(nn.Module):
+    """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
+
+    Forward runs the decoder, picks the hidden states that predict a trained token, and returns their summed loss.
+    """
+
+    def __init__(self, peft_model: nn.Module) -> None:
+        super().__init__()
+        self.peft_model = peft_model
+        causal_lm = peft_model.get_base_model()  # type: ignore[operator]
+        head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
+        self.head_loss = LinearCrossEntropy(head)
+        self.stash: Stash | None = None
+        """Where the decoder's activations wait for backward; None = where they are."""
+        self.loss_scale: LossScale | None = None
+        """In float16: what the loss is multiplied by for backward."""
+        self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Embedding rows (n, hidden) of ids (n,), where the embedding has no whole and frozen table of its own."""
+        embedding = causal_lm.get_input_embeddings()
+        if embedding.weight.requires_grad:
+            self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor | None,
+        bounds: tuple[torch.Tensor, int] | None = None,
+        embedded: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if `targets` is None.
+
+        input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which attention does not leave.
+        bounds: `packed_attention.document_bounds(position_ids)`, if it is known already (it waits for the device).
+        embedded: the embedding rows (rows * seq_len, hidden) of input_ids, if they have been looked up already.
+        positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,) int64, the tokens predicted there.
+        """
+        decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
+        inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
+        inputs = self._embedded(inputs, embedded)
+        with self._saving():
+            hidden = decoder(**inputs).last_hidden_state
+        chosen = hidden.flatten(0, 1).index_select(0, positions)
+        loss: torch.Tensor = self.head_loss(chosen, targets)
+        return loss
+
+    def _saving(self) -> AbstractContextManager[None]:
+        wanted = self.stash is not None and torch.is_grad_enabled()
+        return self.stash.forward() if wanted and self.stash is not None else nullcontext()
+
+    def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""
+        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
+        inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
+        logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
+        return logits.flatten(0, 1).float()
+
+    def _embedded(self, inputs: dict[str, Any], rows: torch.Tensor | None) -> dict[str, Any]:
+        """Return a decoder's inputs with embeddings in place of ids, where rows are looked up outside of the model."""
+        if self.rows_of is None:
+            return inputs
+        others = dict(inputs)
+        ids = others.pop("input_ids")
+        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        rows = self.rows_of(ids.flatten()) if rows is None else rows
+        return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
+
+
+def _decoder_inputs(
+    config: PretrainedConfig,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    bounds: tuple[torch.Tensor, int] | None,
+) -> dict[str, Any]:
+    """Return what a decoder is called with. No attention mask: one of ones would switch off the document boundaries."""
+    flash: dict[str, Any] = {}
+    if config._attn_implementation in FLATTENED:
+        flash = flash_arguments(*(bounds or document_bounds(position_ids)))
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | flash

@@ -1,0 +1,5 @@
+"""Whether a run fits, how fast it is, and the fastest plan that fits; without torch.
+
+`memory` counts bytes, `timing` counts seconds, `preflight` searches plans and gives the verdict.
+`machine` is what is planned for. It imports `settings`, `model.architecture` and `artifacts`.
+"""

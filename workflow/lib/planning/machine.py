@@ -1,0 +1,91 @@
+"""The machine that a plan is made for: the one at hand, or one that the settings name."""
+
+from dataclasses import dataclass
+
+from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.gpu_models import GpuModel, parse_gpu
+from workflow.lib.system.hardware import visible_gpus
+from workflow.lib.system.units import GIB
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free, bytes."""
+
+    device: str
+    processes: int
+    gpu_names: tuple[str, ...]
+    gpu_bytes: int | None
+    """Memory of the smallest GPU; None on the CPU."""
+    host_bytes: int | None
+    """None if it is not known: a GPU machine that is only imagined."""
+    flash_attention: bool
+    """Whether the flash-attn package is installed."""
+    bfloat16: bool = True
+    """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the same of GPUs (compute capability 8.0)."""
+    nodes: int = 1
+    """Machines like this one, which share the processes equally."""
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes that share this machine's memory."""
+        return self.processes // self.nodes
+
+
+def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
+    """Return `nodes` machines with `count` such GPUs each and nothing else on them."""
+    return Machine(
+        device="cuda",
+        processes=count * nodes,
+        nodes=nodes,
+        gpu_names=(gpu.name,) * count * nodes,
+        gpu_bytes=int(gpu.memory_gib * GIB),
+        host_bytes=None,
+        flash_attention=True,
+    )
+
+
+def asked_machine(device: str, count: int, nodes: int) -> Machine:
+    """Return machines that have what a run asks for, whatever their GPUs and memory."""
+    return Machine(
+        device=device,
+        processes=count * nodes,
+        nodes=nodes,
+        gpu_names=(),
+        gpu_bytes=None,
+        host_bytes=None,
+        flash_attention=True,
+    )
+
+
+def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
+    """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node, without asking whether they can.
+
+    The machine that plans a run need not be the one that trains it. `auto` is what is visible here.
+    """
+    count = len(visible_gpus()) if hardware.gpus == "auto" else hardware.gpus
+    return ("cuda", count) if count else ("cpu", hardware.cpu_processes)
+
+
+def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
+    """Return the kind of GPU to plan for instead of visible ones: `gpu_model`, where GPUs are asked for and none is visible."""
+    device, _ = requested_processes(hardware)
+    if hardware.gpu_model is None or device == "cpu" or visible_gpus():
+        return None
+    return parse_gpu(hardware.gpu_model, setting="hardware.gpu_model")
+
+
+def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
+    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here (or imagined)."""
+    device, count = requested_processes(hardware)
+    available = len(visible_gpus())
+    if device == "cuda" and count > available and imagined_model(hardware) is None:
+        raise setting_error(
+            "hardware.gpus",
+            count,
+            f"this machine shows {available} GPU(s)",
+            "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them "
+            "in hardware.gpu_model",
+        )
+    return device, count

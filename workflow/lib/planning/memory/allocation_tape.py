@@ -1,0 +1,164 @@
+"""What a training step asks of the allocator, written down: requests, releases, and the phases that they fall into.
+
+A tensor is a number. It has holders, like an object in Python (a local variable, a module, autograd's graph), and is
+released when the last one lets go. Autograd's part is played by a `Keeper`.
+"""
+
+from typing import Protocol
+
+COMPUTE = "compute"  # the stream of all but communication
+
+
+class Tape:
+    """Events in their order: a tensor's number where it is made, its complement where it is released, a phase's name."""
+
+    def __init__(self) -> None:
+        self.events: list[int | str] = []
+        self.sizes: list[int] = []
+        """Bytes asked for, by tensor."""
+        self.terms: list[str] = []
+        """What a tensor counts as, by tensor."""
+        self.streams: list[str] = []
+        self._holders: list[int] = []
+
+    def phase(self, name: str) -> None:
+        """What follows belongs to this phase."""
+        self.events.append(name)
+
+    def new(self, num_bytes: float, term: str, stream: str = COMPUTE) -> int:
+        """Make a tensor, held once."""
+        number = len(self.sizes)
+        self.sizes.append(int(num_bytes))
+        self.terms.append(term)
+        self.streams.append(stream)
+        self._holders.append(1)
+        self.events.append(number)
+        return number
+
+    def hold(self, tensor: int) -> int:
+        """Hold a tensor once more; return it."""
+        self._holders[tensor] += 1
+        return tensor
+
+    def free(self, *tensors: int) -> None:
+        """Let go of tensors."""
+        for tensor in tensors:
+            self._holders[tensor] -= 1
+            if self._holders[tensor] == 0:
+                self.events.append(~tensor)
+
+    def moment(self, num_bytes: float, term: str) -> None:
+        """A tensor that is released before the next one is made."""
+        self.free(self.new(num_bytes, term))
+
+
+class Keeper(Protocol):
+    """What autograd does with a tensor that backward needs."""
+
+    def keep(self, tensor: int, term: str = ...) -> int:
+        """Keep a tensor for backward, counted as `term`; return what `take` wants."""
+
+    def take(self, kept: int) -> int:
+        """Return the tensor; whoever takes it lets go of it."""
+
+
+class Kept:
+    """Tensors that backward needs stay where they are."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def keep(self, tensor: int, term: str = "saved_activations") -> int:
+        """Hold the tensor."""
+        self._tape.terms[tensor] = term
+        return self._tape.hold(tensor)
+
+    def take(self, kept: int) -> int:
+        """Return the tensor."""
+        return kept
+
+
+class Dropped:
+    """No backward follows: without gradients, or where it is computed again."""
+
+    def keep(self, tensor: int, term: str = "saved_activations") -> int:
+        """Keep nothing."""
+        return -1
+
+    def take(self, kept: int) -> int:
+        """Never called."""
+        raise AssertionError("nothing was kept")
+
+
+class Stashed:
+    """As `activation_offload.Stash` does it: what is not small leaves for host memory, a window of it is on the device at a time."""
+
+    def __init__(self, tape: Tape, *, window_bytes: int, smallest_share: int = 128) -> None:
+        self._tape, self._window = tape, window_bytes
+        self._least = window_bytes // smallest_share
+        self._numbers: dict[int, int] = {}  # tensor -> its place, while it is leaving
+        self._tensors: list[int | None] = []
+        self._sizes: list[int] = []
+        self._terms: list[str] = []
+        self._uses: list[int] = []
+        self._leaving: list[int] = []
+        self._next = -2
+        self._present = 0
+
+    def keep(self, tensor: int, term: str = "saved_activations") -> int:
+        """Send the tensor away if it is not small; return its place, or a number below 0 if it stays."""
+        size = self._tape.sizes[tensor]
+        self._tape.terms[tensor] = "offloaded_activations"
+        if size < self._least:
+            self._tape.terms[tensor] = term
+            return -1 - self._tape.hold(tensor)
+        if tensor in self._numbers:
+            self._uses[self._numbers[tensor]] += 1
+            return self._numbers[tensor]
+        place = self._numbers[tensor] = len(self._tensors)
+        self._tensors.append(self._tape.hold(tensor))
+        self._sizes.append(size)
+        self._uses.append(1)
+        self._leaving.append(place)
+        while sum(self._sizes[p] for p in self._leaving) > self._window:
+            self._let_go(self._leaving.pop(0))
+        return place
+
+    def _let_go(self, place: int) -> None:
+        tensor = self._tensors[place]
+        if tensor is not None:
+            self._tensors[place] = None
+            self._numbers.pop(tensor, None)
+            self._tape.free(tensor)
+
+    def take(self, kept: int) -> int:
+        """Return the tensor, fetched if it is away, and fetch what comes next as far as the window allows."""
+        if kept < 0:
+            return -1 - kept
+        if self._next == -2:
+            self._next = len(self._tensors) - 1
+            self._present = sum(self._sizes[p] for p in self._leaving)
+        if self._tensors[kept] is None:
+            self._fetch(kept)
+        tensor = self._tensors[kept]
+        assert tensor is not None
+        self._tape.hold(tensor)
+        self._uses[kept] -= 1
+        if self._uses[kept] == 0:
+            self._let_go(kept)
+            self._present -= self._sizes[kept]
+        self._next = min(self._next, kept - 1)
+        self._fetch_ahead()
+        return tensor
+
+    def _fetch_ahead(self) -> None:
+        while self._next >= 0:
+            if self._tensors[self._next] is None and self._uses[self._next] > 0:
+                if self._present + self._sizes[self._next] > self._window:
+                    return
+                self._fetch(self._next)
+            self._next -= 1
+
+    def _fetch(self, place: int) -> None:
+        self._tensors[place] = self._tape.new(self._sizes[place], "offloaded_activations")
+        self._present += self._sizes[place]

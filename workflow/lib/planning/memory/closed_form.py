@@ -1,0 +1,282 @@
+"""Bytes that one process holds while it fine-tunes, in closed form from shapes alone.
+
+The one idea: a step is a handful of phases; each phase is a sum of named terms (`terms`); the
+peak is the largest phase. What a term counts, and what was measured, stands in
+`workflow/docs/memory-model.md`.
+"""
+
+from dataclasses import dataclass
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import (
+    Terms,
+    dequantized_weight,
+    exchanged_gradients,
+    fetched_layers,
+    fuses_feed_forward,
+    last_hosted_layer,
+    layer_tensors,
+    layer_workspace,
+    layers_of_stash,
+    loss_terms,
+    mask_bytes,
+    offload_window,
+    saved_activations,
+    stored_terms,
+    table_slice,
+)
+from workflow.lib.system.units import GIB, MIB
+
+# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32 MiB
+# each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11 (docs/memory-model.md).
+CUBLAS_BYTES = 64 * MIB
+# Outside: CUDA context and loaded kernels; with several processes NCCL too. Measured like the above:
+# 0.755 and 1.577 GiB. Smaller GPUs have smaller contexts.
+CONTEXT_BYTES = int(0.76 * GIB)
+CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
+# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the engine under
+# a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which `launch` sets, 2.5%
+# was enough for all; with native segments 10% was, and with 6% two processes failed.
+ALLOCATOR_SLACK = 0.03
+
+EXPLANATIONS = {
+    "process": "Python, PyTorch and Transformers themselves (host memory)",
+    "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
+    "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
+    "nf4_tables": "code tables of every linear, replicated",
+    "embedding_and_head": "embedding (unless it is on the host) and output head in the compute type, sliced",
+    "norms_and_biases": "norms and biases in the compute type, sharded",
+    "module_weights": "embedding or head that is trained whole: masters in fp32, sliced",
+    "module_gradients": "gradients of embedding or head in fp32, sliced",
+    "new_module_gradients": "those of the micro-batch in progress, before they are added to earlier ones",
+    "module_workspace": "a trained head in the compute type, and what its gradient is made from",
+    "lora_weights": "adapter masters A and B in fp32, sharded",
+    "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
+    "lora_gradients": "adapter gradients in fp32, sharded",
+    "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
+    "cublas_workspace": "workspace of the matrix products",
+    "gathered_layer": "one decoder layer gathered from all processes",
+    "gathered_layers": "all decoder layers, kept from forward to backward (reshard_after_forward false)",
+    "fetched_layers": "packed weights of decoder layers from host memory, in use or on their way",
+    "gather_buffer": "buffer that the next decoder layer is gathered into",
+    "gathered_rows": "hidden states of one chunk of rows from all slices of the head, and their gradient",
+    "layer_inputs": "input of every decoder layer, kept for recomputation",
+    "saved_activations": "activations that autograd keeps",
+    "offloaded_activations": "activations on their way to or from host memory",
+    "attention_mask": "masks of packed rows",
+    "hidden_states": "hidden states around final norm and loss, and their gradient",
+    "logits": "logits of one chunk of rows: fp32 softmax and gradients",
+    "layer_workspace": "temporaries of one decoder layer",
+    "dequantized_weight": "the largest linear, dequantized for its product",
+    "gathered_gradients": "one layer's adapter gradients before they are reduced, and the reduction's input",
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Terms of every phase of a step, bytes per process."""
+
+    phases: dict[str, Terms]
+
+    @property
+    def peak_phase(self) -> str:
+        """Name of the phase with the most bytes."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the peak phase."""
+        return sum(self.phases[self.peak_phase].values())
+
+
+def predict(shape: ModelShape, setup: Setup) -> Prediction:
+    """Return the terms of every phase of a step; terms of 0 bytes are left out."""
+    stored = stored_terms(shape, setup)
+    phases = {
+        name: {term: size for term, size in (stored | terms).items() if size > 0}
+        for name, terms in _phases(shape, setup).items()
+    }
+    return Prediction(phases=phases)
+
+
+def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    """Return what each phase adds to the stored terms; docs/memory-model.md walks through them."""
+    return _forward_phases(shape, setup) | _backward_phases(shape, setup)
+
+
+def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    unit = _layer_unit(shape, setup)
+    through = _throughout(shape, setup)
+    kept = _kept(shape, setup, num_layers=shape.num_layers)
+    held = _held(shape, setup)
+    hidden = _hidden(shape, setup)
+    fetched = {"fetched_layers": fetched_layers(shape, setup)}
+    wide = _wide_rows(shape, setup)
+    return {
+        "look_up_embedding": through | {"hidden_states": 2 * hidden + wide},
+        "gather_first_layer": through
+        | fetched
+        | {"gathered_layer": unit, "gather_buffer": unit, "hidden_states": hidden},
+        "forward_layer": through
+        | fetched
+        | (held or {"gathered_layer": unit})
+        | {"gather_buffer": unit}
+        | kept
+        | _forward_work(shape, setup),
+        # A unit's buffer is freed when the next one is gathered; after the last layer none is.
+        "loss": through
+        | held
+        | kept
+        | {"gather_buffer": unit, "fetched_layers": last_hosted_layer(shape, setup)}
+        | loss_terms(shape, setup),
+    }
+
+
+def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
+    """The first layer that backward visits has all inputs still there, the last one all gradients already."""
+    unit, held = _layer_unit(shape, setup), _held(shape, setup)
+    gradients = _all_gradients(shape, setup)
+    kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
+    first = _with_recomputed(kept[0], shape, setup, layer=shape.num_layers - 1)
+    last = _with_recomputed(kept[1], shape, setup, layer=0)
+    work = _backward_work(shape, setup) | {"fetched_layers": fetched_layers(shape, setup)}
+    of_head = setup.trains_head * table_slice(shape, setup, width=4)
+    return {
+        "backward_first_layer": {"module_gradients": of_head}
+        | _throughout(shape, setup)
+        | (held or {"gathered_layer": unit, "gather_buffer": unit})
+        | work
+        | first,
+        "backward_last_layer": _throughout(shape, setup)
+        | gradients
+        | {"gathered_layers" if held else "gathered_layer": unit}  # nothing is left to prefetch
+        | work
+        | last,
+        "embedding_gradient": _embedding_gradient(shape, setup) | gradients,
+        "optimizer_step": gradients,
+    }
+
+
+def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
+    """A trained embedding's, made when all layers are done: of the micro-batch's rows, which several processes exchange."""
+    if not setup.trains_embedding:
+        return {}
+    return {
+        "hidden_states": 2 * _hidden(shape, setup) + _wide_rows(shape, setup),
+        "gathered_rows": exchanged_gradients(shape, setup),
+        "new_module_gradients": setup.accumulates * table_slice(shape, setup, width=4),
+    }
+
+
+def _wide_rows(shape: ModelShape, setup: Setup) -> int:
+    """A trained embedding's rows in fp32, where one process looks them up itself."""
+    alone = setup.trains_embedding and setup.slices == 1 and setup.compute_bytes < 4
+    return 4 * setup.tokens * shape.hidden_size if alone else 0
+
+
+def _layer_unit(shape: ModelShape, setup: Setup) -> int:
+    """U: one decoder layer gathered; its all-gather buffer is as large. What the host keeps of a layer is no part of it."""
+    hosted = setup.offload_layers == shape.num_layers
+    return _gathered_light(shape, setup) if hosted else _gathered(shape, setup)
+
+
+def _gathered(shape: ModelShape, setup: Setup) -> int:
+    return sum(layer_tensors(shape, setup).gathered.values())
+
+
+def _gathered_light(shape: ModelShape, setup: Setup) -> int:
+    """What is gathered of a layer whose packed weights come from the host."""
+    gathered = layer_tensors(shape, setup).gathered
+    return gathered["norms_and_biases"] + gathered["lora_weights"]
+
+
+def _hidden(shape: ModelShape, setup: Setup) -> int:
+    return setup.compute_bytes * setup.tokens * shape.hidden_size
+
+
+def _gradients(shape: ModelShape, setup: Setup) -> int:
+    return shape.num_layers * layer_tensors(shape, setup).sharded["lora_weights"]
+
+
+def _throughout(shape: ModelShape, setup: Setup) -> Terms:
+    """What lies there from the start of forward to the end of backward: gradients of earlier micro-batches."""
+    return _all_gradients(shape, setup) if setup.accumulates else {}
+
+
+def _all_gradients(shape: ModelShape, setup: Setup) -> Terms:
+    of_modules = setup.trained_tables * table_slice(shape, setup, width=4)
+    return {"lora_gradients": _gradients(shape, setup), "module_gradients": of_modules}
+
+
+def _held(shape: ModelShape, setup: Setup) -> Terms:
+    """All layers gathered, where they are not freed after forward."""
+    if setup.reshard_after_forward:
+        return {}
+    light = setup.offload_layers * _gathered_light(shape, setup)
+    whole = (shape.num_layers - setup.offload_layers) * _gathered(shape, setup)
+    return {"gathered_layers": whole + light}
+
+
+def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
+    """What forward leaves on the device for the backward of `num_layers` layers."""
+    away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
+    inputs_away = setup.recomputed_among(away)
+    inputs_here = setup.recomputed_layers(num_layers) - inputs_away
+    kept = _kept_of(num_layers - len(away), shape, setup, inputs=inputs_here)
+    window = offload_window(shape, setup)
+    if window is None:
+        return kept
+    leaving = sum(_kept_of(len(away), shape, setup, inputs=inputs_away).values())
+    return kept | {"offloaded_activations": min(window, leaving)}
+
+
+def _kept_of(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -> Terms:
+    """What so many layers keep, `inputs` of them their input alone."""
+    return {
+        "layer_inputs": inputs * _hidden(shape, setup),
+        "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
+    }
+
+
+def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
+    """`kept`, and what backward has of `layer` besides: all activations if it has just recomputed them, else, of
+    offloaded ones, those of the feed-forward's node."""
+    if setup.recomputes(layer):
+        more = saved_activations(shape, setup)
+    elif layer in layers_of_stash(shape, setup):
+        row = setup.compute_bytes * setup.tokens
+        more = row * (shape.hidden_size + 2 * shape.intermediate_size)
+    else:
+        return kept
+    return kept | {"saved_activations": kept.get("saved_activations", 0) + more}
+
+
+def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
+    """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32 copy, feed-forward.
+
+    Without, these are kept and so counted.
+    """
+    mask = {"attention_mask": mask_bytes(shape, setup)}
+    if setup.recomputes(shape.num_layers - 1):
+        wide = 2 * setup.compute_bytes + 4
+        return mask | layer_workspace(shape, setup, wide=3, hidden_bytes=wide)
+    weight = dequantized_weight(shape, setup)
+    return mask | {"layer_workspace": _hidden(shape, setup), "dequantized_weight": weight}
+
+
+def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
+    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction.
+
+    A fused feed-forward makes all but the gradient of the product in place.
+    """
+    hidden = setup.compute_bytes
+    work = layer_workspace(shape, setup, wide=2, hidden_bytes=hidden)
+    if fuses_feed_forward(shape, setup) and "dequantized_weight" not in work:
+        work = layer_workspace(shape, setup, wide=1, hidden_bytes=hidden)
+        work |= {"dequantized_weight": dequantized_weight(shape, setup)}
+    return work | {
+        "attention_mask": mask_bytes(shape, setup),
+        "hidden_states": _hidden(shape, setup),
+        "gathered_gradients": 2 * layer_tensors(shape, setup).gathered["lora_weights"],
+    }

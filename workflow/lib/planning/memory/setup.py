@@ -1,0 +1,102 @@
+"""What a prediction of memory is asked about: batch, sharding, offloading, adapters, attention."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from workflow.lib.model.architecture.vocabulary_slices import (
+    vocabulary_slices,
+)
+
+Attention = Literal["flash", "sdpa", "eager"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that the bytes depend on besides the model's shape."""
+
+    processes: int
+    micro_batch_size: int
+    seq_len: int
+    rank: int
+    targets: tuple[str, ...]
+    """Names of the linears that have an adapter."""
+    dropout: bool
+    block_size: int
+    double_quant: bool
+    activation_checkpointing: bool | int
+    """Recomputation in backward: of all layers, of none, or of every k-th."""
+    reshard_after_forward: bool
+    accumulates: bool
+    """Several micro-batches a step: gradients of earlier ones lie there throughout."""
+    compute_bytes: int
+    attention: Attention
+    fixed: Mapping[str, int]
+    """What the device adds to every phase: `cublas_workspace` (GPU) or `process` (CPU), bytes."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
+    dora: bool = False
+    fused_layers: bool = False
+    """Fused norms and feed-forwards, where the family has such."""
+    offload_activations: bool | int = False
+    """What backward needs waits in host memory: all of it, or that of so many layers."""
+    replicas: int = 1
+    """Copies of the model, each sharded over its own part of the processes."""
+    offload_embedding: bool = False
+    """Embedding rows are looked up in host memory; a table that is the head's too is on the device nevertheless."""
+    optimizer: str = "adamw"
+    """`train.optimizer`."""
+    offload_layers: int = 0
+    """Decoder layers whose packed weights wait in host memory."""
+    trains_head: bool = False
+    """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
+    trains_embedding: bool = False
+    """The same of the embedding, which is then on the device."""
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapters of the linears of this name."""
+        return self.ranks.get(target, self.rank)
+
+    @functools.cached_property
+    def adapters(self) -> tuple[tuple[str, int], ...]:
+        """Targets with their ranks."""
+        return tuple((target, self.rank_of(target)) for target in self.targets)
+
+    @property
+    def trained_tables(self) -> int:
+        """How many of embedding and head are trained whole."""
+        return self.trains_head + self.trains_embedding
+
+    @property
+    def shards(self) -> int:
+        """P: processes that share one copy of the model."""
+        return self.processes // self.replicas
+
+    @property
+    def slices(self) -> int:
+        """G: neighbouring processes that share embedding and head."""
+        return vocabulary_slices(self.shards)
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether backward recomputes decoder layer `layer` (`decoder_layers.checkpoint_activations_`)."""
+        every = int(self.activation_checkpointing)
+        return every > 0 and layer % every == 0
+
+    def recomputed_among(self, layers: Sequence[int]) -> int:
+        """How many of these layers backward recomputes."""
+        every = int(self.activation_checkpointing)
+        if every < 2:
+            return every * len(layers)
+        return sum(layer % every == 0 for layer in layers)
+
+    def recomputed_layers(self, num_layers: int) -> int:
+        """How many of the first `num_layers` layers backward recomputes: as many as `recomputes` names."""
+        every = int(self.activation_checkpointing)
+        return math.ceil(num_layers / every) if every > 0 else 0

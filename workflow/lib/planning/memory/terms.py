@@ -1,0 +1,364 @@
+"""The terms of the memory model: what each kind of tensor takes on one process, from shapes alone.
+
+Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
+width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
+G of the P processes share embedding and head. How tensors are cut and rounded, `layer_tensors` says.
+Which terms meet at one moment, `memory` says.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from workflow.lib.model.architecture.layer_choice import stashed_layers
+from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.vocabulary_slices import (
+    GRADIENT_ROWS,
+    chunk_rows,
+    exchanged_rows,
+)
+from workflow.lib.planning.memory.layer_tensors import (
+    LayerKind,
+    LayerTensors,
+    Tensor,
+    layer_tensors_of,
+    rounded,
+    sharded_bytes,
+)
+from workflow.lib.planning.memory.setup import Setup
+
+MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
+CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
+
+
+Terms = dict[str, int]
+
+
+def lora_parameters(shape: ModelShape, setup: Setup) -> int:
+    """Elements of all A (r, in_features), B (out_features, r) and magnitudes (out_features,)."""
+    tensors = layer_tensors(shape, setup).by_term["lora_weights"]
+    return shape.num_layers * sum(rows * width for rows, width in tensors) // 4
+
+
+def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
+    """Elements of all adapters and of the tables that are trained whole."""
+    return (
+        lora_parameters(shape, setup) + setup.trained_tables * shape.vocab_size * shape.hidden_size
+    )
+
+
+def _targets(shape: ModelShape, setup: Setup) -> list[Linear]:
+    return [linear for linear in shape.linears if linear.name in setup.targets]
+
+
+def layer_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
+    """Return the tensors of one decoder layer."""
+    kind = LayerKind(
+        linears=shape.linears,
+        vectors=shape.layer_vectors,
+        adapters=setup.adapters,
+        dora=setup.dora,
+        block_size=setup.block_size,
+        double_quant=setup.double_quant,
+        compute_bytes=setup.compute_bytes,
+        processes=setup.shards,
+    )
+    return layer_tensors_of(kind)
+
+
+def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Return what lies in memory from the second step on, in every phase."""
+    p, layers, c = setup.shards, shape.num_layers, setup.compute_bytes
+    per_layer = layer_tensors(shape, setup).sharded
+    head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
+    return dict(setup.fixed) | {
+        "nf4_weights": (layers - setup.offload_layers) * per_layer["nf4_weights"],
+        "nf4_scales": (layers - setup.offload_layers) * per_layer["nf4_scales"],
+        "nf4_tables": layers * len(shape.linears) * sum(rounded(size) for size in CODE_TABLES),
+        "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
+        "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
+        "norms_and_biases": layers * per_layer["norms_and_biases"]
+        + sharded_bytes([(shape.hidden_size, c)], processes=p),
+        "lora_weights": layers * per_layer["lora_weights"],
+        "adam_moments": moment_bytes(shape, setup)[0],
+        "inputs": setup.tokens
+        * (4 * 8 + head_dim_bytes),  # four int64 each: ids, positions, rows, targets
+    }
+
+
+def frozen_tables(shape: ModelShape, setup: Setup) -> int:
+    """How many of embedding and head are on the device and are not trained."""
+    tables = 1 if shape.tied_embeddings or setup.offload_embedding else 2
+    return tables - setup.trained_tables
+
+
+def table_slice(shape: ModelShape, setup: Setup, *, width: int) -> int:
+    """Bytes of a slice of embedding or head, of `width` bytes an element."""
+    table = (shape.vocab_size, shape.hidden_size * width)
+    return sharded_bytes([table], processes=setup.slices)
+
+
+def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+    """Bytes of both moments of all that is trained on the device, and of those that the driver pages to the host."""
+    sizes = dict.fromkeys((False, True), 0)
+    of_layers = [(shape.num_layers * size, leaves) for size, leaves in layer_moments(shape, setup)]
+    for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)]:
+        sizes[leaves] += 2 * num_bytes
+    return sizes[False], sizes[True]
+
+
+def layer_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+    """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host."""
+    return list(
+        _moments(layer_tensors(shape, setup).by_term["lora_weights"], setup, cuts=setup.shards)
+    )
+
+
+def module_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+    """The same of the tables that are trained whole."""
+    table = (shape.vocab_size, 4 * shape.hidden_size)
+    return list(_moments([table] * setup.trained_tables, setup, cuts=setup.slices))
+
+
+def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[tuple[int, bool]]:
+    """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales."""
+    paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
+    for rows, width in tensors:
+        elements = math.ceil(rows / cuts) * width // 4
+        yield rounded(elements * (1 if eight else 4)), paged and elements >= SMALLEST_PAGED
+        if eight:
+            yield rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
+
+
+def saved_activations(shape: ModelShape, setup: Setup) -> int:
+    """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an adapter).
+
+    Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep their input, which q, k, v share
+    and gate, up (2 c T h; none where these are fused behind fused norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone; adapters x A^T; DoRA the product before
+    it is scaled.
+    """
+    t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
+    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
+    norm = c if fuses_norms(shape, setup) else 4
+    kept = norm * shape.hidden_norms * t * shape.hidden_size
+    kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
+    kept += norm * t * (q + k) if shape.qk_norm else 0
+    kept -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
+    kept += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
+    kept += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
+    return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
+
+
+def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
+    """Gemma's norms multiply by 1 + w, in fp32, which no fused operation does."""
+    return setup.fused_layers and not shape.family.startswith("gemma")
+
+
+def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
+    """Whether gate, up and down are one node (`fused_feed_forward.GatedFeedForward`): all with a plain adapter."""
+    plain = not setup.dropout and not setup.dora
+    return (
+        setup.fused_layers and plain and {"gate_proj", "up_proj", "down_proj"} <= set(setup.targets)
+    )
+
+
+def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
+    """Whether queries, keys and values are one node (`fused_attention.RotatedAttention`): all with a plain adapter.
+
+    OLMo 2 norms all heads together, so its attention stays its own.
+    """
+    plain = not setup.dropout and not setup.dora and shape.family != "olmo2"
+    return setup.fused_layers and plain and {"q_proj", "k_proj", "v_proj"} <= set(setup.targets)
+
+
+def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
+    """The layers whose activations wait in host memory."""
+    every = int(setup.activation_checkpointing)
+    return stashed_layers(
+        setup.offload_activations, recomputed_every=every, num_layers=shape.num_layers
+    )
+
+
+def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
+    """Of these layers those whose input alone is kept, because they are recomputed, and the others."""
+    away = layers_of_stash(shape, setup)
+    inputs = setup.recomputed_among(away)
+    return inputs, len(away) - inputs
+
+
+def offload_window(shape: ModelShape, setup: Setup) -> int | None:
+    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if none are offloaded.
+
+    Two inputs of layers where all are recomputed, else what one layer keeps.
+    """
+    if not setup.offload_activations:
+        return None
+    if stashed_counts(shape, setup)[1] == 0:
+        return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
+    return saved_activations(shape, setup)
+
+
+def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a power of two.
+
+    Rounded are the layers' inputs, which are equal in size; of the rest, of many sizes, a quarter is added.
+    """
+    if not setup.offload_activations:
+        return 0
+    inputs, whole = stashed_counts(shape, setup)
+    row = setup.compute_bytes * setup.tokens * shape.hidden_size
+    return inputs * (1 << (row - 1).bit_length()) + whole * saved_activations(shape, setup) * 5 // 4
+
+
+def hosted_slice(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of one layer's packed weights and scales that a process keeps in host memory (`layer_offload._HostedLayer`)."""
+    tensors = layer_tensors(shape, setup).by_term
+    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
+    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
+
+
+def fetched_layers(shape: ModelShape, setup: Setup) -> int:
+    """Bytes on the device of layers from the host, at most: the one in use or the next, both if they are neighbours.
+
+    Of several processes' layers both count only where all are on the host: else another layer is gathered at that time,
+    which is more. With several processes also this one's slice on its way.
+    """
+    if setup.offload_layers == 0:
+        return 0
+    own = hosted_slice(shape, setup)
+    neighbours = 2 * setup.offload_layers > shape.num_layers  # `layer_choice.spread`
+    both = neighbours and (setup.shards == 1 or setup.offload_layers == shape.num_layers)
+    return own * setup.shards * (2 if both else 1) + (own if setup.shards > 1 else 0)
+
+
+def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
+    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from the host."""
+    if 2 * setup.offload_layers < shape.num_layers:
+        return 0  # the last one that does is another, and freed before
+    return hosted_slice(shape, setup) * setup.shards
+
+
+def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power of two per layer."""
+    own = hosted_slice(shape, setup)
+    return setup.offload_layers * (1 << (own - 1).bit_length())
+
+
+def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
+    """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a mask for each."""
+    t, c = setup.tokens, setup.compute_bytes
+    if not setup.dropout:
+        fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
+        normed = fused if fuses_norms(shape, setup) and shape.family != "olmo2" else 0
+        return c * t * ((2 - normed) * shape.hidden_size + shape.intermediate_size)
+    return 5 * t * sum(x.in_features for x in _targets(shape, setup))
+
+
+def _kept_scores(shape: ModelShape, setup: Setup) -> int:
+    """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and the tanh that soft-caps scores; sdpa a mask."""
+    square = setup.micro_batch_size * setup.seq_len**2
+    c = setup.compute_bytes
+    a_score = (4 if c == 4 else 4 + c) + (c if shape.attention_softcap else 0)
+    return {"flash": 0, "sdpa": c * square, "eager": a_score * square * shape.num_heads}[
+        setup.attention
+    ]
+
+
+def mask_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type: `_kept_scores`), in the compute type for eager.
+
+    Gemma has one for the layers with a window and one for the others.
+    """
+    width = {"flash": 0, "sdpa": 1, "eager": setup.compute_bytes}[setup.attention]
+    masks = 2 if shape.family.startswith("gemma") else 1
+    return masks * width * setup.micro_batch_size * setup.seq_len**2
+
+
+def dequantized_weight(shape: ModelShape, setup: Setup) -> int:
+    """The largest linear in the compute type, and its absmax in fp32."""
+    largest = max(linear.num_weights for linear in shape.linears)
+    absmax = 4 * math.ceil(largest / setup.block_size) if setup.double_quant else 0
+    return setup.compute_bytes * largest + absmax
+
+
+def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
+    """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a dequantized weight.
+
+    Eager attention's S x S temporaries (8 bytes a score) take the place of the T x f ones if they are more.
+    """
+    c, t = setup.compute_bytes, setup.tokens
+    row = c * t * shape.intermediate_size
+    weight = dequantized_weight(shape, setup)
+    product = {"layer_workspace": (wide - 1) * row, "dequantized_weight": weight}
+    scores = 8 * setup.micro_batch_size * setup.seq_len**2 * shape.num_heads
+    feed_forward = {"layer_workspace": wide * row} if row > weight else product
+    heavy = setup.attention == "eager" and scores > sum(feed_forward.values())
+    work = {"layer_workspace": scores} if heavy else feed_forward
+    extra = hidden_bytes * t * shape.hidden_size + _adapter_workspace(shape, setup)
+    return work | {"layer_workspace": work["layer_workspace"] + extra}
+
+
+def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
+    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled; DoRA one more to scale."""
+    widest = max(x.out_features for x in _targets(shape, setup))
+    plain = 8 * setup.tokens * widest if setup.dropout else 0
+    return plain + (setup.compute_bytes * setup.tokens * widest if setup.dora else 0)
+
+
+def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Chunked cross-entropy over at most all T rows.
+
+    Hidden: norm's fp32 copy, its output, the chosen rows and their gradient. Logits: log-softmax,
+    its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
+    """
+    c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
+    hidden = {"hidden_states": (4 + 3 * c) * t * h} | _trained_head_terms(shape, setup)
+    if setup.slices > 1:
+        return hidden | _sliced_loss_terms(shape, setup)
+    width = 16 if shape.logit_softcap else 12
+    rows = min(t, chunk_rows(1, vocab_size=shape.vocab_size))
+    return hidden | {"logits": width * rows * shape.vocab_size}
+
+
+def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Of a trained head: its copy in the compute type, the product that its gradient is made from, and a piece of that; its gradient in fp32."""
+    if not setup.trains_head:
+        return {}
+    c, columns = setup.compute_bytes, math.ceil(shape.vocab_size / setup.slices)
+    size = chunk_rows(setup.slices, vocab_size=shape.vocab_size)
+    product = c * setup.slices * min(setup.tokens, size) * columns
+    copy = table_slice(shape, setup, width=c) if c < 4 else 0
+    return {
+        "module_workspace": copy + product + gradient_piece(shape, setup),
+        "new_module_gradients": table_slice(shape, setup, width=4),
+    }
+
+
+def gradient_piece(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of what is made of a trained head's gradient at a time (`chunked_loss.TrainedHead`)."""
+    rows = min(GRADIENT_ROWS, math.ceil(shape.vocab_size / setup.slices))
+    return setup.compute_bytes * rows * shape.hidden_size
+
+
+def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent, in fp32, and without the rows of others."""
+    if setup.slices == 1:
+        return 0
+    rows = setup.slices * min(setup.tokens, exchanged_rows(setup.slices))
+    return (setup.compute_bytes + 8) * rows * shape.hidden_size
+
+
+def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32 too, and this slice's logits.
+
+    Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with soft-capping what its backward makes.
+    """
+    rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices, vocab_size=shape.vocab_size))
+    c = setup.compute_bytes
+    states = 2 * c + (0 if c == 4 else 4)
+    width = 16 if shape.logit_softcap else 8
+    return {
+        "gathered_rows": states * rows * shape.hidden_size,
+        "logits": width * rows * math.ceil(shape.vocab_size / setup.slices),
+    }

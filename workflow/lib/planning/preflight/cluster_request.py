@@ -1,0 +1,88 @@
+"""What the job of a stage asks a cluster for: memory and time, from preflight's prediction.
+
+Predictions are of the peak and of undisturbed work, so both get room: what is asked for too low is killed, what is
+asked for too high only waits longer. A job that is tried again asks for more memory.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.model.architecture.model_shape import read_shape
+from workflow.lib.planning.preflight.decision import (
+    Decision,
+    decide,
+    document,
+    read_machine,
+    read_tokens,
+)
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.units import MIB
+
+MEMORY_ROOM = 1.25
+TIME_ROOM = 1.5
+START_MIN = 20  # reading the weights, checks, and writing the results
+UNKNOWN_MIN = 24 * 60  # training on GPUs whose speed is not known
+# Measured: about 1 GiB for Python with torch and Transformers; the rest is for Snakemake, rows and buffers.
+PROGRAM_BYTES = 3 * 2**30
+# Beside the processes that train: Snakemake in the job, and torchrun with the packages that it imports.
+LAUNCH_BYTES = 3 * 2**29
+# Reading, copying and writing a base and its original, at 200 MB/s from a busy shared disk.
+DISK_BYTES_PER_S = 200e6
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks for on each of its nodes."""
+
+    mem_mb: int
+    """MiB: what clusters mean by MB."""
+    runtime: int
+    """Minutes."""
+
+
+def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
+    """Return what `finetune` needs; reads the shapes of the model and the manifest of the tokens.
+
+    Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be made.
+    """
+    decision, record = _decide(run, model, manifest)
+    hours = record["time"]["total_h"]
+    minutes = UNKNOWN_MIN if hours is None else hours * 60 * TIME_ROOM
+    return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes + START_MIN)
+
+
+def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
+    """Return what a stage needs that loads the quantized base and runs it: `consolidate`, `evaluate_run`.
+
+    Weights are read by way of host memory; a pass over the held-out tokens costs less than training on them.
+    """
+    decision, record = _decide(run, model, manifest)
+    base = decision.disk_bytes["base"]
+    merged = run.export.shard_gib * 2**30 if run.export.merged else 0
+    speed = record["time"]["tokens_per_s_per_process"]
+    tokens = read_tokens(Path(manifest))["splits"]["heldout"]["tokens"]
+    measuring = UNKNOWN_MIN if speed is None else 2 * tokens / speed / 60 * TIME_ROOM
+    minutes = 60 + measuring + 4 * base / DISK_BYTES_PER_S / 60
+    return _allocation(PROGRAM_BYTES + base + 2 * merged, minutes)
+
+
+def quantizing(run: RunConfig, *, model: str, manifest: str) -> Allocation:
+    """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the largest tensor, in 32 bits."""
+    shape = read_shape(Path(model))
+    largest = shape.vocab_size * shape.hidden_size * 4
+    weights = shape.quantized_weights + shape.plain_weights
+    minutes = START_MIN + 4 * weights * shape.source_bytes / DISK_BYTES_PER_S / 60
+    return _allocation(PROGRAM_BYTES + 3 * largest, minutes)
+
+
+def _decide(run: RunConfig, model: str, manifest: str) -> tuple[Decision, dict[str, Any]]:
+    shape, tokens = read_shape(Path(model)), read_tokens(Path(manifest))
+    machine = read_machine(run.hardware)
+    decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
+    return decision, document(decision, run, shape, machine, tokens)
+
+
+def _allocation(host_bytes: float, minutes: float) -> Allocation:
+    return Allocation(math.ceil(host_bytes * MEMORY_ROOM / MIB), math.ceil(minutes))

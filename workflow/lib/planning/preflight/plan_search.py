@@ -1,0 +1,250 @@
+"""The search for the fastest plan that fits: every micro-batch size with every value of what is left open.
+
+Left open may be: which layers are recomputed, whether activations wait in host memory, how many layers' weights do, and whether gathered
+weights are freed after forward. Each candidate is predicted in closed form, its bytes by `memory` and its seconds by `machine_speed`. What saves memory costs time;
+the memory that it saves allows larger micro-batches, which save time. Which of the two wins depends on
+shapes, memory and links, so all are tried: some hundred, in milliseconds.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory import closed_form
+from workflow.lib.planning.memory.closed_form import Prediction
+from workflow.lib.planning.memory.replay import Replay
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.preflight.planning_inputs import Budget, host_bytes
+from workflow.lib.planning.timing.machine_speed import Speed
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.units import GIB
+
+# Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
+LARGEST_CPU_MICRO_BATCH = 8
+# `auto`: none, every 8th to every 2nd layer, all. Finer steps differ by less than what the prediction is off.
+LEVELS: tuple[bool | int, ...] = (False, 8, 4, 3, 2, True)
+# Two plans of different kinds are told apart by no less than what predicted times are off (docs/memory-model.md), two of a kind by less.
+UNSURE, NEGLIGIBLE = 0.10, 0.03
+VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, what it takes, and the predicted seconds of a step."""
+
+    setup: Setup
+    prediction: Prediction
+    lacking_bytes: int
+    """How much more than there is a process would need; 0 or less if it fits."""
+    step_s: float
+    host_bytes: int = 0
+    """Host memory of a node's processes together."""
+    lacking_host_bytes: int = 0
+    """How much more of that would be needed than there is; 0 or less if it is there or not known."""
+    replayed: Replay | None = None
+    """The peaks of its replay, where it was replayed (`verdict`); `lacking_bytes` is by these then."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows per process and forward pass."""
+        return self.setup.micro_batch_size
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak fits with slack and margin, and the host holds what it has to."""
+        return self.lacking_bytes <= 0 and self.lacking_host_bytes <= 0
+
+    @property
+    def recomputation(self) -> str:
+        """The level in words."""
+        every = int(self.setup.activation_checkpointing)
+        return {0: "none", 1: "every layer"}.get(every, f"1 of {every} layers")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a plan may choose from; one value where it is set or where there is no choice."""
+
+    sizes: list[int]
+    """Rows of a micro-batch."""
+    levels: list[bool | int]
+    offload: list[bool | int]
+    reshard: list[bool]
+    host_layers: bool = False
+    """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to fit."""
+
+    def setups(self, setup: Setup, *, rows: int) -> Iterator[Setup]:
+        """Yield all combinations for `rows` rows per process and step."""
+        for size, level, offload, reshard in product(
+            self.sizes, self.levels, self.offload, self.reshard
+        ):
+            if type(offload) is int and int(level) == 1 and len(self.offload) > 1:
+                continue  # of recomputed layers the inputs are offloaded, all or none
+            yield replace(
+                setup,
+                micro_batch_size=size,
+                accumulates=size < rows,
+                activation_checkpointing=level,
+                offload_activations=offload,
+                reshard_after_forward=reshard,
+            )
+
+
+def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int], num_layers: int) -> Choices:
+    """Return what the settings leave open on a machine, for a model of `num_layers` layers.
+
+    Only GPUs have another memory to offload to, and only several of them gather. CPUs do as before: their time has no traffic.
+    """
+    hardware, several = run.hardware, machine.device == "cuda" and machine.processes > 1
+    return Choices(
+        sizes=sizes,
+        levels=checkpointing_levels(run.train.activation_checkpointing),
+        offload=_stashes(hardware.offload_activations, machine, num_layers=num_layers),
+        reshard=_flags(hardware.reshard_after_forward, first=True, choice=several),
+        host_layers=hardware.offload_layers == "auto" and machine.device == "cuda",
+    )
+
+
+def _stashes(wanted: bool | int | str, machine: Machine, *, num_layers: int) -> list[bool | int]:
+    """What is set; for `auto` on GPUs no layer's activations, those of every second one, or all."""
+    if not isinstance(wanted, str):
+        return [wanted]
+    return [False, max(1, num_layers // 2), True] if machine.device == "cuda" else [False]
+
+
+def _flags(wanted: bool | str, *, first: bool, choice: bool) -> list[bool]:
+    """The value that is set; for `auto` `first`, and the other if there is a choice."""
+    if isinstance(wanted, bool):
+        return [wanted]
+    return [first, not first] if choice else [first]
+
+
+def checkpointing_levels(wanted: bool | int | str) -> list[bool | int]:
+    """Return the levels of recomputation to consider: the one that is set, or all for `auto`."""
+    return [int(wanted) if type(wanted) is int else bool(wanted)] if wanted != "auto" else [*LEVELS]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a candidate is predicted for."""
+
+    shape: ModelShape
+    machine: Machine
+    speed: Speed
+    limits: Budget
+    rows: int
+    """Of a process and step."""
+    trained_share: float
+
+
+def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candidate]:
+    """Predict every choice; where one does not fit, once more with layers on the host, as few as let it fit, or all."""
+    found = []
+    for tried in choices.setups(setup, rows=question.rows):
+        stashes = bool(tried.offload_activations) and len(choices.offload) > 1
+        found.append(_candidate(question, tried, unasked=stashes))
+        if choices.host_layers and found[-1].lacking_bytes > 0:
+            hosting = replace(tried, offload_layers=_layers_to_host(question, tried))
+            found.append(_candidate(question, hosting, unasked=True))
+    return found
+
+
+def _layers_to_host(question: Question, setup: Setup) -> int:
+    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if fewer do not.
+
+    Most plans that do not fit need all, so what is one fewer is asked first.
+    """
+
+    def holds(count: int) -> bool:
+        hosting = replace(setup, offload_layers=count)
+        return question.limits.holds(closed_form.predict(question.shape, hosting).peak_bytes)
+
+    most = question.shape.num_layers - 1
+    if not holds(most):
+        return question.shape.num_layers
+    return 1 + bisect_left(range(1, most), True, key=holds)
+
+
+def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
+    """unasked: what it keeps in host memory is the search's idea, not a setting."""
+    prediction = closed_form.predict(question.shape, setup)
+    peak = prediction.peak_bytes
+    parts = question.speed.parts(question.shape, setup, trained_share=question.trained_share)
+    host = host_bytes(question.shape, setup, question.machine, peak_bytes=peak)
+    allowed = _allowed_host_bytes(question.machine, question.limits, unasked=unasked)
+    return Candidate(
+        setup=setup,
+        prediction=prediction,
+        lacking_bytes=question.limits.needed_bytes(peak) - question.limits.capacity_bytes,
+        step_s=sum(parts.values()) * question.rows / setup.micro_batch_size,
+        host_bytes=host,
+        lacking_host_bytes=0 if allowed is None else host - allowed,
+    )
+
+
+def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:
+    """Host memory that a plan may take; None = no bound is known.
+
+    What nobody has asked to be page-locked leaves half of the host's memory alone; where that is not known, as of a machine
+    that is only imagined, it is taken to be twice the GPUs'.
+    """
+    if not unasked or machine.gpu_bytes is None:
+        return limits.host_capacity_bytes
+    if limits.host_capacity_bytes is None:
+        return machine.gpu_bytes * machine.processes_per_node
+    return limits.host_capacity_bytes // 2
+
+
+def choose(found: list[Candidate], *, device: str) -> Candidate:
+    """Return the fastest candidate that fits, or one that asks less of the machine and is at most 10% slower.
+
+    Asking less is: activations and weights stay on the GPU; then, gathered weights are freed. Of equally fast ones the one with most rows is
+    taken, then the one with the smallest peak; of those that offload, within 3%, the one that takes least host memory. If none fits, the one
+    that lacks least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones gain nothing.
+    """
+    small = [c for c in found if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
+    allowed = small if device == "cpu" and small else found
+    fitting = [candidate for candidate in allowed if candidate.fits]
+    if not fitting:
+        return min(found, key=lambda c: (c.lacking_host_bytes > 0, c.prediction.peak_bytes))
+    fastest_s = min(candidate.step_s for candidate in fitting)
+    near = [c for c in fitting if c.step_s <= fastest_s * (1 + UNSURE)]
+    least = min(_demands(candidate) for candidate in near)
+    return _fastest([candidate for candidate in near if _demands(candidate) == least])
+
+
+def _offloads(setup: Setup) -> bool:
+    return bool(setup.offload_activations) or setup.offload_layers > 0
+
+
+def _demands(candidate: Candidate) -> tuple[bool, bool]:
+    """What a plan asks of the machine besides GPU memory: page-locked host memory, and room for all gathered weights."""
+    return _offloads(candidate.setup), not candidate.setup.reshard_after_forward
+
+
+def _fastest(alike: list[Candidate]) -> Candidate:
+    """Of plans that ask for the same: the fastest, with most rows; where activations are offloaded, the least of them."""
+    first = min(
+        alike,
+        key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.prediction.peak_bytes),
+    )
+    if not _offloads(first.setup):
+        return first
+    near = [c for c in alike if c.step_s <= first.step_s * (1 + NEGLIGIBLE)]
+    return min(near, key=lambda c: (c.host_bytes, c.step_s))
+
+
+def explain(candidate: Candidate, chosen: Candidate) -> str:
+    """Return in a few words why a candidate was chosen or not."""
+    if candidate == chosen:
+        return VERDICTS_OF_CHOSEN[0 if candidate.fits else 1]
+    if candidate.lacking_bytes > 0:
+        method = ", replayed" if candidate.replayed else ""
+        return f"{candidate.lacking_bytes / GIB:.2f} GiB too much{method}"
+    if not candidate.fits:
+        return f"{candidate.lacking_host_bytes / GIB:.2f} GiB of host memory too much"
+    percent = 100 * (candidate.step_s / chosen.step_s - 1)
+    return f"{percent:.1f}% slower" if percent >= 0 else f"only {-percent:.1f}% faster"

@@ -1,0 +1,126 @@
+"""preflight.json as a table for a terminal and a log."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from workflow.lib.artifacts.records import Candidate
+from workflow.lib.planning.preflight.plan_words import choices, chosen_plan, in_words, nearest_plans
+from workflow.lib.system.units import GIB, MIB
+
+METHODS = {
+    "replay": "reserved beyond what is allocated, by a replay of the steps",
+    "closed_form": "reserved beyond what is allocated",
+}
+WIDTH = 100  # columns
+
+
+def render(document: dict[str, Any], *, run: str) -> str:
+    """Return the tables of a preflight document as plain text."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    console.print(_terms(document, run=run))
+    console.print(_plans(document))
+    console.print(_facts(document))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _terms(document: dict[str, Any], *, run: str) -> Table:
+    """Bytes by term in the peak phase, and what must fit besides."""
+    phase = document["peak_phase"]
+    table = Table(title=f"run {run}: memory of each process, phase {phase}", title_justify="left")
+    table.add_column("term")
+    table.add_column("size", justify="right")
+    table.add_column("what it is")
+    for term in sorted(document["terms"], key=lambda term: -term["bytes"]):
+        table.add_row(term["name"], _size(term["bytes"]), term["explanation"])
+    table.add_section()
+    extra = {
+        "peak_bytes": "sum: the largest of the phases below",
+        "allocator_slack_bytes": METHODS[document["method"]],
+        "reserved_bytes": "what PyTorch takes from the device",
+        "outside_allocator_bytes": "CUDA context, communication",
+        "margin_bytes": "hardware.memory_margin_gib",
+        "capacity_bytes": "what a process may take",
+    }
+    for key, explanation in extra.items():
+        table.add_row(key.removesuffix("_bytes"), _size(document[key]), explanation)
+    return table
+
+
+def _plans(document: dict[str, Any]) -> Table:
+    """The chosen plan among its neighbours, a line each."""
+    plans = [Candidate.model_validate(plan) for plan in document["candidates"]]
+    shown, columns = nearest_plans(plans), choices(plans)
+    table = Table(title=f"plans: {len(shown)} of {len(plans)}", title_justify="left")
+    for title in ("micro-batch", *columns, "peak", "step"):
+        table.add_column(title, justify="left" if title in columns else "right")
+    table.add_column("")
+    for plan in shown:
+        chosen = (in_words(plan)[title] for title in columns)
+        relative = f"{100 * plan.relative_time:.1f}%"
+        table.add_row(
+            str(plan.micro_batch_size), *chosen, _size(plan.peak_bytes), relative, plan.why
+        )
+    return table
+
+
+def _facts(document: dict[str, Any]) -> Table:
+    """Everything else, a line each."""
+    plan, time = document["plan"], document["time"]
+    table = Table(show_header=False)
+    table.add_row("verdict", document["verdict"])
+    chosen = chosen_plan([Candidate.model_validate(found) for found in document["candidates"]])
+    words = in_words(chosen)
+    parts = [
+        f"recomputation: {words['recomputation']}",
+        f"on the host: {words['on the host']}",
+        f"gathered weights: {words['gathered']}",
+    ]
+    table.add_row(
+        "plan",
+        f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x accumulation "
+        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}; {'; '.join(parts)}",
+    )
+    phases = document["phases"].items()
+    table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
+    host = _size(document["host_bytes"])
+    if document["host_capacity_bytes"] is not None:
+        host += f" of {_size(document['host_capacity_bytes'])}"
+    table.add_row("host memory", host)
+    disk = ", ".join(f"{name} {_size(size)}" for name, size in document["disk_bytes"].items())
+    if document["disk_free_bytes"] is not None:
+        disk += f"; free {_size(document['disk_free_bytes'])}"
+    table.add_row("disk", disk)
+    table.add_row("time", _time(time))
+    if time.get("parts_s"):
+        table.add_row("spent on", _shares(time["parts_s"]))
+    table.add_row("predicted from", str(time["basis"]))
+    return table
+
+
+def _time(time: dict[str, Any]) -> str:
+    if time["step_s"] is None:
+        return "not known"
+    cost = "" if time["cost"] is None else f"cost {time['cost']:,.2f}, "
+    return (
+        f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, {cost}"
+        f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process"
+    )
+
+
+def _shares(parts: dict[str, float]) -> str:
+    """Of the time of a micro-batch, in percent, the largest first; below half a percent left out."""
+    whole = sum(parts.values())
+    shares = sorted(((seconds / whole, name) for name, seconds in parts.items()), reverse=True)
+    words = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= 0.005)
+    return ", ".join(words)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the unit that leaves three or four digits."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"

@@ -1,0 +1,114 @@
+"""Preflight without a run: any model on any GPUs, from a few words instead of a config, files and a machine.
+
+It answers with the same decision as `preflight`; what it has to imagine are the machine (free of anything else) and
+the tokens (rows without padding, every token trained).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import hf_hub_download
+
+from workflow.lib.data.reading.hub_download import Source
+from workflow.lib.data.reading.hub_errors import explained_errors
+from workflow.lib.data.reading.sources import unexpanded
+from workflow.lib.model.architecture.model_shape import (
+    ModelShape,
+    read_config,
+    read_shape,
+    shape_of_config,
+)
+from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
+from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
+from workflow.lib.system.errors import UserError, setting_error
+
+NAME = "what-if"
+MOST_ROWS = 10**12
+
+
+def find_shape(model: str, *, revision: str | None) -> ModelShape:
+    """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub (its config.json alone).
+
+    Raises `UserError` if there is none of that name; the nearest shipped ones are listed.
+    """
+    path = Path(model)
+    if path.is_dir():
+        whole = any(path.glob("*.safetensors"))
+        return read_shape(path) if whole else _from_file(path / "config.json")
+    if path.is_file():
+        return _from_file(path)
+    config = known_config(model) if revision is None else None
+    if config is not None:
+        return shape_of_config(config, origin=Path(model))
+    if is_hub_id(model):
+        return _from_file(_download_config(model, revision))
+    raise _unknown(model, "no such folder, file or shipped model")
+
+
+def _from_file(path: Path) -> ModelShape:
+    return shape_of_config(read_config(path), origin=path)
+
+
+def _download_config(model: str, revision: str | None) -> Path:
+    source = Source(repo_id=model, revision=revision, kind="model")
+    try:
+        with explained_errors(source):
+            return Path(hf_hub_download(model, "config.json", revision=revision))
+    except UserError as error:
+        raise _unknown(
+            model, f"it is not shipped, and the hub does not give it ({error})"
+        ) from None
+
+
+def _unknown(model: str, why: str) -> UserError:
+    near = nearest_models(model)
+    change = f"Did you mean {', '.join(near)}?" if near else "Give a folder or a config.json"
+    return setting_error("--model", model, why, unexpanded(model) + change.rstrip("?"))
+
+
+def settings_of(
+    changes: Sequence[str], *, seq_len: int, rank: int, processes: int, batch: int | None
+) -> RunConfig:
+    """Return the default settings with those of the command line and `changes` (`train.epochs=1`, values as in YAML).
+
+    Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises `UserError` as
+    `load_config` does.
+    """
+    rows = math.ceil(16 / processes) * processes if batch is None else batch
+    document: dict[str, Any] = {
+        "data": {"seq_len": seq_len},
+        "lora": {"r": rank},
+        "train": {"global_batch_size": rows, "epochs": 1},
+        "runs": {NAME: {}},
+    }
+    for change in changes:
+        key, equals, value = change.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise setting_error("--set", change, "it is not section.key=value", "Write it like train.epochs=1")  # fmt: skip
+        try:
+            document.setdefault(section, {})[name] = yaml.safe_load(value)
+        except (yaml.YAMLError, TypeError) as error:
+            raise setting_error("--set", change, f"it cannot be read ({error})", "Correct it") from None  # fmt: skip
+    try:
+        return load_config(document)[1][NAME]
+    except UserError as error:  # there is no file that could be changed
+        reason = str(error).removeprefix(NOT_VALID).strip()
+        raise UserError(reason.replace(" Change it in config.yaml.", "")) from None
+
+
+def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> Mapping[str, Any]:
+    """Return the manifest of `rows` full rows, all of whose tokens are trained; raises `UserError` if there are none."""
+    if not 1 <= rows <= MOST_ROWS:
+        bound = f"it must be 1 to {MOST_ROWS:,}"
+        raise setting_error("--rows", rows, bound, "Give the rows of the training data")
+    tokens = rows * seq_len
+    train = {"packed_rows": rows, "tokens": tokens, "trained_tokens": tokens}
+    return {
+        "seq_len": seq_len,
+        "vocab_size": shape.vocab_size,
+        "splits": {"train": train, "heldout": {"tokens": 0, "documents": 0}},
+    }

@@ -1,0 +1,111 @@
+"""Seconds that traffic between GPUs takes, by how they are connected.
+
+A micro-batch gathers every decoder layer's packed weights for forward and, if they were freed, again for backward, sends
+the hidden states to the slices of the head and their gradients back, and reduces the adapters' gradients; with
+replicas (HSDP) these are summed over the replicas too. Collectives are counted as rings: a GPU receives all but its own part, a node
+all but its own nodes' part through its network.
+"""
+
+import math
+from dataclasses import dataclass
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import layer_tensors
+from workflow.lib.system.gpu_models import GpuModel
+
+LOCAL_HOP_S = 2e-6  # a ring's step to the next GPU of a node, and of another node; assumed
+REMOTE_HOP_S = 10e-6
+NETWORK_PER_GPU = 50e9  # one 400 Gb/s port for each GPU; assumed where a run takes several nodes
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node to the others."""
+
+    name: str
+    gpus_per_node: int
+    local: float
+    network: float
+    attained: float = 0.8
+    """Share of these figures that a large collective reaches; assumed."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of a micro-batch's collectives, and the bytes of weights that they put into the GPU's memory."""
+
+    beside_s: float
+    """May run beside compute (FSDP2 prefetches the next layer)."""
+    exposed_s: float
+    """Has nothing to hide behind: the first gathering, and the vocabulary's exchange."""
+    gathered_bytes: float
+    gather_s: float = 0.0
+    """Of one layer."""
+    gpus_of_host: int = 1
+    """Of the same run: what they keep in host memory goes through one host's memory."""
+
+
+NO_TRAFFIC = Traffic(0.0, 0.0, 0.0)
+
+
+def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
+    """Return how such GPUs are connected as they are usually sold: by their own links, or by PCIe through the host."""
+    network = NETWORK_PER_GPU * gpus_per_node
+    return Fabric(gpu.link.name, gpus_per_node, gpu.link.bandwidth, network, gpu.link.share)
+
+
+def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
+    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride` GPUs from the next.
+
+    stride: 1 = neighbours, which fill node after node; the size of a group = one GPU of each group.
+    """
+    if processes == 1:
+        return 0.0
+    local = max(1, min(processes, fabric.gpus_per_node // stride))
+    nodes = math.ceil(processes / local)
+    # rings at once through a node's network
+    sharing = fabric.gpus_per_node // local if nodes > 1 else 1
+    inside = num_bytes * (processes - 1) / processes / fabric.local if local > 1 else 0.0
+    between = num_bytes * sharing * (nodes - 1) / nodes / fabric.network
+    hops = (processes - nodes) * LOCAL_HOP_S + (nodes if nodes > 1 else 0) * REMOTE_HOP_S
+    return max(inside, between) / fabric.attained + hops
+
+
+def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traffic:
+    """Return what a micro-batch's collectives take; nothing for one process."""
+    if setup.processes == 1:
+        return NO_TRAFFIC
+    tensors = layer_tensors(shape, setup)
+    unit = sum(tensors.gathered.values())
+    gather = ring_seconds(unit, fabric, processes=setup.shards)
+    gathers = shape.num_layers * (2 if setup.reshard_after_forward else 1)
+    vocabulary = _vocabulary_seconds(shape, setup, fabric)
+    reduce = _reduction_seconds(tensors.by_term["lora_weights"], setup, fabric)
+    return Traffic(
+        beside_s=gathers * gather + shape.num_layers * reduce + vocabulary,
+        exposed_s=vocabulary + gather,
+        gathered_bytes=gathers * unit,
+        gather_s=gather,
+        gpus_of_host=min(setup.processes, fabric.gpus_per_node),
+    )
+
+
+def _reduction_seconds(adapters: list[tuple[int, int]], setup: Setup, fabric: Fabric) -> float:
+    """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas (reduced and gathered)."""
+    num_bytes = sum(rows * width for rows, width in adapters)
+    shards = setup.shards
+    across = ring_seconds(
+        num_bytes / shards,
+        fabric,
+        processes=setup.replicas,
+        stride=min(shards, fabric.gpus_per_node),
+    )
+    return ring_seconds(num_bytes, fabric, processes=shards) + 2 * across
+
+
+def _vocabulary_seconds(shape: ModelShape, setup: Setup, fabric: Fabric) -> float:
+    """To the slices of the head, and back as gradients in fp32; rows of a sliced embedding come back too."""
+    rows = setup.slices * setup.tokens * shape.hidden_size
+    travels = [setup.compute_bytes, 4] + ([] if setup.offload_embedding else [setup.compute_bytes])
+    return sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)

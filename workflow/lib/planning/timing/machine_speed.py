@@ -1,0 +1,135 @@
+"""How fast a machine's GPUs are: from its table, or from what was measured on it, and on what that rests."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.timing.calibration import fit, read_timings
+from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
+from workflow.lib.planning.timing.step_time import (
+    CPU_BFLOAT16_FLOPS,
+    CPU_FLOPS,
+    H200,
+    Constants,
+    Parts,
+    cpu_seconds,
+    gpu_parts,
+    micro_batch_work,
+)
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.gpu_models import BY_NAME, GpuModel
+
+# A GPU that no table knows is ranked as if it were this one; only the order of plans depends on it.
+STAND_IN = "NVIDIA A100-SXM4-80GB"
+MEASURED_ON = "NVIDIA H200"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A kind of GPU of a run, how it is connected, and its constants."""
+
+    gpu: GpuModel
+    fabric: Fabric
+    constants: Constants
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What predicts the seconds of a micro-batch: the kinds of GPUs of a run (none on CPUs)."""
+
+    platforms: tuple[Platform, ...]
+    basis: str
+    """What the prediction rests on, for people."""
+    known: bool = True
+    """Otherwise it only ranks plans."""
+    cpu_flops: float = CPU_FLOPS
+    """FLOP/s of a process on CPUs."""
+
+    def parts(self, shape: ModelShape, setup: Setup, *, trained_share: float) -> Parts:
+        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
+        work = micro_batch_work(shape, setup, trained_share=trained_share)
+        if not self.platforms:
+            return {"products": cpu_seconds(work, flops=self.cpu_flops)}
+        found = (
+            gpu_parts(
+                work,
+                platform.gpu,
+                constants=platform.constants,
+                traffic=micro_batch_traffic(shape, setup, platform.fabric),
+            )
+            for platform in self.platforms
+        )
+        return max(found, key=lambda parts: sum(parts.values()))
+
+
+def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 4) -> Speed:
+    """Return how fast a machine is; calibration: a measurements.jsonl of the benchmark, made on GPUs of its kinds.
+
+    compute_bytes: of the compute type; on CPUs speed depends on it.
+
+    Raises `UserError` if that file cannot be read or says nothing of a kind of GPU that the machine has.
+    """
+    names = sorted(set(machine.gpu_names))
+    if not names:
+        return _cpu_speed(bfloat16=machine.bfloat16, compute_bytes=compute_bytes)
+    if calibration is not None:
+        return _calibrated(machine, names, Path(calibration))
+    platforms = tuple(_platform(name, machine, H200) for name in names)
+    unknown = [name for name in names if name not in BY_NAME]
+    if unknown:
+        basis = f"unknown: no speed is recorded for {', '.join(unknown)}; hardware.calibration would give it"
+        return Speed(platforms, basis, known=False)
+    basis = f"roofline with constants fitted to measurements on {MEASURED_ON}"
+    if names != [MEASURED_ON]:
+        basis += f", scaled by data sheets to {', '.join(names)}, not measured there"
+    return Speed(platforms, basis + _network(machine))
+
+
+def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:
+    """The speed of a CPU, which multiplies bfloat16 itself or does not."""
+    if compute_bytes == 4:
+        basis = f"rough: {CPU_FLOPS / 1e9:.0f} GFLOP/s per CPU process, measured on one machine"
+        if bfloat16:
+            share = CPU_FLOPS / CPU_BFLOAT16_FLOPS
+            basis += f"; this CPU multiplies bfloat16 itself: model.compute_dtype: bfloat16 would take about {share:.0%} of this time"
+        return Speed((), basis)
+    if not bfloat16:
+        basis = "unknown: this CPU has no products of bfloat16, and how long it takes without was not measured"
+        return Speed((), basis, known=False)
+    basis = f"rough: {CPU_BFLOAT16_FLOPS / 1e9:.0f} GFLOP/s per CPU process in bfloat16, from the ratio of two steps on one machine"
+    return Speed((), basis, cpu_flops=CPU_BFLOAT16_FLOPS)
+
+
+def _platform(name: str, machine: Machine, constants: Constants) -> Platform:
+    gpu = BY_NAME.get(name, BY_NAME[STAND_IN])
+    return Platform(gpu, fabric_of(gpu, gpus_per_node=machine.processes_per_node), constants)
+
+
+def _network(machine: Machine) -> str:
+    return "; between nodes 400 Gb/s per GPU are assumed" if machine.nodes > 1 else ""
+
+
+def _calibrated(machine: Machine, names: list[str], path: Path) -> Speed:
+    """Fit each kind of GPU to its own measurements."""
+    platforms, found = [], []
+    for name in names:
+        gpu = BY_NAME.get(name, BY_NAME[STAND_IN])
+        timings = read_timings(path, gpu, name=name)
+        if not timings:
+            raise setting_error(
+                "hardware.calibration",
+                str(path),
+                f"it has no measured step of our engine on {name} that can be used",
+                "Run the target benchmark on such a GPU and name its measurements.jsonl, or set it to null",
+            )
+        constants = fit(timings, gpu, start=H200)
+        errors = [abs(timing.error(gpu, constants)) for timing in timings]
+        platforms.append(_platform(name, machine, constants))
+        found.append(
+            f"{len(timings)} measurements on {name} (median {statistics.median(errors):.1%} off, worst {max(errors):.1%})"
+        )
+    basis = f"roofline fitted to {'; '.join(found)} of {path.name}"
+    return Speed(tuple(platforms), basis + _network(machine))

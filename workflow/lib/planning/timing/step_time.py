@@ -1,0 +1,240 @@
+"""Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
+
+A GPU's work is products + attention + dequantization + elementwise traffic, each at a share of what the data sheet
+promises. Three things run beside it, and count only for what they take longer: Python, which
+launches the kernels; traffic between GPUs; and activations on their way to the host and back. On PCIe the
+last two share the slot. Constants come from measurements (`calibration`); which ones, `machine_speed` decides.
+Units: FLOP, bytes, seconds.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import (
+    hosted_slice,
+    lora_parameters,
+    saved_activations,
+    stashed_counts,
+)
+from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
+from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say. All are above 0."""
+
+    product_share: float
+    """Of the data sheet's FLOP/s in matrix products, and in attention."""
+    attention_share: float
+    dequantization_share: float
+    """Of the data sheet's memory bandwidth in dequantization."""
+    elementwise_traffic: float
+    """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
+    launch_s: float
+    """What Python takes to launch one pass of one layer, and what it takes more if the layer is sharded."""
+    sharded_launch_s: float
+    gather_traffic: float
+    """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered weights."""
+    host_share: float
+    """Of the data sheet of its PCIe slot that a GPU gets in large copies from and to page-locked memory."""
+    lookup_bandwidth: float
+    """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
+
+
+# Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how well.
+H200 = Constants(
+    product_share=0.67,
+    attention_share=0.375,
+    dequantization_share=0.453,
+    elementwise_traffic=9.0,
+    launch_s=2.42e-3,
+    sharded_launch_s=2.5e-3,
+    gather_traffic=10.0,
+    host_share=0.631,
+    lookup_bandwidth=4.63e9,
+)
+# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved, more than all of it, because
+# what they keep is also read and written less often. 8 layers of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
+FUSED_SHARE = 1.43
+DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
+
+# One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
+CPU_FLOPS = 65e9
+# In bfloat16 on a CPU that multiplies it itself: a step took 5.2 s in place of 9.4 in fp32, with the same losses (AVX512-BF16, AMD EPYC,
+# torch 2.13, November 2026). One CPU; what others do without such products, nobody measured.
+CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and backward of each layer."""
+
+    product_flops: float
+    attention_flops: float
+    dequantized_bytes: float
+    kept_bytes: float
+    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with it."""
+    layer_passes: int
+    forward_share: float
+    """Of all passes."""
+    looked_up_bytes: int = 0
+    """Embedding rows that come from host memory."""
+    stashed_bytes: int = 0
+    """Activations that go to host memory, and come back."""
+    hosted_layers: int = 0
+    """Layers whose packed weights come from host memory for forward and again for backward, and the bytes of one of them."""
+    hosted_bytes: int = 0
+    layers: int = 1
+
+
+def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
+    """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the loss.
+
+    A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token each);
+    an adapter's twice in backward. DoRA multiplies every weight with A once a pass. Attention: 4 S q a token and layer in forward,
+    half of it with flash (causal), 2.5 times that in backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    """
+    t, layers = setup.tokens, shape.num_layers
+    recomputed = setup.recomputed_layers(layers)
+    layer_passes = 2 * layers + recomputed
+    passes = layer_passes / layers
+    used = passes * shape.quantized_weights - recomputed * _not_recomputed(shape, setup)
+    head = 4 * trained_share * shape.vocab_size * shape.hidden_size
+    adapters = 2 * (passes + 1) * lora_parameters(shape, setup)
+    dora = 2 * setup.rank * used if setup.dora else 0
+    causal = 0.5 if setup.attention == "flash" else 1.0
+    forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
+    kept = saved_activations(shape, setup)
+    plain = saved_activations(shape, replace(setup, fused_layers=False))
+    return Work(
+        product_flops=t * (2 * used + adapters + head) + dora,
+        attention_flops=t * forward * (passes - 1 + 2.5),
+        dequantized_bytes=used * DEQUANTIZED_BYTES,
+        kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - kept)),
+        layer_passes=layer_passes,
+        forward_share=layers / layer_passes,
+        looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
+        stashed_bytes=_stashed_bytes(shape, setup, kept=kept),
+        hosted_layers=setup.offload_layers,
+        hosted_bytes=hosted_slice(shape, setup),
+        layers=layers,
+    )
+
+
+def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
+    """Weights of a layer that recomputation stops before: the last linear's, if its adapter is plain and no norm follows."""
+    if setup.dropout or setup.dora or shape.hidden_norms > 2:
+        return 0
+    return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
+
+
+def _stashed_bytes(shape: ModelShape, setup: Setup, *, kept: int) -> int:
+    inputs, whole = stashed_counts(shape, setup)
+    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * kept
+
+
+Parts = dict[str, float]
+# Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of 8 layers' activations of 70B
+# width there, copied 19 GB/s each (November 2026, a virtual machine of 128 cores). A host's memory differs; nobody measured others.
+HOST_MEMORY_BANDWIDTH = 150e9
+
+
+def gpu_parts(
+    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
+) -> Parts:
+    """Seconds of a micro-batch on a GPU by what it does or waits for; their sum is the time."""
+    gathered = constants.gather_traffic * traffic.gathered_bytes
+    parts = {
+        "products": work.product_flops / (gpu.flops * constants.product_share),
+        "attention": work.attention_flops / (gpu.flops * constants.attention_share),
+        "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
+        "elementwise": constants.elementwise_traffic * work.kept_bytes / gpu.bandwidth,
+        # copies to and from the host take memory bandwidth too
+        "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
+    }
+    late_s = launch_seconds(work, constants, traffic) - sum(parts.values())
+    parts["waiting_for_python"] = max(0.0, late_s)
+    return parts | _waiting(work, gpu, constants, traffic, compute_s=sum(parts.values()))
+
+
+def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
+    """What Python takes to launch the kernels of a micro-batch."""
+    sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
+    return work.layer_passes * (constants.launch_s + sharded_s)
+
+
+def _waiting(
+    work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
+) -> Parts:
+    """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
+    of_all = HOST_MEMORY_BANDWIDTH / traffic.gpus_of_host
+    host = min(gpu.host_bandwidth * constants.host_share, of_all)
+    forward_s = work.forward_share * compute_s
+    stash_s, both_hosted_s = (
+        work.stashed_bytes / host,
+        2 * work.hosted_layers * work.hosted_bytes / host,
+    )
+    late_s = max(0.0, traffic.beside_s - compute_s)
+    if gpu.link in (PCIE_4, PCIE_5) and traffic.beside_s:  # one slot for all of it
+        late_s = max(0.0, traffic.beside_s + 2 * stash_s + both_hosted_s - compute_s)
+    alone_s = max(0.0, stash_s - forward_s) + max(0.0, stash_s - (compute_s - forward_s))
+    alone_s += _late_layers(work, traffic, copy_s=work.hosted_bytes / host, compute_s=compute_s)
+    return {
+        "waiting_for_other_gpus": max(0.0, late_s - alone_s) + traffic.exposed_s,
+        "waiting_for_the_host": alone_s + work.looked_up_bytes / constants.lookup_bandwidth,
+    }
+
+
+def _late_layers(work: Work, traffic: Traffic, *, copy_s: float, compute_s: float) -> float:
+    """What layers from the host are late: each is copied and gathered while one layer before it computes."""
+    needed_s = copy_s + traffic.gather_s
+    before = (work.forward_share, 1 - work.forward_share)
+    late = (max(0.0, needed_s - share * compute_s / work.layers) for share in before)
+    return work.hosted_layers * sum(late)
+
+
+def gpu_seconds(
+    work: Work, gpu: GpuModel, *, constants: Constants = H200, traffic: Traffic = NO_TRAFFIC
+) -> float:
+    """Seconds of a micro-batch on a GPU."""
+    return sum(gpu_parts(work, gpu, constants=constants, traffic=traffic).values())
+
+
+def cpu_seconds(work: Work, *, flops: float) -> float:
+    """Seconds of a micro-batch in one CPU process that makes so many FLOP/s."""
+    return (work.product_flops + work.attention_flops) / flops
+
+
+def estimate(
+    parts: Parts | None,
+    *,
+    basis: str,
+    num_gpus: int,
+    tokens: int,
+    accumulation_steps: int,
+    num_steps: int,
+    price_per_gpu_hour: float | None,
+) -> dict[str, Any]:
+    """Return the `time` entry of preflight.json.
+
+    parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on the CPU.
+    `cost` is None without a price or a time.
+    """
+    if parts is None:
+        times = ("step_s", "total_h", "tokens_per_s_per_process", "cost")
+        return {**dict.fromkeys(times), "parts_s": {}, "basis": basis}
+    micro_s = sum(parts.values())
+    step_s = micro_s * accumulation_steps
+    total_h = step_s * num_steps / 3600
+    gpu_hours = total_h * num_gpus
+    return {
+        "step_s": step_s,
+        "total_h": total_h,
+        "tokens_per_s_per_process": tokens / micro_s,
+        "cost": gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
+        "parts_s": parts,
+        "basis": basis,
+    }

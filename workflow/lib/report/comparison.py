@@ -1,0 +1,161 @@
+"""The runs side by side: one row a run, settings first, results after; as a table and as CSV.
+
+Settings are those that training recorded in `summary.json`, not those of a configuration edited since.
+"""
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workflow.lib.report.run_results import Run
+
+Value = str | int | float | bool | None
+# Of an evaluation's `subject`: the base that is measured is the quantized one.
+COLUMN_NAMES = {"base": "nf4_base", "tuned": "tuned"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One quantity over all runs. `differs`: the runs do not all have the same value."""
+
+    name: str
+    values: tuple[Value, ...]
+    differs: bool
+
+
+def setting_columns(runs: list[Run]) -> list[Column]:
+    """Return what was chosen for each run: a column per setting, whether or not it differs."""
+    chosen = [_settings(run) for run in runs]
+    return [_column(name, chosen) for name in _names(chosen)]
+
+
+def result_columns(runs: list[Run]) -> list[Column]:
+    """Return what came out: losses with intervals, tasks, speed, cost. A task that a run lacks is None there."""
+    results = [_results(run) | _task_results(run) for run in runs]
+    return [_column(name, results) for name in _names(results)]
+
+
+def comparison_csv(runs: list[Run]) -> str:
+    """Return the table as CSV: a header, one line a run, empty cells for None, numbers unrounded."""
+    columns = [*setting_columns(runs), *result_columns(runs)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", *(column.name for column in columns)])
+    for index, run in enumerate(runs):
+        writer.writerow([run.name, *(_cell(column.values[index]) for column in columns)])
+    return text.getvalue()
+
+
+def _cell(value: Value) -> Value:
+    """Return text that a spreadsheet would take for a formula with a leading apostrophe."""
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return "'" + value
+    return value
+
+
+def _names(rows: list[dict[str, Value]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _column(name: str, rows: list[dict[str, Value]]) -> Column:
+    values = tuple(row.get(name) for row in rows)
+    return Column(name, values, differs=len({repr(value) for value in values}) > 1)
+
+
+def _settings(run: Run) -> dict[str, Value]:
+    summary = run.summary
+    return {
+        "data": run.tokens_name,
+        "seq_len": summary.seq_len,
+        "num_steps": summary.num_steps,
+        "processes": summary.processes,
+        "device_name": summary.device_name,
+        "micro_batch_size": summary.micro_batch_size,
+        "accumulation_steps": summary.accumulation_steps,
+        "trainable_parameters": summary.trainable_parameters,
+        **flat(summary.settings.model_dump(mode="json")),
+    }
+
+
+def _results(run: Run) -> dict[str, Value]:
+    summary, comparison = run.summary, run.tuned.comparison
+    low, high = comparison.loss_difference_ci95 or (None, None)
+    return {
+        "first_loss": summary.first_loss,
+        "final_loss": summary.final_loss,
+        **_heldout(run, "base"),
+        **_heldout(run, "tuned"),
+        "heldout_loss_difference": comparison.loss_difference,
+        "heldout_loss_difference_ci95_low": low,
+        "heldout_loss_difference_ci95_high": high,
+        "heldout_p_value": comparison.p_value,
+        "tokens": summary.tokens,
+        "trained_tokens": summary.trained_tokens,
+        "tokens_per_s": summary.tokens_per_s,
+        "elapsed_s": summary.elapsed_s,
+        "device_hours": summary.device_hours,
+        "peak_bytes_predicted": summary.peak_bytes.predicted,
+        "peak_bytes_measured": summary.peak_bytes.measured,
+        "checks_passed": len(run.checks) - len(run.failed_checks),
+        "checks": len(run.checks),
+    }
+
+
+def _heldout(run: Run, subject: str) -> dict[str, Value]:
+    heldout = {"base": run.base, "tuned": run.tuned}[subject].heldout
+    low, high = (None, None) if heldout is None else heldout.loss_ci95
+    name = COLUMN_NAMES[subject]
+    return {
+        f"{name}_heldout_loss": None if heldout is None else heldout.loss,
+        f"{name}_heldout_loss_ci95_low": low,
+        f"{name}_heldout_loss_ci95_high": high,
+        f"{name}_perplexity": None if heldout is None else heldout.perplexity,
+    }
+
+
+def _task_results(run: Run) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for score in run.scores:
+        low, high = score.difference.difference_ci95 or (None, None)
+        key = f"{score.task}.{score.metric}"
+        values |= {
+            f"{key}.{COLUMN_NAMES['base']}": score.base.value,
+            f"{key}.{COLUMN_NAMES['base']}_stderr": score.base.stderr,
+            f"{key}.tuned": score.tuned.value,
+            f"{key}.tuned_stderr": score.tuned.stderr,
+            f"{key}.difference": score.difference.difference,
+            f"{key}.difference_ci95_low": low,
+            f"{key}.difference_ci95_high": high,
+        }
+    return values
+
+
+def task_columns(runs: list[Run]) -> list[str]:
+    """Return the names of the result columns that hold a task's score of the tuned model."""
+    return _names([{f"{s.task}.{s.metric}.tuned": None for s in run.scores} for run in runs])
+
+
+def comparable(runs: list[Run]) -> bool:
+    """Tell whether the held-out losses of the runs are of the same documents."""
+    return len({run.manifest.files.heldout_input_ids for run in runs}) == 1
+
+
+def best_run(runs: list[Run]) -> Run | None:
+    """Return the run with the lowest held-out loss; None for a single one, and where losses cannot be compared."""
+    losses = [(run.tuned.heldout.loss, run) for run in runs if run.tuned.heldout]
+    if len(losses) < 2 or not comparable(runs):
+        return None
+    return min(losses, key=lambda pair: pair[0])[1]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    """Return nested settings by their path: `{"lora": {"r": 16}}` gives `{"lora.r": 16}`; lists become words."""
+    paths: dict[str, Value] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            paths |= flat(value, f"{prefix}{key}.")
+        else:
+            paths[prefix + key] = " ".join(map(str, value)) if isinstance(value, list) else value
+    return paths

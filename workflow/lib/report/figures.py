@@ -1,0 +1,319 @@
+"""The interactive figures, as plain Plotly JSON (`data` and `layout`), without colours.
+
+The page's script paints them from its style sheet's variables, so that figures follow light, dark and
+print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text from the artifacts is
+escaped for Plotly, which reads a subset of HTML in names and hover labels.
+"""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from workflow.lib.artifacts.records import SUBJECT_LABELS, Step
+from workflow.lib.report.run_results import Run
+from workflow.lib.system.number_formats import binary_unit, size, thinned, visible
+
+NUM_COLORS = 8  # --series-1 to --series-8 in style.css
+POINTS_PER_CURVE = 2000  # more than a screen has columns; keeps the page of a long run small
+DASHES = ("solid", "dash", "dot", "dashdot")
+PATTERNS = ("", "/", "\\", "-")  # of `.hatch-<number>` in style.css too
+
+CURVE_NUMBERS = "training-numbers"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: where it goes, what it shows in words, and Plotly's `data` and `layout`."""
+
+    key: str
+    title: str
+    caption: str
+    numbers: str
+    """`id` of the page's table that holds what is drawn."""
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    legend: tuple["Key", ...] = ()
+    """Keys that the page lists below the figure, where Plotly's own legend would not fit a phone."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend: the text, the colour's variable, and the number of its pattern (`PATTERNS`)."""
+
+    text: str
+    color: str
+    pattern: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over the steps of training."""
+
+    key: str
+    title: str
+    caption: str
+    value: Callable[[Step], float]
+    number: str
+    axis: str
+    from_zero: bool = False
+
+
+CURVES = (
+    Curve(
+        "loss",
+        "Training loss",
+        "Mean over the trained tokens of a step, nats per token.",
+        lambda step: step.loss,
+        ".4f",
+        "nats per token",
+    ),
+    Curve(
+        "grad_norm",
+        "Gradient norm",
+        "Global norm before clipping. A flat zero would mean that nothing is trained.",
+        lambda step: step.grad_norm,
+        ".4g",
+        "gradient norm",
+    ),
+    Curve(
+        "learning_rate",
+        "Learning rate",
+        "After warm-up and decay.",
+        lambda step: step.learning_rate,
+        ".3g",
+        "learning rate",
+    ),
+    Curve(
+        "tokens_per_s",
+        "Throughput",
+        "Tokens per second, all processes together.",
+        lambda step: step.tokens_per_s,
+        ",.0f",
+        "tokens/s",
+        from_zero=True,
+    ),
+)
+
+
+def curve_figures(runs: list[Run]) -> list[Figure]:
+    """Return loss, held-out loss if it was logged, gradient norm, rate, throughput and memory over the steps, all runs in each."""
+    first, *rest = (_curve(curve, runs) for curve in CURVES)
+    heldout = _heldout_curve(runs)
+    return [first, *([heldout] if heldout else []), *rest, _memory_curve(runs)]
+
+
+def _heldout_curve(runs: list[Run]) -> Figure | None:
+    """Return the held-out loss measured while training, of the runs that measured it; None if none did."""
+    measured = [(index, run) for index, run in enumerate(runs) if run.heldout_steps]
+    if not measured:
+        return None
+    traces = []
+    for index, run in measured:
+        steps = run.heldout_steps
+        losses = [step.heldout_loss for step in steps if step.heldout_loss is not None]
+        traces.append(_line(run, index, losses, ".4f", steps=steps) | {"mode": "lines+markers"})
+    return Figure(
+        "heldout_loss",
+        "Held-out loss while training",
+        "Mean loss per trained token on held-out documents, nats, as the training measured it.",
+        CURVE_NUMBERS,
+        traces,
+        _over_steps(runs, axis="nats per token"),
+    )
+
+
+def _curve(curve: Curve, runs: list[Run]) -> Figure:
+    traces = [
+        _line(run, index, [curve.value(step) for step in run.steps], curve.number)
+        for index, run in enumerate(runs)
+    ]
+    layout = _over_steps(runs, axis=curve.axis, from_zero=curve.from_zero)
+    return Figure(curve.key, curve.title, curve.caption, CURVE_NUMBERS, traces, layout)
+
+
+def _memory_curve(runs: list[Run]) -> Figure:
+    """Memory is drawn in the binary unit of the highest peak, so that the axis reads 21.3 and not 22871015424."""
+    unit, name = binary_unit(max(step.peak_bytes for run in runs for step in run.steps))
+    traces = [
+        _line(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
+        for index, run in enumerate(runs)
+    ]
+    caption = f"Peak so far of the process that logs, {name}."
+    layout = _over_steps(runs, axis=name, from_zero=True)
+    return Figure("peak_bytes", "Peak memory", caption, CURVE_NUMBERS, traces, layout)
+
+
+def _line(
+    run: Run, index: int, values: list[float], number: str, *, steps: list[Step] | None = None
+) -> dict[str, Any]:
+    """Return a run's line through `values` at `steps` (default: all logged ones)."""
+    steps = run.steps if steps is None else steps
+    kept = thinned(values, limit=POINTS_PER_CURVE)
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(kept) > 1 else "markers",
+        "name": plotly_text(run.name),
+        "meta": f"series-{index % NUM_COLORS + 1}",
+        "x": [steps[position].step for position in kept],
+        "y": [values[position] for position in kept],
+        "line": {"width": 1.8, "dash": DASHES[index // NUM_COLORS % len(DASHES)]},
+        "hovertemplate": f"%{{y:{number}}}",
+    }
+
+
+def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
+    """Return the layout of a curve; `axis` names its unit. `from_zero`: a quantity whose share matters, so that 2% does not look like a leap."""
+    return {
+        "height": 300,
+        "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
+        "hovermode": "x unified",
+        "showlegend": len(runs) > 1,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "xaxis": {"title": {"text": "optimizer step"}},
+        "yaxis": {
+            "title": {"text": axis},
+            "automargin": True,
+            "exponentformat": "power",
+            "separatethousands": True,
+            "minexponent": 6,
+            "rangemode": "tozero" if from_zero else "normal",
+        },
+    }
+
+
+def heldout_figure(runs: list[Run]) -> Figure | None:
+    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run measured it."""
+    measured = [run for run in runs if run.base.heldout and run.tuned.heldout]
+    if not measured:
+        return None
+    return Figure(
+        "heldout",
+        "Held-out loss, NF4 base and tuned",
+        "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap intervals. Lower is better.",
+        "comparison-numbers" if len(runs) > 1 else "verdict",
+        [
+            _interval_points(measured, "base", color="muted", symbol="circle-open"),
+            _interval_points(measured, "tuned", color="series-1", symbol="circle"),
+        ],
+        {
+            "height": 150 + 34 * len(measured),
+            "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
+            "hovermode": "closest",
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "xaxis": {"title": {"text": "held-out loss (nats per token)"}},
+            "yaxis": _rows(len(measured)),
+        },
+    )
+
+
+def _rows(count: int) -> dict[str, Any]:
+    """Return the axis of a figure with a row per run, the first on top."""
+    return {"automargin": True, "type": "category", "range": [count - 0.5, -0.5]}
+
+
+def _interval_points(runs: list[Run], subject: str, *, color: str, symbol: str) -> dict[str, Any]:
+    found = [{"base": run.base, "tuned": run.tuned}[subject].heldout for run in runs]
+    heldouts = [heldout for heldout in found if heldout is not None]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": SUBJECT_LABELS[subject],
+        "meta": color,
+        "x": [heldout.loss for heldout in heldouts],
+        "y": [plotly_text(run.name) for run in runs],
+        "marker": {"size": 11, "symbol": symbol, "line": {"width": 2}},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [heldout.loss_ci95[1] - heldout.loss for heldout in heldouts],
+            "arrayminus": [heldout.loss - heldout.loss_ci95[0] for heldout in heldouts],
+            "thickness": 2,
+            "width": 6,
+        },
+        "customdata": [list(heldout.loss_ci95) for heldout in heldouts],
+        "hovertemplate": "%{x:.4f} [%{customdata[0]:.4f}, %{customdata[1]:.4f}]",
+    }
+
+
+def memory_figure(runs: list[Run]) -> Figure:
+    """Return the predicted peak of each run as a stack of its terms, with the measured peak and the capacity over it."""
+    measured = [run.summary.peak_bytes.measured for run in runs]
+    capacity = [run.preflight.capacity_bytes for run in runs]
+    predicted = [run.preflight.peak_bytes for run in runs]
+    unit, name = binary_unit(max(*measured, *capacity, *predicted))
+    largest_first = sorted(
+        (term for run in runs for term in run.preflight.terms), key=lambda term: -term.bytes
+    )
+    terms = dict.fromkeys(term.name for term in largest_first)
+    stack = [_term(runs, term, index, unit) for index, term in enumerate(terms)]
+    return Figure(
+        "memory",
+        "Predicted and measured peak memory per process",
+        f"Stacked: the terms of the predicted peak, {name}. Diamond: the measured peak. Upright line: the capacity.",
+        "memory-numbers",
+        [
+            *stack,
+            _mark(runs, "measured peak", measured, unit, symbol="diamond"),
+            _mark(runs, "capacity", capacity, unit, symbol="line-ns-open"),
+        ],
+        {
+            "barmode": "stack",
+            "height": 110 + 48 * len(runs),
+            "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
+            "hovermode": "closest",
+            "showlegend": False,
+            "xaxis": {"title": {"text": name}, "rangemode": "tozero"},
+            "yaxis": _rows(len(runs)),
+        },
+        tuple(Key(term, *_paint(index)) for index, term in enumerate(terms)),
+    )
+
+
+def _paint(index: int) -> tuple[str, int]:
+    """Return colour and pattern of the term at `index`: all colours plain, then all of them hatched."""
+    return f"series-{index % NUM_COLORS + 1}", index // NUM_COLORS % len(PATTERNS)
+
+
+def _term(runs: list[Run], term: str, index: int, unit: int) -> dict[str, Any]:
+    amounts = [
+        sum(found.bytes for found in run.preflight.terms if found.name == term) for run in runs
+    ]
+    color, pattern = _paint(index)
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": plotly_text(term),
+        "meta": color,
+        "x": [amount / unit for amount in amounts],
+        "y": [plotly_text(run.name) for run in runs],
+        "width": 0.5,
+        "marker": {"pattern": {"shape": PATTERNS[pattern]}},
+        "customdata": [size(amount) for amount in amounts],
+        "hovertemplate": "%{customdata}",
+    }
+
+
+def _mark(
+    runs: list[Run], name: str, amounts: list[int], unit: int, *, symbol: str
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "meta": "ink",
+        "x": [amount / unit for amount in amounts],
+        "y": [plotly_text(run.name) for run in runs],
+        "marker": {
+            "size": 13 if symbol == "diamond" else 30,
+            "symbol": symbol,
+            "line": {"width": 2},
+        },
+        "customdata": [size(amount) for amount in amounts],
+        "hovertemplate": "%{customdata}",
+    }
+
+
+def plotly_text(text: str) -> str:
+    """Escape text for Plotly, which would take `<b>` for markup."""
+    return html.escape(visible(text), quote=False)

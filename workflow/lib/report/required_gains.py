@@ -1,0 +1,114 @@
+"""Least gains that a run must reach (`evaluate.require`), held against its evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workflow.lib.artifacts.records import Interval, TunedEvaluation
+from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
+from workflow.lib.system.errors import UserError, setting_error
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What `evaluate.require` asked of a run, perhaps nothing, and what it reached. `problem`: why it cannot be judged."""
+
+    verdicts: list[dict[str, Any]]
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether `require_gain` lets the run through."""
+        return self.problem is None and all(verdict["met"] for verdict in self.verdicts)
+
+
+def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
+    """Return the judgement of a run for the report, which tells what `verdicts` refuses to judge."""
+    try:
+        return Gate(verdicts(settings.require, tuned, by=settings.require_by))
+    except UserError as error:
+        return Gate([], problem=str(error))
+
+
+def verdicts(
+    require: Mapping[str, float], tuned: TunedEvaluation, *, by: str
+) -> list[dict[str, Any]]:
+    """Return for each requirement `requirement`, `least`, `gain`, `gain_ci95`, `judged_by` and `met`.
+
+    A gain is positive where tuned is better than the NF4 base: a smaller loss, or a metric's change in its own direction.
+    by: `estimate` (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError` for a metric that
+    was not measured, has no direction, or has no interval to judge by.
+    """
+    return [_verdict(name, least, tuned, by=by) for name, least in require.items()]
+
+
+def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: str) -> dict[str, Any]:
+    gain, ci95 = _loss_gain(tuned) if name == HELDOUT_LOSS else _metric_gain(name, tuned)
+    if by == "interval" and ci95 is None:
+        raise setting_error(
+            "evaluate.require_by", by, f"{name} has no interval", "Set estimate, or remove it"
+        )
+    judged = ci95[0] if by == "interval" and ci95 is not None else gain
+    return {
+        "requirement": name,
+        "least": least,
+        "gain": gain,
+        "gain_ci95": ci95,
+        "judged_by": by,
+        "met": judged >= least,
+    }
+
+
+def _loss_gain(tuned: TunedEvaluation) -> tuple[float, Interval | None]:
+    comparison = tuned.comparison
+    assert comparison.loss_difference is not None, "the settings require it to be measured"
+    return comparison.loss_difference, comparison.loss_difference_ci95
+
+
+def _metric_gain(name: str, tuned: TunedEvaluation) -> tuple[float, Interval | None]:
+    known = {
+        f"{task}/{metric}": (paired, tuned.tasks[task].metrics[metric].higher_is_better)
+        for task, metrics in tuned.comparison.tasks.items()
+        for metric, paired in metrics.items()
+    }
+    if name not in known:
+        raise setting_error(
+            "evaluate.require", name, "it is not measured", f"Known: {', '.join(known) or 'none'}"
+        )
+    paired, higher = known[name]
+    if higher is None:
+        raise setting_error(
+            "evaluate.require",
+            name,
+            "its task does not say whether more is better (higher_is_better)",
+            "Say it in the task's file, or remove the requirement",
+        )
+    if higher or paired.difference_ci95 is None:
+        return (paired.difference if higher else -paired.difference), paired.difference_ci95
+    low, high = paired.difference_ci95
+    return -paired.difference, (-high, -low)
+
+
+def refuse_unmet(found: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Raise `UserError` naming every requirement that a run missed. found: the verdicts by run."""
+    lines = [
+        f"{run}: {verdict['requirement']} gained {_spelled(verdict)} over the NF4 base, required {verdict['least']:+.4g}"
+        for run, verdicts_of_run in found.items()
+        for verdict in verdicts_of_run
+        if not verdict["met"]
+    ]
+    if lines:
+        raise UserError(
+            "evaluate.require is not met. "
+            + "; ".join(lines)
+            + ". Everything is made and kept; train otherwise, or lower the requirement."
+        )
+
+
+def _spelled(verdict: dict[str, Any]) -> str:
+    if verdict["judged_by"] == "estimate":
+        return f"{verdict['gain']:+.4g}"
+    low, high = verdict["gain_ci95"]
+    return (
+        f"{verdict['gain']:+.4g} (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
+    )

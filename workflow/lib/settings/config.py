@@ -1,0 +1,231 @@
+"""Every setting of the workflow: its type, bound, unit, default and effect.
+
+One frozen pydantic model per section; the docstring under a field is its only documentation, from
+which the JSON schema, the reference table and `config.yaml`'s comments are checked. `load_config`
+turns the YAML document into one `RunConfig` per run (`runs:` overrides any setting), so everything
+downstream sees complete, validated values. Imports no torch.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from workflow.lib.settings.benchmark import BenchmarkConfig
+from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
+from workflow.lib.settings.errors_in_words import explain
+from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
+from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.settings.tracking import TrackingConfig
+from workflow.lib.settings.train import (
+    HardwareConfig,
+    LoraSettings,
+    ModelConfig,
+    QuantizeConfig,
+    TrainConfig,
+)
+from workflow.lib.system.errors import UserError, setting_error
+
+__all__ = [
+    "BenchmarkConfig", "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
+    "LoraSettings", "ModelConfig", "QuantizeConfig", "ReportConfig", "RunConfig", "Section",
+    "TrackingConfig", "TrainConfig", "check_yaml", "is_hub_id", "json_schema", "load_benchmark", "load_config",
+    "merge",
+]  # fmt: skip
+
+# What the hub allows; some old datasets have no owner.
+MODEL_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+DATASET_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
+SectionT = TypeVar("SectionT", bound=Section)
+OWN_KEYS = "x-"  # what the user's own top-level keys begin with
+# Of all files and options together: which of them a setting stands in, only Snakemake knows.
+NOT_VALID = "the settings are not valid:"
+
+
+class RunConfig(Section):
+    """All settings of one run."""
+
+    model: ModelConfig = ModelConfig()
+    """The base model."""
+    data: DataConfig = DataConfig()
+    """The dataset and how it becomes tokens."""
+    quantize: QuantizeConfig = QuantizeConfig()
+    """NF4 quantization of the base."""
+    lora: LoraSettings = LoraSettings()
+    """The adapter."""
+    train: TrainConfig = TrainConfig()
+    """The optimization."""
+    hardware: HardwareConfig = HardwareConfig()
+    """What a run may use."""
+    tracking: TrackingConfig = TrackingConfig()
+    """The live view of the training."""
+    export: ExportConfig = ExportConfig()
+    """What is exported."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """What is measured."""
+
+
+class Config(RunConfig):
+    """The whole document: shared settings, the report, the benchmark, and the runs that override the settings."""
+
+    model_config = ConfigDict(json_schema_extra={"patternProperties": {f"^{OWN_KEYS}": {}}})
+
+    report: ReportConfig = ReportConfig()
+    """The report over all runs."""
+    benchmark: BenchmarkConfig = BenchmarkConfig()
+    """What the target `benchmark` measures."""
+    runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
+    """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_own_keys(cls, document: Any) -> Any:
+        """Leave out the user's own keys, which hold YAML anchors."""
+        if not isinstance(document, Mapping):
+            return document
+        return {key: document[key] for key in document if not str(key).startswith(OWN_KEYS)}
+
+    @field_validator("runs")
+    @classmethod
+    def _names_differ_in_more_than_case(cls, runs: dict[str, Any]) -> dict[str, Any]:
+        names: dict[str, str] = {}
+        for name in runs:
+            other = names.setdefault(name.casefold(), name)
+            if other != name:
+                raise ValueError(
+                    f"{other!r} and {name!r} differ in case alone, and some file systems keep them in "
+                    "one folder. Rename one of them"
+                )
+        return runs
+
+
+def check_yaml(path: Path) -> None:
+    """Raise `UserError`, with the line, for a file of settings that is no YAML, or has a key twice.
+
+    YAML's own loaders take the second of two equal keys without a word.
+    """
+    try:
+        loader = yaml.SafeLoader(_text(path))
+        root = loader.get_single_node()
+        _check_keys(root, path)
+        loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise UserError(
+            f"{place}: {error.problem or error.context}: this is no YAML. Correct that line or the one "
+            "before it; indent with spaces, not with tabs."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
+
+
+def _text(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    with suppress(ValueError):
+        json.loads(text)
+        return text.replace("\t", " ")  # JSON, but for tabs, is YAML
+    return text
+
+
+def _check_keys(root: yaml.Node | None, path: Path) -> None:
+    """Raise `UserError` for a key that stands twice in a section."""
+    waiting, seen = [(root, "")], set[int]()
+    while waiting:
+        node, place = waiting.pop()
+        if id(node) in seen:  # an alias, or an anchor that holds itself
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [(entry, place) for entry in node.value]
+        if isinstance(node, yaml.MappingNode):
+            firsts: dict[str, yaml.Node] = {}
+            for key, value in node.value:
+                name = f"{place}{key.value}"
+                first = firsts.setdefault(name, key)
+                if first is not key:
+                    raise UserError(
+                        f"{path}, line {_line(key)}: the key {name} stands there for the second time, and would "
+                        f"replace the first in line {_line(first)}. Join the two, or remove one."
+                    )
+                waiting.append((value, f"{name}."))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `override` laid over it, section by section; lists are replaced.
+
+    A section with nothing below it (null) overrides nothing.
+    """
+    merged = dict(base)
+    for key, value in override.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping | None):
+            value = merge(old, value or {})
+        merged[key] = value
+    return merged
+
+
+def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, RunConfig]]:
+    """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
+
+    Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid key.
+    """
+    config = _validate(Config, document, prefix="")
+    shared = {key: document[key] for key in RunConfig.model_fields if key in document}
+    runs = {
+        name: _validate(RunConfig, merge(shared, override or {}), prefix=f"runs.{name}.")
+        for name, override in config.runs.items()
+    }
+    return config.report, runs
+
+
+def load_benchmark(document: Mapping[str, Any]) -> BenchmarkConfig:
+    """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as `load_config` does."""
+    return _validate(Config, document, prefix="").benchmark
+
+
+def _validate(model: type[SectionT], document: Mapping[str, Any], *, prefix: str) -> SectionT:
+    try:
+        return model.model_validate(dict(document))
+    except ValidationError as error:
+        lines = [prefix + line for line in explain(model, document, error)]
+        raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines)) from None
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of `config.yaml`, for editors."""
+    return Config.model_json_schema()
+
+
+def _check_dataset_id(name: str, source: str) -> None:
+    """Raise `UserError` for a local path in `data.source`, which names a dataset of the hub alone."""
+    setting = f"data.source (run {name})"
+    change = "Set data.source to null, and data.train to the files or the folder"
+    if path_exists(source):
+        bound = "a file or folder of this name is here, and data.source is for datasets of the hub"
+        raise setting_error(setting, source, bound, f"{change}; or rename what is here")
+    if not DATASET_ID.fullmatch(source):
+        bound = "no dataset of the hub has such an id (owner/name)"
+        raise setting_error(setting, source, bound, f"Correct it. For local data: {change}")
+
+
+def is_hub_id(source: str) -> bool:
+    """Tell whether `source` names a hub repository: `owner/name`, and no local path of that name exists."""
+    return MODEL_ID.fullmatch(source) is not None and not path_exists(source)
+
+
+def path_exists(path: str) -> bool:
+    """Tell whether there is such a file or folder that this user can see; a name that no file can have is none."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False

@@ -1,0 +1,169 @@
+"""Settings of the dataset: where its rows are, what they mean, how they become tokens."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from workflow.lib.settings.section_base import Name, Section, Share
+
+Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
+FileType = Literal[
+    "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
+]
+DataPath = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class DataColumns(Section):
+    """Names of the dataset's columns, for datasets that call them otherwise."""
+
+    prompt: str = "prompt"
+    """Column with the prompt (format prompt_completion)."""
+    completion: str = "completion"
+    """Column with the completion (format prompt_completion)."""
+    messages: str = "messages"
+    """Column with the list of chat messages (format messages)."""
+    instruction: str = "instruction"
+    """Column with the instruction (format alpaca)."""
+    input: str = "input"
+    """Column with the optional input (format alpaca)."""
+    output: str = "output"
+    """Column with the answer (format alpaca)."""
+    text: str = "text"
+    """Column with plain text (format text)."""
+    tools: str = "tools"
+    """Column with the optional list of tools on offer (formats messages and prompt_completion)."""
+    input_ids: str = "input_ids"
+    """Column with token ids (format tokens)."""
+    labels: str = "labels"
+    """Column with each token's own id where it is trained and -100 where not (format tokens)."""
+    loss_mask: str = "loss_mask"
+    """Column with 1 where a token is trained and 0 where not, in place of labels (format tokens)."""
+
+
+class DataSource(Section):
+    """One of several sources of a split: its files, and how they differ from what `data` says of all."""
+
+    path: DataPath
+    """File, folder or glob, as in `data.train`."""
+    name: Name | None = None
+    """Label of the source in listings and in the report; null = its path."""
+    weight: float = Field(1.0, gt=0.0, le=100.0)
+    """How often an epoch takes each of its documents: 0.5 = a seeded half of them once, 2 = all of them twice; training only."""
+    file_type: Literal["auto", FileType] | None = None
+    """As `data.file_type`, for this source; null = as there."""
+    format: Literal["auto", Format] | None = None
+    """As `data.format`, for this source; null = as there."""
+    columns: DataColumns | None = None
+    """As `data.columns`, for this source; null = as there."""
+
+
+def _entry(value: Any) -> str:
+    return "<source>" if isinstance(value, Mapping | DataSource) else "<path>"
+
+
+def _entries(value: Any) -> str:
+    return "<list>" if isinstance(value, list | tuple) else _entry(value)
+
+
+# A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it could have been.
+_Entry = Annotated[
+    Annotated[DataPath, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
+    Discriminator(_entry),
+]
+DataSources = Annotated[
+    Annotated[DataPath, Tag("<path>")]
+    | Annotated[DataSource, Tag("<source>")]
+    | Annotated[tuple[_Entry, ...], Tag("<list>")],
+    Discriminator(_entries),
+]
+
+
+class DataConfig(Section):
+    """The dataset and how it becomes tokens."""
+
+    name: Name = "pydocs"
+    """Label of the dataset; part of its artifacts' folder names."""
+    source: str | None = Field(None, min_length=1, max_length=1024)
+    """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local files."""
+    revision: str | None = Field(None, min_length=1, max_length=256)
+    """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and recorded."""
+    train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
+    """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`, `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
+    heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl"
+    """Held-out data, named like the training data; null = split `heldout_share` off those."""
+    heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
+    """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of `seed`."""
+    file_type: Literal["auto", FileType] = "auto"
+    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text is a document per file, paragraph or line."""
+    format: Literal["auto", Format] = "auto"
+    """What a row is; `auto` decides for each source by the columns that are there."""
+    columns: DataColumns = DataColumns()
+    """Column names, where the dataset calls them otherwise."""
+    chat_template: str | None = Field(None, min_length=1, max_length=1024)
+    """Jinja chat template file; null = the tokenizer's own."""
+    loss_on: Literal["completions", "last_turn", "all"] = "completions"
+    """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt of inference, the last of them alone, or every token."""
+    seq_len: int = Field(256, ge=8, le=1_048_576)
+    """Length of a training row, tokens."""
+    packing: bool = True
+    """Pack several documents into a row; attention never crosses from one to another."""
+    overlong: Literal["truncate", "split", "drop"] = "truncate"
+    """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped; all are counted and listed."""
+    near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
+    """Held-out rows that nearly repeat a training row: removed, an error, or kept; counted in any case."""
+    near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
+    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six tokens over those that either has; 1 = the same words."""
+    max_rejected_share: Share = 0.01
+    """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run stops."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of the held-out split and of the packing order."""
+
+    @property
+    def train_sources(self) -> tuple[DataSource, ...]:
+        """The training sources, each with every setting filled in."""
+        return self._filled(self.train)
+
+    @property
+    def heldout_sources(self) -> tuple[DataSource, ...]:
+        """The held-out sources, each with every setting filled in; empty where they are split off."""
+        return () if self.heldout is None else self._filled(self.heldout)
+
+    def _filled(self, given: DataSources) -> tuple[DataSource, ...]:
+        entries = given if isinstance(given, tuple) else (given,)
+        sources = [DataSource(path=e) if isinstance(e, str) else e for e in entries]
+        return tuple(
+            source.model_copy(
+                update={
+                    "file_type": source.file_type or self.file_type,
+                    "format": source.format or self.format,
+                    "columns": source.columns or self.columns,
+                }
+            )
+            for source in sources
+        )
+
+    @model_validator(mode="after")
+    def _lists_name_something(self) -> "DataConfig":
+        for key in ("train", "heldout"):
+            if getattr(self, key) == ():
+                raise ValueError(f"{key} = []: the list is empty. Name a file, folder or glob")
+        return self
+
+    @model_validator(mode="after")
+    def _heldout_has_no_weight(self) -> "DataConfig":
+        weighted = [source.path for source in self.heldout_sources if source.weight != 1.0]
+        if weighted:
+            raise ValueError(
+                f"heldout gives {weighted[0]!r} a weight, but every held-out document is measured "
+                "once. Remove the weight, or name fewer files"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _revision_needs_source(self) -> "DataConfig":
+        if self.revision is not None and self.source is None:
+            raise ValueError(
+                "revision is set but source is null: local files have no revision. Set source, or remove revision"
+            )
+        return self

@@ -1,0 +1,168 @@
+"""Pydantic's validation errors as lines that name the setting, its value, the bound and the change.
+
+Pydantic reports one error per branch of a union and adds the branch to the path; here each setting
+gets one line with all that it may be. Branches that are chosen by a tag have one in angle brackets;
+below `<source>` stand the keys of a section.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+SECTION_TAG = "<source>"
+CHANGE = "Change it in config.yaml."
+QUOTE = "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, and 1.5 as a number."
+SHOWN_CHARS = 2000
+
+# Plain words for pydantic's error types, with its context filled in; its own message for any other type.
+_BOUNDS = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be finite",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_unicode": "must be text that UTF-8 can hold",
+    "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
+    "literal_error": "must be {expected}",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a section (keys below it)",
+    "model_type": "must be a section (keys below it)",
+    "missing": "must be given",
+    "too_short": "must have at least {min_length} entry",
+}
+
+
+def explain(
+    model: type[BaseModel], document: Mapping[str, Any], error: ValidationError
+) -> list[str]:
+    """Return one line `path = value: bound. Change.` per wrong setting."""
+    bounds: dict[tuple[Any, ...], dict[str, None]] = {}  # the inner dict is an ordered set
+    lines = []
+    for detail in error.errors():
+        if detail["type"] == "extra_forbidden":
+            lines.append(_unknown_key(model, detail["loc"]))
+        elif detail["type"] == "value_error":
+            lines.append(f"{_spell(detail['loc'])}: {detail['ctx']['error']}.")
+        elif detail["type"] == "invalid_key":
+            lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
+        elif not detail["loc"]:  # pydantic names no place for a key that is no text
+            lines.append(f"a key {_BOUNDS['string_unicode']}. {CHANGE}")
+        elif detail["loc"][-1] == "[key]":
+            *section, name, _ = detail["loc"]
+            # pydantic gives False as 0 and 1.5 as '1.5'
+            keys = [key for key in document.get("runs", ()) if not isinstance(key, str)]
+            name = next((key for key in keys if key == name or str(key) == name), name)
+            bound = _bound(detail, detail["loc"])
+            change = CHANGE if isinstance(name, str) else QUOTE
+            lines.append(f"{_spell(section)}: the name {name!r} {bound}. {change}")
+        else:
+            path = _setting_path(model, detail["loc"])
+            bounds.setdefault(path, {})[_bound(detail, path)] = None
+    return lines + [
+        f"{_given(document, path)}: {_either(list(broken))}. {CHANGE}"
+        for path, broken in bounds.items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    """Spell a value, cut where nobody reads on."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deep; an integer of thousands of digits
+        return "..."
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def _either(bounds: list[str]) -> str:
+    """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
+    others = [bound.removeprefix("must be ") for bound in bounds[1:]]
+    return " or ".join([bounds[0], *(other for other in others if not bounds[0].endswith(other))])
+
+
+def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cut off what pydantic adds below a setting: the branch of a union, the index in a list, `[key]`."""
+    depth = 1
+    while depth < len(location) and is_section(
+        _model_at(model, location[: depth - 1]), location[depth - 1]
+    ):
+        depth += 1
+    return location[: depth + (location[0] == "runs")]
+
+
+def _bound(detail: Any, path: tuple[Any, ...]) -> str:
+    """Say which bound was broken, and by which key of which entry of a list (counted from 1)."""
+    words = detail["msg"]
+    if detail["type"] in _BOUNDS:
+        words = _BOUNDS[detail["type"]].format_map(detail.get("ctx", {}))
+    below = detail["loc"][len(path) :]
+    keys = below[below.index(SECTION_TAG) + 1 :] if SECTION_TAG in below else ()
+    entry = [f"entry {part + 1}" for part in below if isinstance(part, int)][:1]
+    return " ".join([" of ".join([*([_spell(keys)] if keys else []), *entry]), words]).strip()
+
+
+def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
+    """Say that a key is unknown, and which one was probably meant: a similar one, or one of another section."""
+    key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
+    elsewhere = [
+        f"{section}.{key}"
+        for section in model.model_fields
+        if is_section(model, section) and key in _model_at(model, (section,)).model_fields
+    ]
+    meant = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or elsewhere
+    hint = f"Did you mean {meant[0]!r}?" if meant else f"Valid keys: {', '.join(valid)}."
+    shown = [part + 1 if isinstance(part, int) else part for part in location]
+    named = [part for part in shown if not str(part).startswith("<")]
+    return f"{_spell(named)}: there is no such key. {hint}"
+
+
+def is_section(model: type[BaseModel], key: Any) -> bool:
+    """Tell whether `key` of `model` is a section."""
+    field = model.model_fields.get(key)
+    kind = field.annotation if field else None
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
+    """Return the section at `location`, also one below the branches of a union or the entries of a list."""
+    kind: Any = model
+    for part in location:
+        section = _section_in(kind)
+        if section is not None and part in section.model_fields:
+            kind = section.model_fields[part].annotation
+    section = _section_in(kind)
+    assert section is not None, f"{location} is no section"
+    return section
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that an annotation is or names in a union or list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def _given(document: Mapping[str, Any], path: tuple[Any, ...]) -> str:
+    """Spell a setting with the value that the user gave; alone, if there is none (a setting that must be given)."""
+    value: Any = document
+    try:
+        for part in path:
+            value = value[part]
+    except (KeyError, IndexError, TypeError):
+        return _spell(path)
+    return f"{_spell(path)} = {_shown(value)}"
+
+
+def _spell(path: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,96 @@
+"""Settings of what follows training: export, evaluation and report."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from workflow.lib.settings.section_base import Section
+
+HELDOUT_LOSS = "heldout_loss"
+
+
+class ExportConfig(Section):
+    """What `consolidate` leaves besides the adapter."""
+
+    merged: bool = False
+    """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
+    merge_onto: Literal["dequantized", "original"] = "dequantized"
+    """Weights that the adapter is merged into: the NF4 ones it was trained on, or the original ones."""
+    shard_gib: float = Field(1.0, gt=0.0, le=64.0)
+    """Largest file of the merged model, GiB."""
+
+
+class EvaluateConfig(Section):
+    """What is measured on the exported adapter and on the NF4 base."""
+
+    heldout: bool = True
+    """Held-out loss and perplexity per trained token, with intervals."""
+    max_documents: int | None = Field(None, ge=1)
+    """Held-out documents used at most; null = all."""
+    bootstrap_resamples: int = Field(1000, ge=100, le=100_000)
+    """Bootstrap resamples over documents for 95% intervals."""
+    tasks: tuple[str, ...] = ("pydocs_mc",)
+    """lm-evaluation-harness tasks, by name; local ones are looked up in `tasks_dir` first."""
+    tasks_dir: str | None = "workflow/resources/tasks"
+    """Folder with task YAML files; null = only the tasks shipped with the harness."""
+    task_code: bool = False
+    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do whatever you can."""
+    task_limit: int | None = Field(None, ge=1)
+    """Items per task at most; null = all."""
+    num_fewshot: int = Field(0, ge=0, le=64)
+    """Examples before each task item."""
+    apply_chat_template: bool = True
+    """Wrap task items in the tokenizer's chat template."""
+    samples: int = Field(8, ge=0, le=1000)
+    """Held-out prompts that every subject answers, greedily, for reading side by side."""
+    sample_temperature: float | None = Field(None, gt=0.0, le=10.0)
+    """Also draw an answer to each sample prompt at this temperature, with `seed`; null = greedy answers alone."""
+    max_new_tokens: int = Field(96, ge=1, le=8192)
+    """Length of a sample answer at most, tokens."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where memory runs out."""
+    processes: int | Literal["auto"] = "auto"
+    """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model does not fit on one GPU)."""
+    shard: bool | Literal["auto"] = "auto"
+    """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on one GPU. `false` fills the GPUs one after the other from a single process."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of bootstrap, choice of samples and drawn answers."""
+    require: dict[str, float] = Field({})
+    """Least gain of tuned over the NF4 base, by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails after everything is made."""
+    require_by: Literal["estimate", "interval"] = "estimate"
+    """What must reach it: the gain itself, or the lower end of its 95% interval."""
+
+    @model_validator(mode="after")
+    def _counts_are_positive(self) -> "EvaluateConfig":
+        for name, count, most in (
+            ("batch_size", self.batch_size, 4096),
+            ("processes", self.processes, 64),
+        ):
+            if count != "auto" and not 1 <= count <= most:
+                raise ValueError(
+                    f"{name} = {count}: must be between 1 and {most}. Change it, or set auto"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _requirements_are_measured(self) -> "EvaluateConfig":
+        for name in self.require:
+            if name == HELDOUT_LOSS and not self.heldout:
+                raise ValueError(
+                    f"require = {name}: the held-out loss is not measured (heldout = False). "
+                    "Set heldout to true, or remove the requirement"
+                )
+            if name != HELDOUT_LOSS and not all(name.partition("/")):
+                raise ValueError(
+                    f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. Correct the name"
+                )
+        return self
+
+
+class ReportConfig(Section):
+    """The report."""
+
+    title: str = Field("Fine-tuning report", min_length=1, max_length=200)
+    """Title of the page."""
+    max_samples: int = Field(8, ge=0, le=1000)
+    """Sample answers shown per run."""

@@ -1,0 +1,59 @@
+"""The course of a run as pure functions of the step: its length, its learning rate, its rows.
+
+Rows: epoch e visits all rows in the order of a permutation drawn from (seed, e); step s takes the next
+`global_batch_size` entries of the concatenation of these permutations. Resuming at step s therefore
+needs no iterator state, and the number of processes changes nothing.
+"""
+
+import functools
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from workflow.lib.settings.config import TrainConfig
+
+
+def total_steps(train: TrainConfig, *, num_rows: int) -> int:
+    """Return the number of optimizer steps: `max_steps`, or enough for `epochs` passes over `num_rows` rows."""
+    if train.max_steps is not None:
+        return train.max_steps
+    assert train.epochs is not None, "TrainConfig guarantees epochs or max_steps"
+    return max(1, math.ceil(num_rows * train.epochs / train.global_batch_size))
+
+
+def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
+    """Return the learning rate of step `step` (0-based) of `num_steps`.
+
+    Linear from 0 (exclusive) to the peak over ceil(warmup_share * num_steps) steps, then constant, or
+    linear or cosine towards `min_lr_share` of the peak, which the step after the last would have.
+    """
+    warmup = math.ceil(round(train.warmup_share * num_steps, 6))  # 0.07 * 100 is 7.000000000000001
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[train.lr_schedule]
+    floor = 1.0 if train.lr_schedule == "constant" else train.min_lr_share
+    return train.learning_rate * (floor + (1.0 - floor) * decay)
+
+
+def step_rows(
+    *, num_rows: int, global_batch_size: int, seed: int, step: int
+) -> npt.NDArray[np.int64]:
+    """Return the row numbers of step `step` (0-based), shape (global_batch_size,)."""
+    first = step * global_batch_size
+    places = np.arange(first, first + global_batch_size)
+    epochs = places // num_rows
+    orders = {int(e): _permutation(num_rows, seed=seed, epoch=int(e)) for e in np.unique(epochs)}
+    return np.array(
+        [orders[int(e)][p % num_rows] for e, p in zip(epochs, places, strict=True)], dtype=np.int64
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_rows: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)

@@ -1,0 +1,78 @@
+"""What every section of the settings shares: its model, and the types that several sections use."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from workflow.lib.settings.errors_in_words import is_section
+from workflow.lib.system.redaction import holds_secret
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, field docstrings become descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, document: Any) -> Any:
+        """Let a section with nothing below it (null in YAML) mean its defaults."""
+        if not isinstance(document, Mapping):
+            return document
+        return {k: v for k, v in document.items() if v is not None or not is_section(cls, k)}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text_that_files_can_hold(cls, value: Any) -> Any:
+        """Refuse text that no file can hold (half a character, as `"\\ud800"` in YAML gives) or should (a password)."""
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str) and not _is_utf8(text) for text in texts):
+            raise PydanticCustomError("string_unicode", "must be text that UTF-8 can hold")
+        if any(isinstance(text, str) and holds_secret(text) for text in texts):
+            raise PydanticCustomError(
+                "secret",
+                "must hold no password or token (results name it): set it in the environment",
+            )
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true for a number and a number or text for true: pydantic would convert both without a word."""
+        assert info.field_name is not None, "a validator of fields runs for a field"
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise PydanticCustomError("true_for_number", "must be a number, not true or false")
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if bool in kinds and isinstance(value, str) and kinds & {int, float} and value not in words:
+            allowed = ", ".join(["must be true", "false", *words]) + " or a number"
+            raise PydanticCustomError("bool_or_number", allowed)
+        is_truth = isinstance(value, bool | None) or value in words
+        if bool in kinds and not is_truth and not kinds & {int, float}:
+            *most, last = "true", "false", *words
+            raise PydanticCustomError("bool_or_word", f"must be {', '.join(most)} or {last}")
+        return value
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,140 @@
+"""Whether files are still what was written: their SHA-256 against the one recorded with them.
+
+Records are `SHA256SUMS` (base, exported adapter, merged model), `files` in the manifest of the
+tokens, and `source.json` of a download. A disk that loses a bit changes neither size nor time of a
+file, so every stage that reads such a folder hashes it, and no result is kept for the next one. The
+weights are read after that, and are in the page cache then.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import SUMS, file_sha256, is_passing, read_json
+
+LOADED = (".safetensors", ".json")  # what of a model's folder must be listed: it would be loaded
+NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A file that a stage has made, and its recorded SHA-256; `name` is its path in the folder."""
+
+    folder: Path
+    name: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self.folder / self.name
+
+    def finding(self, moved: Callable[[], None] = lambda: None) -> str | None:
+        """Return what is wrong with the file, or None; calls `moved` after every MiB."""
+        try:
+            found = file_sha256(self.path, moved=moved)
+        except OSError as error:
+            if is_passing(error) or isinstance(error, PermissionError):
+                raise
+            return f"cannot be read ({error.strerror})"
+        return None if found == self.sha256 else NOT_AS_MADE
+
+
+def damaged(folder: Path, name: str, finding: str) -> UserError:
+    """Return the error that a file of a folder that a stage has made is not what it was."""
+    return UserError(
+        f"{folder / name} is damaged: it {finding}. "
+        f"Delete the folder {folder} and repeat the command; the folder is made again."
+    )
+
+
+def listed_files(folder: Path) -> list[RecordedFile]:
+    """Return the files that `SHA256SUMS` of a folder lists.
+
+    Raises `UserError` if there is none, or a file that would be loaded is not in it.
+    """
+    if not (folder / SUMS).is_file():
+        raise UserError(
+            f"{folder} holds no {SUMS}: it is no finished folder. "
+            "Run the workflow again, which makes it."
+        )
+    text = (folder / SUMS).read_text(encoding="utf-8", errors="replace")
+    files = [_listed(folder, line) for line in text.splitlines()]
+    present = {
+        p.name for p in folder.iterdir() if p.suffix in LOADED and not p.name.startswith(".")
+    }
+    if unlisted := present - {file.name for file in files}:
+        raise damaged(folder, SUMS, f"does not list {min(unlisted)}")
+    return files
+
+
+def _listed(folder: Path, line: str) -> RecordedFile:
+    sha256, _, name = line.partition("  ")
+    if not name:
+        raise damaged(folder, SUMS, f"has the line {line[:80]!r}")
+    return RecordedFile(folder, name, sha256)
+
+
+def downloaded_files(folder: Path) -> list[RecordedFile]:
+    """Return the files of a download, as its record lists them; none of a user's own folder.
+
+    Raises `UserError` if the record is damaged.
+    """
+    if not (folder / HUB_RECORD).is_file():
+        return []
+    try:
+        record = read_json(folder / HUB_RECORD)
+        if "repo_id" not in record:  # another file of this name
+            return []
+        return [RecordedFile(folder, file["path"], file["sha256"]) for file in record["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / HUB_RECORD} cannot be read as the record of a download ({error!r}). "
+            f"If the folder {folder} is a download, delete it and repeat the command; "
+            "if it is your own, give this file another name."
+        ) from None
+
+
+def without_weights(files: Iterable[RecordedFile]) -> list[RecordedFile]:
+    """Return the files but the safetensors, which `CheckpointReader` hashes when it opens them."""
+    return [file for file in files if not file.name.endswith(".safetensors")]
+
+
+def largest_first(files: Iterable[RecordedFile]) -> list[RecordedFile]:
+    """Return the files by size, so that every n-th of them is about a fair share."""
+
+    def num_bytes(file: RecordedFile) -> int:
+        return file.path.stat().st_size if file.path.is_file() else 0
+
+    return sorted(files, key=num_bytes, reverse=True)
+
+
+def findings(
+    files: Sequence[RecordedFile], *, threads: int = 1, moved: Callable[[], None] = lambda: None
+) -> list[str | None]:
+    """Return what is wrong with each file, None for nothing."""
+    with ThreadPoolExecutor(max_workers=threads) as pool:  # hashing frees the interpreter's lock
+        return list(pool.map(lambda file: file.finding(moved), files))
+
+
+def refuse_damaged(files: Sequence[RecordedFile], found: Sequence[str | None]) -> None:
+    """Raise `UserError` with the first damaged file of every folder. found: of `findings`."""
+    first: dict[Path, str] = {}
+    for file, finding in zip(files, found, strict=True):
+        if finding is not None:
+            first.setdefault(file.folder, str(damaged(file.folder, file.name, finding)))
+    if first:
+        raise UserError(" ".join(first.values()))
+
+
+def check_files(files: Sequence[RecordedFile], *, threads: int = 1) -> None:
+    """Hash files, and raise `UserError` if one is not what was recorded.
+
+    Several processes share that by `work_sharing.check_recorded`.
+    """
+    refuse_damaged(files, findings(files, threads=threads))
+
+
+HUB_RECORD = "source.json"  # what a download writes beside a dataset's files

@@ -1,0 +1,44 @@
+"""What a user may see: mistakes that the user can mend, a stop that somebody asked for, and what follows from another process's failure."""
+
+from workflow.lib.system.redaction import redacted
+
+
+class UserError(ValueError):
+    """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change.
+
+    Logins of URLs and tokens in it are masked.
+    """
+
+    def __init__(self, message: str) -> None:
+        # half a character (a lone surrogate) of a name could be neither shown nor logged
+        super().__init__(redacted(message).encode(errors="backslashreplace").decode())
+
+
+class BatchMemoryError(UserError):
+    """A batch of `size` sequences ran out of memory where processes go in step: all must start again with less."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(str(size))
+        self.size = size
+
+
+class PeerLostError(RuntimeError):
+    """Not a cause: this process, or all of this machine, only noticed that others of the run are gone, or wait for them."""
+
+    MARK = "lost another process"  # how its message begins
+
+    def __init__(self, noticed: str) -> None:
+        super().__init__(f"{self.MARK}: {noticed}")
+
+
+class StoppedError(Exception):
+    """Not a mistake: the run was asked to stop by a signal. The same command continues it."""
+
+
+def setting_error(setting: str, value: object, bound: str, change: str) -> UserError:
+    """Build the standard message `<setting> = <value>: <bound>. <change>.`
+
+    Args are the key's path in `config.yaml` (or an option of the command line), the offending
+    value, the bound that it broke, and the change that mends it.
+    """
+    return UserError(f"{setting} = {value!r}: {bound.rstrip('.')}. {change.rstrip('.')}.")

@@ -1,0 +1,246 @@
+"""Files on disk: written under a temporary name, synced, renamed; hashed; traced to what made them.
+
+Nothing here imports torch: the driver, the preflight and the report use it too.
+"""
+
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+KEY_LENGTH = (
+    12  # hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts
+)
+
+
+def canonical_json(value: Any) -> str:
+    """Serialize with sorted keys and no spaces, so that equal settings give equal strings."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def short_hash(value: Any) -> str:
+    """Return the first `KEY_LENGTH` hexadecimal digits of the SHA-256 of `canonical_json(value)`."""
+    return json_sha256(value)[:KEY_LENGTH]
+
+
+def json_sha256(value: Any) -> str:
+    """Return the SHA-256 of `canonical_json(value)` in hexadecimal."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def file_sha256(path: Path, *, moved: Callable[[], None] = lambda: None) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal; `moved` is called after every MiB."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            moved()
+    return digest.hexdigest()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is synced and renamed, on failure removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())  # mkstemp and safetensors keep other users out
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on the disk before this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, after everything in it is on the disk; what had the name before is removed."""
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically; NaN and infinity are refused with `ValueError`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an indented JSON object atomically, with `sha256`, the hash of all else in it."""
+    write_json(path, {**value, "sha256": json_sha256(value)})
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Read what `write_checked_json` wrote; return it without its `sha256`.
+
+    Raises `ValueError` if that does not agree with the rest, `TypeError` if it is no object.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
+    if value.pop("sha256", None) != json_sha256(value):
+        raise ValueError("its content does not have the SHA-256 that it names")
+    return value
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """Write one JSON value a line, atomically."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    """Read all rows of a JSON Lines file."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
+
+
+SUMS = "SHA256SUMS"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write `SHA256SUMS` (the format of `sha256sum`) over every file below `folder`."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SUMS)
+    lines = [f"{file_sha256(p)}  {p.relative_to(folder).as_posix()}" for p in files]
+    write_text(folder / SUMS, "\n".join(lines) + "\n")
+
+
+# What a machine lacks, or a network disk does not do, at a moment; the file itself may be sound.
+PASSING = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT})
+
+
+def is_passing(error: BaseException) -> bool:
+    """Tell whether a failure to read a file says nothing of its content."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+NO_SPACE = re.compile(r"os error (28|122|27)\b|No space left|quota exceeded", re.IGNORECASE)
+UNWRITABLE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file size limit (ulimit -f) is reached",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "the folder may not be written",
+    errno.EPERM: "the folder may not be written",
+}
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Return the message for a file that cannot be written, None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number not in UNWRITABLE and NO_SPACE.search(str(error)):
+        number = errno.ENOSPC
+    if number not in UNWRITABLE:
+        return None
+    name = getattr(error, "filename", None)
+    where = f" ({name})" if name else ""
+    return (
+        f"{UNWRITABLE[number]}{where}. Every finished file is kept, and so is the last checkpoint. "
+        "Mend that and repeat the command; it continues from there."
+    )
+
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "trl",
+    "liger_kernel",
+    "datasets",
+    "safetensors",
+    "tokenizers",
+    "lm_eval",
+    "flash_attn",
+    "snakemake",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def source_commit() -> str | None:
+    """Return the commit of this checkout, `-dirty` appended if it has changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[3]
+    try:
+        described = subprocess.run(
+            [
+                "git",
+                "-C",
+                str(root),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=40",
+                "--exclude=*",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None
+
+
+def provenance() -> dict[str, Any]:
+    """Return what made an artifact: stage, commit, versions, platform, UTC time. No host, user or absolute path."""
+    return {
+        "stage": Path(sys.argv[0]).stem,
+        "commit": source_commit(),
+        "packages": package_versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "created_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }

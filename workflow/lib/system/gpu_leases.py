@@ -1,0 +1,104 @@
+"""GPUs of this host, leased: whoever holds a card's lock uses the card, and nobody else of this workflow does.
+
+Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a job
+locks one file per card, named by the card's UUID, in a folder that all users of the host share. The
+kernel frees a lock with the process that holds it, however that ends: nothing is left to clean up.
+A card on which another program holds memory is waited for too. Who came first is not kept.
+"""
+
+import contextlib
+import fcntl
+import os
+import random
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.hardware import Gpu, interchangeable, visible_gpus
+
+FOLDER = Path("/tmp/gpu-leases")  # not TMPDIR, which two jobs of a host may have set differently
+POLL_S = 1.0
+# A desktop and its browser hold about 1 GiB of a card; a process that computes, seldom less than 2.
+IN_USE_BYTES = 2 * 2**30
+
+
+def lease(
+    count: int,
+    *,
+    gpus: Callable[[], Sequence[Gpu]] = visible_gpus,
+    folder: Path = FOLDER,
+    waiting: Callable[[str], None] = lambda message: None,
+) -> list[Gpu]:
+    """Lock `count` of the GPUs that `gpus()` lists and return them; waits as long as too few are free.
+
+    The locks last as long as this process, and pass to the program that it becomes by exec. `waiting`
+    is told once why the wait is long. Raises `UserError` if there are fewer GPUs than `count`.
+    """
+    told = False
+    while count:
+        listed = interchangeable(gpus(), count=count)
+        if len(listed) < count:
+            raise UserError(
+                f"{count} GPU(s) are asked for, {len(listed)} are visible here (CUDA_VISIBLE_DEVICES = "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Lower hardware.gpus, or show more."
+            )
+        held, why = _try_to_lock(listed, count=count, folder=folder)
+        if held:
+            return held
+        if not told:
+            waiting(f"waiting for {count} of {len(listed)} GPU(s): {'; '.join(why)}")
+            told = True
+        # Two that wait in step would meet at the same cards for ever.
+        time.sleep(POLL_S * random.uniform(0.5, 1.5))
+    return []
+
+
+def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list[Gpu], list[str]]:
+    """Lock `count` of `gpus`, or none; return those locked, and why each of the others is not to be had."""
+    held: list[tuple[Gpu, int]] = []
+    why = []
+    for gpu in gpus:
+        if len(held) == count:
+            break
+        if gpu.used_bytes > IN_USE_BYTES:
+            why.append(f"{gpu.uuid} has {gpu.used_bytes / 2**30:.1f} GiB in use by another program")
+            continue
+        descriptor = _lock(folder, gpu.uuid)
+        if descriptor is None:
+            why.append(f"{gpu.uuid} is leased to another job")
+        else:
+            held.append((gpu, descriptor))
+    if len(held) == count:
+        return [gpu for gpu, _ in held], why
+    for _, descriptor in held:
+        os.close(descriptor)
+    return [], why
+
+
+def _lock(folder: Path, uuid: str) -> int | None:
+    """Return the descriptor of a card's lock file, locked and inherited by exec; None if another holds it."""
+    descriptor = _open(folder, uuid)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    os.set_inheritable(descriptor, True)
+    return descriptor
+
+
+def _open(folder: Path, name: str) -> int:
+    """Open a lock file for reading, whoever made it; make folder and file if need be."""
+    try:
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(stat.S_ISVTX | 0o777)  # as /tmp: all may add, none may remove another's
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL, 0o644))
+        return os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: the folder of GPU leases cannot be used ({error}). Remove it, or let all users write to it."
+        ) from None

@@ -1,0 +1,171 @@
+"""GPUs that predictions know without having one: speed by data sheet, memory as CUDA reports it.
+
+Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H100) and data sheets (A5000,
+A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures halved. Links: the same
+sheets, one direction (NVLink's figures count both); bridges that some cards can have are not counted. Memory:
+`total_memory` of CUDA, as PyTorch's out-of-memory messages show it; it is below the figure on the box, and
+error correction takes more where it is switched on.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workflow.lib.system.errors import setting_error
+
+# A count stands before the kind or behind it: 2x4090, 2*4090, 4090x2, RTX4090:2 as Slurm writes it.
+COUNT_BEFORE = re.compile(r"(?P<count>[0-9]{1,9})\s*[x*]\s*(?P<kind>.+)", re.IGNORECASE)
+COUNT_BEHIND = re.compile(r"(?P<kind>.+?)\s*[x*:]\s*(?P<count>[0-9]{1,9})", re.IGNORECASE)
+FORM = "Write the number and the kind like 2x4090"
+MOST_GPUS = 4096
+
+
+@dataclass(frozen=True)
+class Link:
+    """How GPUs of one machine reach each other: bytes/s of a GPU in one direction, and the share that collectives get."""
+
+    name: str
+    bandwidth: float
+    share: float
+
+
+# Shares are assumed, but for NVLink's, which our 2 x H200 bear out. PCIe: without direct access between cards, as on
+# GeForce, a collective's bytes go through host memory.
+PCIE_4, PCIE_5 = Link("PCIe 4.0", 32e9, 0.4), Link("PCIe 5.0", 64e9, 0.4)
+NVLINK_3, NVLINK_4, NVLINK_5 = (
+    Link(f"NVLink {generation}", bandwidth, 0.8)
+    for generation, bandwidth in ((3, 300e9), (4, 450e9), (5, 900e9))
+)
+INFINITY = Link("Infinity Fabric", 64e9, 0.8)  # one link between two GPUs; eight have seven each
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One kind of GPU.
+
+    flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s; memory_gib: GiB that a
+    process sees; link: to its neighbours, as most machines have it; aliases: what people call it.
+    """
+
+    name: str
+    """As the driver reports it."""
+    memory_gib: float
+    flops: float
+    bandwidth: float
+    link: Link
+    host_bandwidth: float
+    """Bytes/s of its PCIe slot in one direction, by data sheet."""
+    aliases: tuple[str, ...]
+
+
+def _model(
+    name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
+) -> GpuModel:
+    """A GPU whose slot is that of its generation: PCIe 5.0 where its own links are newer than Ampere's."""
+    host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
+    return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
+
+
+MODELS = (
+    _model("NVIDIA GeForce RTX 3090", 23.69, 71, 936, PCIE_4, "3090", "RTX 3090"),
+    _model("NVIDIA GeForce RTX 4090", 23.64, 165.2, 1008, PCIE_4, "4090", "RTX 4090"),
+    _model("NVIDIA GeForce RTX 5090", 31.36, 209.5, 1792, PCIE_5, "5090", "RTX 5090"),
+    _model("NVIDIA RTX A5000", 23.68, 111.1, 768, PCIE_4, "A5000", "RTX A5000"),
+    _model("NVIDIA RTX A6000", 47.54, 154.8, 768, PCIE_4, "A6000", "RTX A6000"),
+    _model(
+        "NVIDIA RTX 6000 Ada Generation", 47.50, 364.2, 960, PCIE_4,
+        "6000 Ada", "RTX 6000 Ada", "A6000 Ada", "RTX A6000 Ada",
+    ),
+    _model("NVIDIA L40S", 44.40, 362, 864, PCIE_4, "L40S"),
+    _model("NVIDIA A100-PCIE-40GB", 39.39, 312, 1555, PCIE_4, "A100 PCIe 40GB"),
+    _model("NVIDIA A100-SXM4-40GB", 39.39, 312, 1555, NVLINK_3, "A100 40GB", "A100-40"),
+    _model("NVIDIA A100 80GB PCIe", 79.15, 312, 1935, PCIE_4, "A100 PCIe"),
+    _model("NVIDIA A100-SXM4-80GB", 79.15, 312, 2039, NVLINK_3, "A100", "A100 80GB", "A100-80"),
+    _model("NVIDIA H100 PCIe", 79.10, 756, 2039, PCIE_5, "H100 PCIe"),
+    _model("NVIDIA H100 80GB HBM3", 79.10, 989, 3352, NVLINK_4, "H100", "H100 80GB", "H100 SXM"),
+    _model("NVIDIA H200", 139.81, 989, 4800, NVLINK_4, "H200"),
+    _model("NVIDIA B200", 178.35, 2250, 8000, NVLINK_5, "B200"),
+    _model("AMD Instinct MI300X", 191.98, 1307.4, 5300, INFINITY, "MI300X"),
+)  # fmt: skip
+BY_NAME = {model.name: model for model in MODELS}
+
+
+def automatic_dtype(*, cuda: bool, bfloat16: bool) -> str:
+    """Return the type that `model.compute_dtype: auto` means; bfloat16: whether the GPUs have it (compute capability 8.0 and more).
+
+    float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on any CPU, and the reloaded adapter
+    is compared within 1e-4 in place of 4e-2. preflight says where bfloat16 would save time.
+    """
+    if not cuda:
+        return "float32"
+    return "bfloat16" if bfloat16 else "float16"
+
+
+def dtype_lack(name: str, *, cuda: bool, bfloat16: bool) -> str | None:
+    """Return why a type cannot be computed in here; None if it can."""
+    if name == "float16" and not cuda:
+        return "it is for GPUs, and this runs on CPUs, which compute it more slowly than float32"
+    if name == "bfloat16" and cuda and not bfloat16:
+        return "this GPU (compute capability below 8.0) has no bfloat16"
+    return None
+
+
+def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
+    """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean.
+
+    Raises `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known (the nearest
+    ones are listed), or the text can be read in two ways.
+    """
+    readings = list(dict.fromkeys(_readings(text.strip())))
+    known = _models_by_plain_name()
+    right = [(count, kind) for count, kind in readings if _plain(kind) in known]
+    if len(right) > 1:
+        raise setting_error(setting, text, "either number can be the kind", FORM)
+    if not right:
+        *counted, plain = readings
+        kinds = [kind for _, kind in counted or [plain]]
+        raise setting_error(setting, text, *_unknown_kind(max(kinds, key=len)))
+    ((count, kind),) = right
+    if not 1 <= count <= MOST_GPUS:
+        raise setting_error(setting, text, f"the number of GPUs must be 1 to {MOST_GPUS}", FORM)
+    return count, known[_plain(kind)]
+
+
+def parse_gpu(text: str, *, setting: str) -> GpuModel:
+    """Return the kind of GPU that a setting names, which says nothing of how many; raises `UserError` as `parse_gpus` does."""
+    if model := _models_by_plain_name().get(_plain(text)):
+        return model
+    _, model = parse_gpus(text, setting=setting)
+    raise setting_error(
+        setting,
+        text,
+        "it is the kind of GPU alone",
+        f"Set it to {model.aliases[0]}, and hardware.gpus to the number of a node",
+    )
+
+
+def _readings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield what a text can mean, the usual form first: how many, and of which kind."""
+    for pattern in (COUNT_BEFORE, COUNT_BEHIND):
+        if match := pattern.fullmatch(text):
+            yield int(match["count"]), match["kind"]
+    yield 1, text
+
+
+def _models_by_plain_name() -> dict[str, GpuModel]:
+    return {_plain(alias): model for model in MODELS for alias in (model.name, *model.aliases)}
+
+
+def _unknown_kind(kind: str) -> tuple[str, str]:
+    """Return what is wrong with an unknown kind, and what to change."""
+    known = _models_by_plain_name()
+    near = difflib.get_close_matches(_plain(kind), known, n=3, cutoff=0.3)
+    names = list(dict.fromkeys(known[key].aliases[0] for key in near))
+    names = names or [model.aliases[0] for model in MODELS]
+    return f"no GPU of the name {kind!r} is known", f"{FORM}. Did you mean {', '.join(names)}"
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in several ways."""
+    return re.sub(r"[\s_-]|nvidia|geforce|amd|instinct|generation", "", name.lower())

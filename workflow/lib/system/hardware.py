@@ -1,0 +1,151 @@
+"""The machine: visible GPUs, host memory and disks, asked from the driver and the kernel, without torch."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pynvml
+
+from workflow.lib.system.errors import UserError
+
+LEAST_FREE_BYTES = 2**20  # what a stage needs beyond this, preflight knows
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU (or one MIG instance of it) as the NVIDIA driver reports it."""
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+    """Memory that programs hold on it now, whoever started them."""
+    uuid: str
+    bfloat16: bool = True
+    """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that too."""
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that a process started here would see (`CUDA_VISIBLE_DEVICES` honoured).
+
+    An empty list where there is no NVIDIA driver.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        by_id = {pynvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
+        by_id |= {str(index): handle for index, handle in enumerate(handles)}
+        by_id |= {pynvml.nvmlDeviceGetUUID(part): part for part in _mig_instances(handles)}
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if chosen is not None:
+            handles = _until_unknown(chosen.split(","), by_id)
+        return [_describe(handle) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _mig_instances(handles: list[object]) -> Iterator[object]:
+    """Yield the instances of the GPUs that are split by MIG."""
+    for handle in handles:
+        try:
+            slots = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        except pynvml.NVMLError:  # a GPU that cannot be split
+            continue
+        for slot in range(slots):
+            with suppress(pynvml.NVMLError):  # an empty slot
+                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+
+
+def _until_unknown(names: list[str], by_id: dict[str, object]) -> list[object]:
+    """CUDA ignores every device from the first unknown name on."""
+    chosen: list[object] = []
+    for name in names:
+        match = [h for known, h in by_id.items() if known == name.strip() or _prefix(name, known)]
+        if not match:
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _prefix(name: str, known: str) -> bool:
+    """CUDA accepts an unambiguous prefix of a GPU's UUID."""
+    return name.strip().startswith("GPU-") and known.startswith(name.strip())
+
+
+def _describe(handle: object) -> Gpu:
+    name = pynvml.nvmlDeviceGetName(handle)
+    info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return Gpu(
+        name=str(name),
+        total_bytes=int(info.total - info.reserved),  # as CUDA reports it
+        used_bytes=int(info.used),
+        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+        bfloat16=_has_bfloat16(handle),
+    )
+
+
+def _has_bfloat16(handle: object) -> bool:
+    try:
+        major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except (
+        pynvml.NVMLError
+    ):  # an instance of a GPU that is split by MIG, which only newer ones can be
+        return True
+    return int(major) >= 8
+
+
+def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
+    """Return the GPUs that a run of `count` may get any of: those with no less memory than the count-th largest.
+
+    What is planned for the smallest of them holds for all. Cards of one kind differ by up to 1%.
+    """
+    sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
+    return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
+
+
+def available_host_bytes() -> int:
+    """Return the host memory that processes can still take, bytes: the smaller of MemAvailable and the cgroup's rest."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return max(free, 0)
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether the CPU multiplies bfloat16 itself: AVX512-BF16 or AMX (x86), or the extension BF16 (Arm)."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    pairs = (line.partition(":")[::2] for line in lines)
+    flags = {flag for key, found in pairs if key.strip() in ("flags", "Features") for flag in found.split()}  # fmt: skip
+    return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def check_writable(folders: Sequence[Path]) -> None:
+    """Check that there can be files in the folders, which need not exist yet.
+
+    Raises `UserError` for one that may not be written, or whose disk is full.
+    """
+    for folder in folders:
+        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        disk = os.statvfs(place)
+        if not os.access(place, os.W_OK | os.X_OK):
+            why = (
+                "its disk is read-only"
+                if disk.f_flag & os.ST_RDONLY
+                else "its owner and mode do not allow it"
+            )
+            raise UserError(
+                f"{folder} cannot be written: {why}. Mend that, and repeat the command; all that is finished is kept."
+            )
+        if disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES or (disk.f_files and not disk.f_favail):
+            raise UserError(
+                f"{folder} cannot be written: its disk is full ({disk.f_bavail * disk.f_frsize:,} bytes and {disk.f_favail:,} "
+                "files are left). Free some space, and repeat the command; all that is finished is kept."
+            )

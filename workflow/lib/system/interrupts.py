@@ -1,0 +1,52 @@
+"""A signal to Snakemake's process alone, as `kill` or a scheduler sends it, ends its jobs too, in order.
+
+Snakemake waits for its jobs, and a signal tells it only to start no more: a training would run to its end.
+A terminal tells all processes at once; here the jobs are told in the same way. Those on a cluster Snakemake cancels itself.
+"""
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+POLL_S = 0.2
+
+
+def tell_jobs() -> None:
+    """Interrupt every job of this process as Ctrl-C does, also those that are just being started.
+
+    Under a shell script's `&` processes ignore that signal; there they are sent SIGTERM.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    number = signal.SIGTERM if ignored else signal.SIGINT
+    threading.Thread(target=_tell, args=(os.getpid(), number), daemon=True).start()
+
+
+def _tell(parent: int, number: signal.Signals) -> None:
+    told = set[int]()
+    while True:
+        for pid in set(group_below(parent)) - told:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+            told.add(pid)
+        time.sleep(POLL_S)
+
+
+def group_below(pid: int) -> list[int]:
+    """Return the processes below `pid` that a terminal would tell: those of its group, not the workers of a training."""
+    found = []
+    for child in _children(pid):
+        with suppress(ProcessLookupError):
+            if os.getpgid(child) == os.getpgrp():
+                found += [child, *group_below(child)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has ended
+        return []
+    return [int(child) for text in lists for child in text.split()]

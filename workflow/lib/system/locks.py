@@ -1,0 +1,85 @@
+"""One process at a time: a lock file that the kernel frees, whatever kills its holder, so nobody has to remove it.
+
+Its holder's process id is in it. A holder that ends in order removes the file, so one that was killed can be named later.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from workflow.lib.system.errors import UserError
+
+logger = logging.getLogger("workflow")
+
+POLL_S = 0.5
+
+
+@contextmanager
+def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | None]:
+    """Hold the lock file `path`, which is there only while it is held, or if its last holder was killed: whose process id it yields then.
+
+    doing: what the holder does, for the message (`training this run`). wait_s: seconds to wait for another process,
+    which may be about to end. Raises `UserError` that names it if it holds the lock longer.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
+        lock.seek(0)
+        killed = lock.read().strip() or None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        try:
+            yield killed
+        finally:
+            # It is still held: whoever has opened it already finds out in `_locked`.
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
+    """Return the open file at `path`, locked. What was locked may be no longer there, as its holder removed it: then once more."""
+    while True:
+        lock = path.open("a+")
+        try:
+            _acquire(lock, path, doing=doing, deadline=deadline)
+            if _lies_at(path, lock):
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+def _lies_at(path: Path, lock: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
+    told = False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"{path.parent} is in use: process {_holder(lock)} is {doing}. Wait for it, or stop it (kill "
+                    f"{_holder(lock)}), and repeat the command; it continues from what is finished."
+                ) from None
+            if not told:
+                left = deadline - time.monotonic()
+                message = "process %s is still %s; waiting up to %.0f s"
+                logger.info(message, _holder(lock), doing, left)
+            told = True
+            time.sleep(POLL_S)
+
+
+def _holder(lock: TextIO) -> str:
+    lock.seek(0)
+    return lock.read().strip() or "unknown"

@@ -1,0 +1,58 @@
+"""The nodes of a run: which of them this process is on, and where all of them meet.
+
+Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which one
+this is. The step is started on the first node, so its address is where the workers meet.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workflow.lib.system.errors import setting_error
+
+# Above the ports of system services, below those that Linux gives to outgoing connections (32768 on).
+FIRST_PORT, PORTS = 20000, 10000
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node among those of a run; `address` and `port` are of the first one."""
+
+    nodes: int
+    index: int
+    address: str
+    port: int
+    run_id: str
+
+
+ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
+
+
+def follows(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process works for a launcher on another node: it is part of a step on several, and not the first."""
+    several = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    return several and environment.get("SLURM_NODEID", "0") != "0"
+
+
+def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
+    """Return this process's place, from the variables that Slurm gives to a step; `ALONE` for one node.
+
+    Raises `UserError` if the run wants several nodes and this is no step on as many.
+    """
+    if nodes == 1:
+        return ALONE
+    started = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if started != str(nodes):
+        raise setting_error(
+            "hardware.nodes",
+            nodes,
+            f"this run was started on {started} node(s)",
+            "Run with --profile workflow/profiles/slurm, or set it to 1",
+        )
+    job = int(environment["SLURM_JOB_ID"])
+    return Place(
+        nodes=nodes,
+        index=int(environment["SLURM_NODEID"]),
+        address=environment["SLURM_LAUNCH_NODE_IPADDR"],
+        port=FIRST_PORT + job % PORTS,
+        run_id=str(job),
+    )

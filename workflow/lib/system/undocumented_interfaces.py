@@ -1,0 +1,87 @@
+"""Names of packages that no documentation promises, and that this workflow uses nevertheless: one list, checked before work begins.
+
+A release without one of them would fail late, by an AttributeError, or not at all: an attribute that nobody reads any more can
+still be set. `docs/decisions.md` says what each is used for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+from workflow.lib.system.errors import UserError
+
+
+@dataclass(frozen=True)
+class Interface:
+    """`name` of what `owner` returns, which is called `owner_name` in messages."""
+
+    package: str
+    owner_name: str
+    name: str
+    owner: Callable[[], Any]
+
+
+def _of(package: str, module: str, path: str, *names: str) -> tuple[Interface, ...]:
+    """Names of a module (empty path), or of a class or object of it."""
+    owner_name = f"{module}.{path}".rstrip(".")
+
+    def owner() -> Any:
+        found: Any = import_module(module)
+        return getattr(found, path) if path else found
+
+    return tuple(Interface(package, owner_name, name, owner) for name in names)
+
+
+def _of_instance(
+    package: str, module: str, path: str, *names: str, **arguments: Any
+) -> tuple[Interface, ...]:
+    """Attributes that a class gives its instances."""
+
+    def owner() -> Any:
+        return getattr(import_module(module), path)(**arguments)
+
+    return tuple(Interface(package, f"{module}.{path}", name, owner) for name in names)
+
+
+INTERFACES = (
+    *_of("torch", "torch", "", "_foreach_mul_"),
+    *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
+    *_of("torch", "torch", "Tensor", "_base", "_version"),
+    *_of("torch", "torch", "UntypedStorage", "_cdata"),
+    *_of_instance("torch", "torch.nn", "Module", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+    *_of("bitsandbytes", "bitsandbytes.functional", "QuantState", "from_dict"),
+    *_of("bitsandbytes", "bitsandbytes.optim.adamw", "AdamW", "init_state"),
+    *_of_instance(
+        "bitsandbytes", "bitsandbytes.nn", "Linear4bit", "compute_type_is_set", "support_avx512bf16_for_cpu",
+        input_features=2, output_features=2, device="meta",
+    ),
+    *_of(
+        "transformers", "transformers", "PreTrainedModel",
+        "_init_weights", "_keep_in_fp32_modules_strict", "_no_split_modules",
+    ),
+    *_of_instance("transformers", "transformers", "PreTrainedConfig", "_attn_implementation"),
+    *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
+    *_of("peft", "peft", "LoraConfig", "_register_custom_module"),
+    *_of("lm_eval", "lm_eval.utils", "", "env"),
+    *_of("lm_eval", "lm_eval.models.huggingface", "HFLM", "_loglikelihood_tokens", "_model_call", "_model_generate"),
+)  # fmt: skip
+OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")
+
+
+def check_interfaces(*packages: str) -> None:
+    """Raise `UserError` if an installed release of these packages lacks a name that is used."""
+    for used in (used for used in INTERFACES if used.package in packages):
+        if not _there(used):
+            raise UserError(
+                f"{used.package} {version(used.package)} has no {used.owner_name}.{used.name}, which this workflow uses. "
+                f"Install the release that envs/pins.txt names."
+            )
+
+
+def _there(used: Interface) -> bool:
+    try:
+        return hasattr(used.owner(), used.name)
+    except (ImportError, AttributeError, TypeError):  # the owner is gone, or is made otherwise
+        return False

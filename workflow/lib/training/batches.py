@@ -1,0 +1,138 @@
+"""From rows of the tokens folder to the tensors of a forward pass.
+
+A micro-batch is made in host memory by a thread while the one before is computed, so the device does not wait for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model.layers.packed_attention import document_bounds
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: input_ids, position_ids (rows, seq_len); positions, targets (trained tokens,). All int64.
+
+    bounds: `packed_attention.document_bounds` of the rows. embedded: the tokens' embedding rows (rows * seq_len, hidden), where
+    they are looked up outside of the model.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    bounds: tuple[torch.Tensor, int]
+    embedded: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the same on `device`; from page-locked memory without waiting."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "MicroBatch":
+        """Return the same in page-locked memory."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        bounds, longest = self.bounds
+        return MicroBatch(
+            input_ids=change(self.input_ids),
+            position_ids=change(self.position_ids),
+            positions=change(self.positions),
+            targets=change(self.targets),
+            bounds=(change(bounds), longest),
+            embedded=None if self.embedded is None else change(self.embedded),
+        )
+
+
+def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the attention cost of each row of (rows, seq_len): the sum of the squared lengths of its documents.
+
+    A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n squared.
+    """
+    sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
+    costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
+    return costs
+
+
+def process_rows(
+    rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
+) -> npt.NDArray[np.int64]:
+    """Return the part of a step's rows that process `rank` of `size` trains on, in the order in which it does.
+
+    All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the costliest
+    first and every second round backwards: the processes take rows of neighbouring cost at the same time.
+    """
+    assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
+    rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return rounds[:, rank]
+
+
+def micro_batches(
+    store: TokenStore,
+    groups: Iterable[npt.NDArray[np.int64]],
+    *,
+    device: torch.device,
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Iterator[MicroBatch]:
+    """Yield a micro-batch on `device` for each group of row numbers; the next one is being made meanwhile.
+
+    look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
+    """
+
+    def made(group: npt.NDArray[np.int64]) -> MicroBatch:
+        batch = stored_batch(store, group)
+        if look_up is not None:
+            batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
+        return batch.pinned() if device.type == "cuda" else batch
+
+    ahead: Future[MicroBatch] | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
+        for group in groups:
+            current, ahead = ahead, thread.submit(made, group)
+            if current is not None:
+                yield current.result().to(device)
+        if ahead is not None:
+            yield ahead.result().to(device)
+
+
+def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:
+    """Return these rows of the tokens folder as a micro-batch, in host memory."""
+    return make_batch(
+        np.asarray(store.input_ids[rows]).astype(np.int64),
+        np.asarray(store.position_ids[rows]).astype(np.int64),
+        np.asarray(store.loss_mask[rows]),
+        device=torch.device("cpu"),
+    )
+
+
+def make_batch(
+    input_ids: npt.NDArray[np.int64],
+    position_ids: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.bool_],
+    *,
+    device: torch.device,
+) -> MicroBatch:
+    """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at position i - 1."""
+    flat_targets = np.flatnonzero(loss_mask)
+    assert not loss_mask[:, 0].any(), (
+        "the first token of a row has no predecessor to be predicted from"
+    )
+    bounds, longest = document_bounds(torch.from_numpy(position_ids))
+
+    def put(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return MicroBatch(
+        input_ids=put(input_ids),
+        position_ids=put(position_ids),
+        positions=put(flat_targets - 1),
+        targets=put(input_ids.reshape(-1)[flat_targets]),
+        bounds=(bounds.to(device), longest),
+    )

@@ -1,0 +1,388 @@
+"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, written in the background.
+
+A checkpoint is a folder `step-<8 digits>` below a folder that carries the fingerprint of the run's trajectory.
+It is written under a temporary name, synced, and renamed when all processes have finished, so a folder with the
+final name is whole; if a disk damages it later, its checksums say so, and the one before it is taken. Only trainable
+tensors are in it; it can be read by another number of processes. Random numbers need no state: they are functions of
+(seed, step, rank).
+"""
+
+import json
+import logging
+import queue
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workflow.lib.distributed.sharded_files import (
+    DamagedError,
+    Piece,
+    WriteError,
+    check_files,
+    piece_of,
+    read_index,
+    read_into_,
+    write_sharded,
+)
+from workflow.lib.distributed.world import World
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.loss_scale import loss_scale_of
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import sync, write_jsonl
+from workflow.lib.training.optimizers import ShardwiseAdam
+
+logger = logging.getLogger("workflow")
+
+STEP_PATTERN = re.compile(r"^step-(\d{8})$")
+LEFTOVER_PATTERN = re.compile(r"^\.step-\d{8}\.(partial|damaged)$")
+METRICS = "metrics.jsonl"
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps with a whole checkpoint, ascending."""
+    matches = (STEP_PATTERN.match(p.name) for p in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def step_dir(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step` steps."""
+    return folder / f"step-{step:08d}"
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to prove that it can be done."""
+
+    every_steps: int
+    every_minutes: float | None
+    began_s: float = field(default_factory=time.monotonic)
+
+    def due(self, *, step: int, last_saved_s: float | None) -> bool:
+        """Tell whether a checkpoint is due after `step` (1-based); differs between processes by their clocks."""
+        since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
+        late = self.every_minutes is not None and since >= 60 * self.every_minutes
+        return step == 1 or step % self.every_steps == 0 or late
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, one at a time, and removes old ones. All processes call all methods.
+
+    The background thread has a process group to itself: on a group that the main thread uses too (to agree on a stop,
+    say), the collectives of both would meet in another order on another process.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, identity: str, world: World, newest: int = 0
+    ) -> None:
+        self._folder, self._keep, self._identity, self._world = folder, keep, identity, world
+        self._group = dist.new_group(backend="gloo")
+        self._newest = newest
+        self._orders: queue.SimpleQueue[tuple[dict[str, Piece], int]] = queue.SimpleQueue()
+        self._writing, self._written = False, threading.Event()
+        self._failure: WriteError | None = None
+        self.last_saved_s: float | None = None
+        """When the last write began, on the monotonic clock."""
+        # Started while there is memory: Python waits for ever for a new thread that gets too little to say that it runs.
+        # A daemon: a process that fails must not wait at its end for one that is gone.
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """At the end of the block finish the write in progress, also if a `UserError` ends it (on all processes alike).
+
+        Not after any other exception: processes that do not share it would be waited for. Collective.
+        """
+        try:
+            yield
+        except UserError:
+            self.wait()
+            raise
+        self.wait()
+
+    def save(self, training: nn.Module, optimizer: ShardwiseAdam, *, step: int) -> None:
+        """Start to write the state after `step` steps; waits for the previous write. Collective."""
+        self.wait()
+        if step == self._newest:
+            return
+        pieces = {name: piece.staged() for name, piece in _pieces(training, optimizer).items()}
+        self._newest, self.last_saved_s = step, time.monotonic()
+        self._orders.put((pieces, step))
+        self._writing = True
+
+    def wait(self) -> None:
+        """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any process."""
+        if not self._writing:
+            return
+        self._written.wait()
+        self._written.clear()
+        self._writing = False
+        if self._failure is not None:
+            kept = saved_steps(self._folder)
+            remains = f"that of step {kept[-1]} is kept" if kept else "there is none before it"
+            raise UserError(
+                f"the checkpoint after step {self._newest} cannot be written to {self._folder} ({self._failure}); "
+                f"{remains}. Mend that (free disk space?) and repeat the command; it continues from the last checkpoint."
+            )
+
+    def _serve(self) -> None:
+        while True:
+            self._write(*self._orders.get())  # named by nothing here, the copy is freed at once
+            self._written.set()
+
+    def _write(self, pieces: dict[str, Piece], step: int) -> None:
+        """Write, publish and prune; run by the background thread of every process."""
+        partial = self._folder / f".step-{step:08d}.partial"
+        try:
+            self._on_main(lambda: self._prepare(partial))
+            metrics = partial / METRICS
+            write_sharded(
+                partial, pieces, group=self._group,
+                facts={"identity": self._identity, "step": step},
+                companions=[metrics] if self._world.is_main and metrics.exists() else [],
+            )  # fmt: skip
+            self._on_main(lambda: self._publish(partial, step))
+        except WriteError as error:
+            self._failure = error
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        except Exception as error:  # a peer that died: this process is about to be stopped, too
+            self._failure = WriteError(f"{type(error).__name__}: {error}")
+
+    def _on_main(self, action: Any) -> None:
+        """Do something on the main process; what goes wrong there is raised on all. Collective."""
+        failure: list[str | None] = [None]
+        if self._world.is_main:
+            try:
+                action()
+            except OSError as error:
+                failure = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(failure, group=self._group, group_src=0)
+        if failure[0] is not None:
+            raise WriteError(failure[0])
+
+    def _prepare(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        metrics = self._folder / METRICS
+        if metrics.exists():  # so that the lines up to this step are as safe as the state
+            shutil.copyfile(metrics, partial / METRICS)
+
+    def _publish(self, partial: Path, step: int) -> None:
+        final = step_dir(self._folder, step)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        try:
+            sync(self._folder)
+            self._prune()
+        except OSError as error:
+            logger.warning(
+                "checkpoint %s is saved; what is older stays (%s: %s)",
+                final, type(error).__name__, error,
+            )  # fmt: skip
+
+    def _prune(self) -> None:
+        for path in self._folder.iterdir():
+            if LEFTOVER_PATTERN.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        for old in saved_steps(self._folder)[: -self._keep]:
+            discard(step_dir(self._folder, old))
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, its name first: half of it must not pass for a whole one.
+
+    A failure is only logged, for the run is sound. What is left is removed later.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        path.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        logger.warning("%s cannot be removed (%s: %s)", path, type(error).__name__, error)
+
+
+def _pieces(training: nn.Module, optimizer: ShardwiseAdam) -> dict[str, Piece]:
+    """Return this process's part of the weights and of the optimizer's tensors; its rates and betas are settings."""
+    weights, rank = trainable_parameters(training), dist.get_rank()
+    named = {f"adapter/{n}": param.detach() for n, param in weights.items()}
+    named["optimizer/step"] = optimizer.count
+    if (scale := loss_scale_of(training)) is not None:
+        named["loss_scale"] = scale.values
+    return {name: piece_of(tensor, rank=rank) for name, tensor in named.items()} | {
+        f"optimizer/{n}/{key}": piece
+        for n in weights
+        for key, piece in optimizer.pieces(n, rank=rank).items()
+    }
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that were not whole."""
+
+    step: int
+    skipped: list[dict[str, Any]]  # {"step", "reason"}
+    metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
+
+
+def resume_(
+    folder: Path,
+    training: nn.Module,
+    optimizer: ShardwiseAdam,
+    *,
+    identity: str,
+    world: World,
+) -> Resumed:
+    """Load the newest whole checkpoint into `training` and `optimizer`. Collective.
+
+    A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run.
+    """
+    found: list[Any] = [saved_steps(folder) if world.is_main else None]
+    dist.broadcast_object_list(found, src=0, group=world.io_group)
+    skipped: list[dict[str, Any]] = []
+    for step in reversed(found[0]):
+        path = step_dir(folder, step)
+        problem = _problem(path, world=world)
+        if problem is None:
+            _load_(path, training, optimizer, identity=identity, step=step)
+            metrics = path / METRICS
+            return Resumed(step, skipped, metrics if metrics.exists() else None)
+        skipped.append({"step": step, "reason": problem})
+        if world.is_main:
+            _set_aside(path)
+            logger.warning(
+                "checkpoint %s is damaged (%s); the one before it is taken", path, problem
+            )
+    if skipped and world.is_main:
+        logger.warning("no whole checkpoint is left in %s: training begins anew", folder)
+    return Resumed(0, skipped, None)
+
+
+def _problem(path: Path, *, world: World) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if nothing; each process reads its share. Collective."""
+    mine: str | None = None
+    try:
+        check_files(path, read_index(path), share=slice(world.rank, None, world.size))
+    except DamagedError as error:
+        mine = str(error)
+    everyone: list[str | None] = [None] * world.size
+    dist.all_gather_object(everyone, mine, group=world.io_group)
+    return next((problem for problem in everyone if problem is not None), None)
+
+
+def _set_aside(path: Path) -> None:
+    """Keep a damaged checkpoint under another name until the next one is written."""
+    aside = path.with_name(f".{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def _load_(
+    path: Path,
+    training: nn.Module,
+    optimizer: ShardwiseAdam,
+    *,
+    identity: str,
+    step: int,
+) -> None:
+    index = read_index(path)
+    if (index["identity"], index["step"]) != (identity, step):
+        raise UserError(
+            f"checkpoint {path} is that of step {index['step']} of {index['identity']}, this run is {identity}: its "
+            "settings, data or base differ. Move the folder away to continue from the one before it."
+        )
+    try:
+        pieces = _pieces(training, optimizer)  # the live tensors, not copies
+        whole = _cut_otherwise(index, pieces)
+        read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in whole.items()})
+        if whole:
+            for name in trainable_parameters(training):
+                start = f"optimizer/{name}/"
+                mine = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(start)}
+                optimizer.requantize_(name, mine)
+    except (OSError, DamagedError) as error:
+        raise UserError(
+            f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue from the one before it."
+        ) from None
+
+
+def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
+    """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into other blocks; else nothing."""
+    scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
+    if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
+        return {}
+    names = {whole for n in scales for whole in (n, n.removesuffix("_absmax"))}
+    entries = {n: index["tensors"][n] for n in names if n in index["tensors"]}
+    return {n: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for n, e in entries.items()}  # fmt: skip
+
+
+def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
+    """Write the adapter alone as a folder of shards, which exists already. Collective."""
+    pieces = {
+        name: piece_of(param.detach(), rank=world.rank).staged()
+        for name, param in trainable_parameters(training).items()
+    }
+    try:
+        write_sharded(folder, pieces, group=world.io_group, facts={})
+    except WriteError as error:
+        raise UserError(
+            f"the adapter cannot be written to {folder} ({error}). Mend that (free disk space?) and repeat the "
+            "command; it continues from the last checkpoint."
+        ) from None
+
+
+def load_adapter_(training: nn.Module, folder: Path) -> None:
+    """Read what `save_adapter` wrote into `training`; each process reads its part.
+
+    Raises `UserError` if the files are damaged or of another adapter.
+    """
+    pieces = {
+        name: piece_of(param.detach(), rank=dist.get_rank())
+        for name, param in trainable_parameters(training).items()
+    }
+    try:
+        index = read_index(folder)
+        check_files(folder, index)
+        read_into_(folder, index, pieces)
+    except (OSError, DamagedError) as error:
+        raise UserError(
+            f"the adapter in {folder} cannot be read ({error}). Set train.select to last, or train anew."
+        ) from None
+
+
+def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
+    """Make a metrics file from the lines of `source` (default: itself) up to `step`; return them.
+
+    A line that a kill has cut, and what follows it, is dropped.
+    """
+    kept = [row for row in _whole_rows(source or path) if row["step"] <= step]
+    write_jsonl(path, kept)
+    return kept
+
+
+def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def left_by(killed: str, folder: Path) -> str:
+    """Say how far the process `killed` (its id) had come that trained with this folder of checkpoints, and what it has left."""
+    reached = max((row["step"] for row in _whole_rows(folder / METRICS)), default=0)
+    when = f"after step {reached}" if reached else "before its first step"
+    newest = max(saved_steps(folder), default=0)
+    left = f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"
+    return f"the training before this one (process {killed}) was killed {when}; {left}"

@@ -1,0 +1,287 @@
+"""Starting the processes of a run through torchrun's own API, and naming the process that failed first."""
+
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from workflow.lib.distributed.heartbeat import BEAT_S, FOLDER_VARIABLE, JOIN_S, WAITING, Watch
+from workflow.lib.distributed.rendezvous import LOOPBACK, use_loopback
+from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
+from workflow.lib.system.environment import LAUNCHER_VARIABLE
+from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
+from workflow.lib.system.nodes import ALONE, Place
+from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
+
+STOPPED = "training was stopped by a signal; the same command continues from the last checkpoint"
+TWICE_S = 5.0  # a signal that is told twice, on a busy machine
+TOO_LARGE = f"{BatchMemoryError.__name__}: "  # before the size, as torchrun passes an exception on
+ELSEWHERE = "another machine of the run says why, in the same log; if none does, one is gone."
+REPEAT = "Repeat the command to continue from what is finished."
+
+DEFAULTS = {  # unless the user has set them
+    # Growing segments waste 2.5% where fixed ones waste 10%; `closed_form.ALLOCATOR_SLACK` counts on it.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_FR_BUFFER_SIZE": "200",  # collectives in the flight recorder
+}
+
+
+def launch_workers(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    place: Place = ALONE,
+    grace_s: float = 60.0,
+    deterministic: bool = False,
+    what: str = "training",
+    inspect_inputs: Callable[[], list[str]] = list,
+) -> None:
+    """Run `python -m module arguments` in `processes` torchrun workers; return when all have ended well.
+
+    `place` says which share of them this machine starts, and where all meet. Every node of the run calls this.
+
+    what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is wrong with the files that it read. Raises `UserError`
+    with the cause of the process that failed first, `BatchMemoryError` if that is it, `PeerLostError` if that process is on another node, and
+    `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a checkpoint).
+    """
+    local = processes // place.nodes
+    stop_on_signals()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
+    memory_kills_before = memory_kills()
+    mine = range(place.index * local, (place.index + 1) * local)
+    inherited = worker_environment(local, grace_s=grace_s, deterministic=deterministic)
+    hung: list[str] = []
+    try:
+        with own_folder() as folder, changed_environment(inherited):
+            config = LaunchConfig(
+                min_nodes=place.nodes,
+                max_nodes=place.nodes,
+                nproc_per_node=local,
+                max_restarts=0,
+                monitor_interval=0.2,
+                signals_to_handle="SIGQUIT",  # the others: `stop_on_signals`
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
+                **_rendezvous(place),
+            )
+            with watched(mine, size=processes, folder=folder / "heartbeats", hung=hung):
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        if any(f.exitcode == os.EX_TEMPFAIL for f in error.failures.values()):
+            raise StoppedError(STOPPED) from None
+        rank, failure = first_cause(error.failures)
+        cause = hung[0] if hung else _cause(failure, memory_kills_before, inspect_inputs)
+        if place.nodes > 1 and (followed(failure) if not hung else hung[0].startswith(WAITING)):
+            raise PeerLostError(f"{cause.rstrip()}\n({what}: {ELSEWHERE} {REPEAT})") from None
+        if cause.startswith(TOO_LARGE):
+            raise BatchMemoryError(int(cause.removeprefix(TOO_LARGE))) from None
+        raise UserError(
+            f"{cause.rstrip()}\n({what}: process {rank} of {processes}, the first to fail; "
+            f"the log says more. {REPEAT})"
+        ) from None
+    except SignalException:
+        raise StoppedError(STOPPED) from None
+    except json.JSONDecodeError:
+        raise UserError(
+            f"a process failed, and its message is cut: is {tempfile.gettempdir()} full? "
+            f"The log may have it. {REPEAT}"
+        ) from None
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Yield a temporary folder of this launch, which is gone after the block, however that ends.
+
+    A launcher that was killed leaves its folder. The next launch on this host removes it: only the
+    folder of a launcher that lives is locked.
+    """
+    prefix = f"finetune-launch-{socket.gethostname()}-"  # not all disks lock for other hosts
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError), locked(path):  # of a launcher that lives, or of another user
+            _remove(path)
+    with ExitStack() as stack:
+        folder = _new_folder(prefix, stack)
+        try:
+            yield folder
+        finally:
+            with StopRequest() as stop:  # one more signal must not interrupt this
+                _remove(folder)
+        if stop.asked:
+            raise StoppedError(STOPPED)
+
+
+def _new_folder(prefix: str, stack: ExitStack) -> Path:
+    """Return a new folder, locked as long as `stack` is open where the disk knows locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        try:
+            stack.enter_context(locked(folder))
+        except (BlockingIOError, FileNotFoundError):
+            continue  # before it was locked, another launch took it for one that was left
+        except OSError:
+            pass  # nor can another launch lock it, so none removes it
+        return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder of this user within the block; the kernel unlocks it if this process dies.
+
+    Raises `OSError` if another process has locked it, and for what is no folder of this user.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(handle).st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()  # it may have been removed before it was locked
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its name first: a worker that still writes to it must not fill it again."""
+    aside = folder.with_name(f"{folder.name}.ended")
+    with suppress(OSError):  # what stays is for the next launch
+        folder.rename(aside)
+        shutil.rmtree(aside)
+
+
+def stop_on_signals() -> None:
+    """Have `stop_signals.SIGNALS` end the workers by SIGTERM, as torchrun does for those that it knows; an ignored one stays ignored.
+
+    The terminal and Snakemake both tell a launcher. What comes within `TWICE_S` is the same request: torchrun would take
+    it for a second one, which cuts short how the workers save.
+    """
+    last = -math.inf
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        again = time.monotonic() - last < TWICE_S
+        if not again:
+            last = time.monotonic()
+            raise SignalException(signal.Signals(number).name, sigval=signal.SIGTERM)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -> dict[str, str]:
+    """Return the variables that the workers of this machine inherit; processes: how many they are."""
+    threads = str(max(1, threads_of_job() // processes))
+    variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
+    variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if deterministic:  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # read by torch; without it workers are killed 30 s after the signal
+    return variables | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s))}
+
+
+def threads_of_job() -> int:
+    """Return how many threads all processes of this job may have together.
+
+    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that this process may use.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
+    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def watched(ranks: range, *, size: int, folder: Path, hung: list[str]) -> Iterator[None]:
+    """Within the block watch the signs of life of the workers that this process starts.
+
+    They are `ranks`, of `size` in all, and write to `folder`, which is made. When one hangs, all of
+    them are ended and the reason is put into `hung`.
+    """
+    ended = threading.Event()
+    folder.mkdir()
+    variables = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+    with changed_environment(variables):
+        watch = Watch(folder, ranks=ranks, size=size)
+        watcher = threading.Thread(target=_watch, args=(watch, hung, ended), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        verdict = watch.look()
+        if verdict is None:
+            continue
+        hung.append(verdict)
+        for pid in children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # a process that hangs hears nothing else
+        return
+
+
+def children() -> list[int]:
+    """Return the ids of this process's children: the workers, also one that has not come so far as to give a sign."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in lists for pid in path.read_text().split()]
+
+
+def _cause(
+    failure: ProcessFailure, memory_kills_before: int, inspect_inputs: Callable[[], list[str]]
+) -> str:
+    """Return what a worker said at its end, or why it could not say anything."""
+    if failure.exitcode < 0:
+        kills = memory_kills() - memory_kills_before
+        return killed(-failure.exitcode, out_of_memory_kills=kills, damaged=inspect_inputs())
+    said: Any = failure.message  # torch writes a mapping where it declares a string
+    if not isinstance(said, dict):
+        return f"exit status {failure.exitcode}; its message stands above"
+    return re.sub(r"^(UserError|PeerLostError: lost another process): ", "", str(said["message"]))
+
+
+def _rendezvous(place: Place) -> dict[str, Any]:
+    """Return where the workers meet: on this machine alone, or at the first node of the allocation."""
+    if place.nodes == 1:
+        use_loopback()
+        return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}
+    return {
+        "run_id": place.run_id,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{place.address}:{place.port}",
+        "rdzv_configs": {"rank": place.index, "timeout": int(JOIN_S)},
+    }

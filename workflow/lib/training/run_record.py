@@ -1,0 +1,181 @@
+"""The record of a run: a line per step while it trains, a summary when it is done.
+
+Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on resuming, so without
+gaps or doubles) and `history.jsonl` (one line per start, never rewound).
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import World
+from workflow.lib.settings.config import RunConfig, TrainConfig
+from workflow.lib.settings.schedule import step_rows
+from workflow.lib.system.files import write_jsonl
+from workflow.lib.training.build import TrainingModel
+from workflow.lib.training.checkpoint import METRICS, Resumed, rewind_metrics
+from workflow.lib.training.loop import StepMetrics, peak_bytes
+
+logger = logging.getLogger("workflow")
+
+HEARTBEAT_S = 30.0  # a line in the log at least this often
+
+
+class Journal:
+    """Appends to `metrics.jsonl` on the main process; keeps the same history in memory on all."""
+
+    def __init__(self, folder: Path, *, resumed: Resumed, log_every: int, world: World) -> None:
+        self._path = folder / METRICS
+        self._log_every, self._world = log_every, world
+        self._last_line_s = 0.0
+        self.rows: list[dict[str, Any]] = []
+        self.resumed_from: list[int] = []
+        self.skipped: list[dict[str, Any]] = []
+        if world.is_main:
+            self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
+            starts = _note_start(folder / "history.jsonl", resumed)
+            self.resumed_from = [row["first_step"] for row in starts if row["first_step"] > 0]
+            self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
+        shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
+        dist.broadcast_object_list(shared, src=0, group=world.io_group)
+        self.rows, self.resumed_from, self.skipped = shared
+        self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
+        """Seconds trained so far, over all invocations."""
+
+    def add(self, metrics: StepMetrics) -> bool:
+        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to the log now and then.
+
+        Return whether it has a line.
+        """
+        self.elapsed_s = metrics.elapsed_s
+        measured = metrics.heldout_loss is not None
+        if metrics.step % self._log_every and metrics.step != 1 and not measured:
+            return False
+        self.rows.append(metrics.as_dict())
+        if not self._world.is_main:
+            return True
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics.as_dict()) + "\n")
+        if time.monotonic() - self._last_line_s >= HEARTBEAT_S:
+            self._last_line_s = time.monotonic()
+            logger.debug("step %d: %s", metrics.step, self.line(metrics))
+        return True
+
+    def line(self, metrics: StepMetrics) -> str:
+        """Return the facts of a step for the progress bar."""
+        heldout = metrics.heldout_loss
+        return (
+            f"loss {metrics.loss:.3f}, {'' if heldout is None else f'held-out {heldout:.3f}, '}|g| {metrics.grad_norm:.2f}, "
+            f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
+        )
+
+    def peak_over_processes(self) -> int:
+        """Return the largest peak of any process, bytes. Collective."""
+        peak = torch.tensor(peak_bytes(self._world.device), dtype=torch.int64)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self._world.io_group)
+        return int(peak)
+
+    def copy_to(self, path: Path) -> None:
+        """Write the whole history to a results folder."""
+        write_jsonl(path, self.rows)
+
+
+def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> int:
+    """Return the prediction targets of a whole run."""
+    chosen = (
+        step_rows(
+            num_rows=store.num_rows,
+            global_batch_size=train.global_batch_size,
+            seed=train.seed,
+            step=step,
+        )
+        for step in range(num_steps)
+    )
+    return sum(int(store.trained_tokens_per_row[rows].sum()) for rows in chosen)
+
+
+def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
+    """Append this start to the history; return all of it, without lines that a kill has cut."""
+    note = {"first_step": resumed.step, "skipped": resumed.skipped, "unix_s": round(time.time())}
+    starts = [*_whole_lines(path), note]
+    write_jsonl(path, starts)
+    return starts
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def summarize(
+    journal: Journal,
+    *,
+    run: str,
+    fingerprint: str,
+    config: RunConfig,
+    plan: dict[str, Any],
+    store: TokenStore,
+    model: TrainingModel,
+    world: World,
+    predicted_bytes: int,
+    peak_bytes: int,
+    checks: list[dict[str, Any]],
+    selected_step: int,
+) -> dict[str, Any]:
+    """Return `summary.json` without its provenance. Called on the main process."""
+    losses = [row["loss"] for row in journal.rows]
+    tail = losses[-max(1, len(losses) // 10) :]
+    norms = [row["grad_norm"] for row in journal.rows]
+    trainable, total = model.num_parameters()
+    tokens = plan["num_steps"] * config.train.global_batch_size * store.seq_len
+    cuda = world.device.type == "cuda"
+    return {
+        "run": run,
+        "fingerprint": fingerprint,
+        "device": world.device.type,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "CPU",
+        "processes": world.size,
+        "num_steps": plan["num_steps"],
+        "resumed_from_steps": journal.resumed_from,
+        "skipped_checkpoints": journal.skipped,
+        "settings": config.model_dump(mode="json", include={"model", "lora", "train"}),
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": plan["micro_batch_size"],
+        "accumulation_steps": plan["accumulation_steps"],
+        "seq_len": store.seq_len,
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+        "bytes_read_by_main_process": model.bytes_read,
+        "first_loss": losses[0],
+        "final_loss": sum(tail) / len(tail),
+        "tokens": tokens,
+        "trained_tokens": trained_tokens(store, config.train, num_steps=plan["num_steps"]),
+        "elapsed_s": journal.elapsed_s,
+        "tokens_per_s": tokens / journal.elapsed_s,
+        "peak_bytes": {
+            "predicted": predicted_bytes,
+            "measured": peak_bytes,
+            "kind": "cuda_allocated" if cuda else "host_rss",
+        },
+        "selected_step": selected_step,
+        "checks": [
+            *checks,
+            {
+                "name": "gradient norm above zero in every step",
+                "passed": min(norms) > 0,
+                "detail": f"smallest {min(norms):.3g}, largest {max(norms):.3g}",
+            },
+        ],
+    }

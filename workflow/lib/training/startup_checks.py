@@ -1,0 +1,130 @@
+"""What is compared before the first step: gathered bytes with the checkpoint, and packed rows with
+the family's own forward, document by document."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
+from workflow.lib.distributed.work_sharing import check_recorded
+from workflow.lib.distributed.world import World
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.build import TrainingModel
+
+FAMILY_TOKENS = 8  # compared with the family's own forward
+
+
+FAMILY_TOLERANCE = (
+    0.05  # of the largest logit: far above bf16's rounding, far below any scale or cap
+)
+
+
+def check_inputs(
+    files: list[RecordedFile], world: World, *, moved: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Hash base and tokens, each file on one process; return the report's check. Collective.
+
+    Raises `UserError` if one is not what the stage that made it has recorded.
+    """
+    check_recorded(files, world=world, moved=moved)
+    num_bytes = sum(file.path.stat().st_size for file in files)
+    detail = f"{len(files)} files, {num_bytes:,} bytes"
+    return _check("base and tokens have their recorded SHA-256", True, detail)
+
+
+def startup_checks(
+    model: TrainingModel,
+    store: TokenStore,
+    base: Path,
+    world: World,
+    *,
+    moved: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Check what must hold before the first step; return the checks for the report. Calls `moved` on its way. Collective.
+
+    Raises `UserError` if our logits are not the family's, a gathered tensor differs from the checkpoint, or a row
+    has no trained token.
+    """
+    model.training.eval()  # no dropout: it would make two forwards differ
+    same_logits = check_family(model.training, store, world)
+    moved()
+    with forward_only(model.training):  # one forward on the first row sets FSDP up
+        batch = make_batch(
+            store.input_ids[:1].astype("int64"), store.position_ids[:1].astype("int64"),
+            store.loss_mask[:1].copy(), device=world.device,
+        )  # fmt: skip
+        model.training(
+            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
+        )
+    with CheckpointReader(base) as reader:
+        wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
+        wrong += model.hosted.mismatched(reader, moved=moved) if model.hosted else []
+        count = len(reader.names())
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: the weights would "
+            "be silently wrong. Check the files in "
+            f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and NCCL."
+        )
+    held, total = local_bytes(model.training)
+    fewest = int(store.trained_tokens_per_row.min())
+    if fewest == 0:
+        raise UserError(
+            "a training row has no trained token. Check data.loss_on, and tokenize again."
+        )
+    return [
+        same_logits,
+        _check(
+            f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
+            True,
+            "0 differ",
+        ),
+        _check(
+            "every process holds its share of the parameters",
+            held <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
+            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy"
+            + (
+                f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
+                if model.hosted
+                else ""
+            ),
+        ),
+        _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),
+    ]
+
+
+def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> dict[str, Any]:
+    """Compare our logits with those of the family's own forward, which may do more after its head than we know.
+
+    Raises `UserError` if they differ. Collective.
+    """
+    ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
+    places = torch.arange(ids.shape[1], device=world.device)
+    with forward_only(training):
+        theirs = training.family_logits(ids, places[None])
+        ours = training(ids, places[None], places, None)
+    difference = float((ours - theirs).abs().max())
+    largest = float(theirs.abs().max())
+    if not difference <= FAMILY_TOLERANCE * largest:
+        family = type(training.peft_model.get_base_model()).__name__  # type: ignore[operator]
+        raise UserError(
+            f"{family} is not supported: its logits differ by {difference:.3g} (of {largest:.3g}) from the product of "
+            "hidden states and head, so the loss would be another model's. Choose another model.source."
+        )
+    return _check(
+        "logits equal those of the model family's own forward",
+        True,
+        f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
+    )
+
+
+def _check(name: str, passed: bool, detail: str) -> dict[str, Any]:
+    return {"name": name, "passed": passed, "detail": detail}
