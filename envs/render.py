@@ -1,4 +1,5 @@
-"""Write `envs/<kind>.yaml` for conda from `envs/<kind>.txt` and `envs/pins.txt`: one list of versions for all.
+"""Write `envs/<kind>.yaml` for conda from `envs/<kind>.txt` and `envs/pins.txt`: one list of
+versions for all.
 
     python envs/render.py
 

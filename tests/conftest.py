@@ -16,20 +16,36 @@ from tests.support.workflow_project import LONG, Project, make_project
 if TYPE_CHECKING:
     from tests.support.tokenizing import Stage
 
-# By falling processor time or wait, measured on two cores. Processes take whole files: a long one begun last would run alone at the end.
+# By falling processor time or wait, measured on two cores. Processes take whole files: a long one
+# begun last would run alone at the end.
 LONGEST_FIRST = (
-    "workflow/test_run.py", "workflow/test_slurm.py", "docs/test_readme.py", "workflow/test_errors.py",
-    "training/test_launch.py", "training/test_modules_to_save.py", "training/test_checkpoint.py",
-    "training/test_loop.py", "stages/test_evaluate_run.py", "system/test_nodes.py",
-    "stages/test_benchmark_run.py", "evaluation/test_lm_eval_by_hand.py", "project/test_resources.py",
-    "stages/test_tokenize_restart.py", "security/test_names.py", "export/test_sharded_models.py",
-    "training/test_adapters.py", "stages/test_download_source.py", "planning/timing/test_many_gpus.py",
+    "workflow/test_run.py",
+    "workflow/test_slurm.py",
+    "docs/test_readme.py",
+    "workflow/test_errors.py",
+    "training/test_launch.py",
+    "training/test_modules_to_save.py",
+    "training/test_checkpoint.py",
+    "training/test_loop.py",
+    "stages/test_evaluate_run.py",
+    "system/test_nodes.py",
+    "stages/test_benchmark_run.py",
+    "evaluation/test_lm_eval_by_hand.py",
+    "project/test_resources.py",
+    "stages/test_tokenize_restart.py",
+    "security/test_names.py",
+    "export/test_sharded_models.py",
+    "training/test_adapters.py",
+    "stages/test_download_source.py",
+    "planning/timing/test_many_gpus.py",
     "workflow/test_sweep_plan.py",
-)  # fmt: skip
+)
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all that they start."""
+    """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all
+    that they start.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -48,7 +64,9 @@ def _below_tests(path: Path) -> str:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any],
 ) -> Generator[None, object, object]:
-    """Let a shared fixture that fails show its cause once; pytest would repeat it for every test that needs it."""
+    """Let a shared fixture that fails show its cause once; pytest would repeat it for every test
+    that needs it.
+    """
     try:
         return (yield)
     except pytest.skip.Exception:
@@ -63,9 +81,11 @@ def pytest_fixture_setup(
 
 @pytest.fixture(scope="session")
 def finished_project(shared_folder: Path) -> Project:
-    """A tiny project after `snakemake all`, trained for `STEPS` steps; one for all processes. Never change it: work in `finished_project.copy(tmp_path)`.
+    """A tiny project after `snakemake all`, trained for `STEPS` steps; one for all processes. Never
+    change it: work in `finished_project.copy(tmp_path)`.
 
-    It ran with `CANARIES` in its environment; what the terminal showed is beside it, in `terminal.txt`.
+    It ran with `CANARIES` in its environment; what the terminal showed is beside it, in
+    `terminal.txt`.
     """
     return Project(made_once(shared_folder / "workflow", run_whole_workflow) / "finished")
 

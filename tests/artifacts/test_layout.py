@@ -109,7 +109,8 @@ def test_measurements_that_times_are_fitted_to_count_by_their_content(tmp_path: 
     assert calibration_hash(run_with()) is None
 
 
-# One other value for every setting of `train`; a new setting must be added here, and so thought about.
+# One other value for every setting of `train`; a new setting must be added here, and so thought
+# about.
 OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "seed": {"seed": 7},
     "epochs": {"epochs": 2.5},
@@ -141,7 +142,8 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
 }
 
 
-# Settings that cannot change the trained adapter; stated here again, not taken from the code under test.
+# Settings that cannot change the trained adapter; stated here again, not taken from the code under
+# test.
 OPERATIONAL = {
     "micro_batch_size",
     "activation_checkpointing",

@@ -1,4 +1,6 @@
-"""The written reference: it is what the models say, and the default `config.yaml` means what it shows."""
+"""The written reference: it is what the models say, and the default `config.yaml` means what it
+shows.
+"""
 
 import json
 from pathlib import Path
@@ -84,11 +86,17 @@ def test_table_has_a_row_for_every_setting() -> None:
     ("schema", "words"),
     [
         ({"type": "integer", "minimum": 1, "maximum": 64}, "whole number, 1 to 64"),
-        ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, "whole number, at least 0, below 2^31"),
-        ({"type": "number", "exclusiveMinimum": 0.0, "maximum": 0.01}, "number, above 0, at most 0.01"),
+        ({"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, (
+            "whole number, at least 0, below 2^31"
+        )),
+        ({"type": "number", "exclusiveMinimum": 0.0, "maximum": 0.01}, (
+            "number, above 0, at most 0.01"
+        )),
         ({"type": "integer", "minimum": 1, "maximum": 10**9}, "whole number, 1 to 1e9"),
         ({"anyOf": [{"type": "null"}, {"type": "string", "minLength": 1}]}, "text; or null"),
-        ({"anyOf": [{"type": "integer"}, {"const": "auto", "type": "string"}]}, "whole number; or auto"),
+        ({"anyOf": [{"type": "integer"}, {"const": "auto", "type": "string"}]}, (
+            "whole number; or auto"
+        )),
         ({"enum": ["a", "b"], "type": "string"}, "a, b"),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The random base of the benchmark is a checkpoint like any other, for our engine and for stock Transformers."""
+"""The random base of the benchmark is a checkpoint like any other, for our engine and for stock
+Transformers.
+"""
 
 from pathlib import Path
 
@@ -58,7 +60,10 @@ def test_our_engine_loads_every_tensor(bases: dict[str, Path]) -> None:
 
 
 def test_rows_are_what_preflight_was_told() -> None:
-    (request,) = requests(load_benchmark({"benchmark": {"cases": ["flash"], "seq_len": 61, "documents": 7}}), num_gpus=0)  # fmt: skip
+    (request,) = requests(
+        load_benchmark({"benchmark": {"cases": ["flash"], "seq_len": 61, "documents": 7}}),
+        num_gpus=0,
+    )
     config = read_json(Path("workflow/resources/base/config.json"))
     manifest = imagined_manifest(request, shape_of_config(config, origin=Path("x")))
     train = manifest["splits"]["train"]

@@ -1,4 +1,6 @@
-"""Sharding over three processes, which no size of the model is divisible by: nothing lost, doubled or altered."""
+"""Sharding over three processes, which no size of the model is divisible by: nothing lost, doubled
+or altered.
+"""
 
 import shutil
 from pathlib import Path
@@ -37,7 +39,9 @@ ALTERED = {
 
 
 def survey(base: Path, altered_base: Path) -> dict[str, Any]:
-    """Build the model of a run in this group, alter single bytes, and return what the checks find."""
+    """Build the model of a run in this group, alter single bytes, and return what the checks
+    find.
+    """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = build_training_model(
             base, CONFIG, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
@@ -67,7 +71,9 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
 
 
 def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: Any) -> list[str]:
-    """Flip a bit of the first byte that the last process with a part of `name` holds; return what is found."""
+    """Flip a bit of the first byte that the last process with a part of `name` holds; return what
+    is found.
+    """
     plain = model.training.peft_model.get_base_model()
     names = {n.replace(".base_layer", ""): p for n, p in plain.named_parameters()}
     param = names[name]
@@ -182,8 +188,10 @@ def test_altered_weights_stop_the_run_with_a_message(
 ) -> None:
     for report in reports:
         assert report["message"] == (
-            f"1 tensors differ from the checkpoint after gathering, first {LAYER}.weight: the weights would be "
-            f"silently wrong. Check the files in {folder / 'altered'} (SHA256SUMS); if they are whole, report this "
+            f"1 tensors differ from the checkpoint after gathering, first {LAYER}.weight: the "
+            "weights would be "
+            f"silently wrong. Check the files in {folder / 'altered'} (SHA256SUMS); if they are "
+            "whole, report this "
             "with your versions of torch and NCCL."
         )
 

@@ -45,8 +45,14 @@ BEATS = itertools.count(1)
 
 def beat(folder: Path, rank: int, **changes: Any) -> None:
     facts = {
-        "rank": rank, "pid": os.getpid(), "phase": "step 7", "number": 9, "moves": 0, "limit_s": 0.2, "silent_s": 60.0,
-    } | changes  # fmt: skip
+        "rank": rank,
+        "pid": os.getpid(),
+        "phase": "step 7",
+        "number": 9,
+        "moves": 0,
+        "limit_s": 0.2,
+        "silent_s": 60.0,
+    } | changes
     path = folder / f"rank-{rank}.json"
     path.write_text(json.dumps(facts))
     os.utime(path, ns=(0, next(BEATS)))  # two writes may be too near for the disk's clock
@@ -103,7 +109,9 @@ def test_process_that_waits_for_one_that_works_does_not_hang(tmp_path: Path, clo
 def test_processes_that_wait_for_another_machine_are_not_blamed(
     tmp_path: Path, clock: Clock
 ) -> None:
-    """Of a run of 4 this machine starts 2; a process that waits for its GPU may be in the same place, unseen."""
+    """Of a run of 4 this machine starts 2; a process that waits for its GPU may be in the same
+    place, unseen.
+    """
     watch = Watch(tmp_path, ranks=range(2), size=4)
     waiting = {"waits": True, "at": "training.py:9 steps"}
     verdict = looks(watch, tmp_path, clock, beats={0: waiting, 1: waiting})

@@ -1,4 +1,6 @@
-"""Decoder layers whose packed weights wait in host memory: the same numbers, and less on the device."""
+"""Decoder layers whose packed weights wait in host memory: the same numbers, and less on the
+device.
+"""
 
 import itertools
 from pathlib import Path
@@ -34,7 +36,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[str, Any]:
-    """Two micro-batches of this process by a model with `count` layers on the host: losses, gradients, what was there."""
+    """Two micro-batches of this process by a model with `count` layers on the host: losses,
+    gradients, what was there.
+    """
     plan = PLAN | {"offload_layers": count, "activation_checkpointing": level}
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
     model = build_training_model(
@@ -80,9 +84,15 @@ def packed(layer: nn.Module) -> bool:
 
 
 def watched(model: TrainingModel) -> list[int]:
-    """Note whenever a layer computes, forward or again, how many of the hosted layers have their weights there."""
+    """Note whenever a layer computes, forward or again, how many of the hosted layers have their
+    weights there.
+    """
     layers = model.training.peft_model.get_base_model().get_decoder().layers
-    waiting = [layer for layer in layers if not any(p.numel() for _, x in nf4_linears(layer) for p in [x.weight])]  # fmt: skip
+    waiting = [
+        layer
+        for layer in layers
+        if not any(p.numel() for _, x in nf4_linears(layer) for p in [x.weight])
+    ]
     there = [0]
     for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda *_: there.append(sum(map(packed, waiting))))
@@ -140,12 +150,16 @@ def test_at_most_the_layer_in_use_has_its_weights(found: list[dict[Any, Any]]) -
 
 
 def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, Any]]) -> None:
-    """A layer's host bytes are those of its packed weights, but for parts and slices rounded to 512 bytes."""
+    """A layer's host bytes are those of its packed weights, but for parts and slices rounded to 512
+    bytes.
+    """
     result = found[0]
     assert len({case["bytes_read"] for case in result.values()}) == 1
     assert result[2, True]["host_bytes"] == 2 * result[1, True]["host_bytes"]
     weights = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
-    assert 0 <= result[1, True]["host_bytes"] - weights * (0.5 + 1 / 64) < 14 * 512 + 28 * 4 + 3 * 512  # fmt: skip
+    assert (
+        0 <= result[1, True]["host_bytes"] - weights * (0.5 + 1 / 64) < 14 * 512 + 28 * 4 + 3 * 512
+    )
 
 
 def test_hosted_layers_are_spread_evenly() -> None:

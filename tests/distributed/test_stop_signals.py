@@ -1,4 +1,6 @@
-"""A signal to any process stops all between two steps; a run that ends early keeps its last checkpoint."""
+"""A signal to any process stops all between two steps; a run that ends early keeps its last
+checkpoint.
+"""
 
 import os
 import signal
@@ -97,7 +99,9 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path)
 
 
 def diverging(folder: Path) -> str:
-    """Be a worker of a run that checkpoints every step and meets a loss that is not finite in its last."""
+    """Be a worker of a run that checkpoints every step and meets a loss that is not finite in its
+    last.
+    """
     from workflow.lib.training import loop
 
     original = loop.check_step
@@ -123,7 +127,9 @@ def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Pat
 
 
 def reading_cut_tokens(folder: Path) -> str:
-    """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero from then on."""
+    """Be a worker of a run whose tokens lose their last byte in step 3, so that it reads as zero
+    from then on.
+    """
     from workflow.lib.training import loop
 
     original = loop.check_step

@@ -1,4 +1,6 @@
-"""Embedding and head in slices: the loss, its gradient, logits and rows are those of the whole tables, and no table is gathered."""
+"""Embedding and head in slices: the loss, its gradient, logits and rows are those of the whole
+tables, and no table is gathered.
+"""
 
 import math
 from dataclasses import replace
@@ -36,7 +38,8 @@ from workflow.lib.training.build import build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
-LARGE = 4001  # a vocabulary that outgrows every other tensor of the tiny model; 4 slices of 1001, 1001, 1001, 998
+# a vocabulary that outgrows every other tensor of the tiny model; 4 slices of 1001, 1001, 1001, 998
+LARGE = 4001
 CONFIG = RunConfig(lora=LoraSettings(r=4))
 # Vocabulary, softcap, scale, bias: slices of 53, 53, 53, 52 rows; and of 2, 2, 1, 0.
 HEADS = {
@@ -68,7 +71,9 @@ def cut(tensor: torch.Tensor, world: World) -> nn.Parameter:
 
 
 def sliced(case: str, world: World) -> dict[str, Any]:
-    """Loss and gradient of this process's rows, all logits of them, and embedding rows, by slices."""
+    """Loss and gradient of this process's rows, all logits of them, and embedding rows, by
+    slices.
+    """
     whole = whole_head(case)
     bias = None if whole.module.bias is None else cut(whole.module.bias, world)
     group = world.mesh.get_group()
@@ -85,10 +90,14 @@ def sliced(case: str, world: World) -> dict[str, Any]:
     embedding.weight = module.weight
     ids = rows_of(2, len(whole.module.weight))[1].roll(world.rank)
     return {
-        "trained": trained, "loss": loss.detach(), "gradient": hidden.grad, "without gradients": (silent.requires_grad, silent),
-        "logits": head_loss(hidden[:, None].detach(), None)[:, 0], "ids": ids,
+        "trained": trained,
+        "loss": loss.detach(),
+        "gradient": hidden.grad,
+        "without gradients": (silent.requires_grad, silent),
+        "logits": head_loss(hidden[:, None].detach(), None)[:, 0],
+        "ids": ids,
         "rows": ExchangedRows(embedding, group, torch.float32)(ids),
-    }  # fmt: skip
+    }
 
 
 def of_trained(
@@ -121,7 +130,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, Any]:
-    """Loss and gradients of this process's rows of eight, of which two processes train none, by the model of a run."""
+    """Loss and gradients of this process's rows of eight, of which two processes train none, by the
+    model of a run.
+    """
     plan = PLAN | {"offload_embedding": offload_embedding}
     model = build_training_model(
         base, CONFIG, plan, world, compute_dtype=torch.float32, attention="sdpa"
@@ -197,7 +208,9 @@ def case(request: pytest.FixtureRequest) -> str:
 def test_each_process_has_loss_and_gradient_of_its_own_rows(
     found: list[dict[str, Any]], case: str
 ) -> None:
-    """Against one process with the whole head, in fp64. One process has no row, one has one more than a chunk."""
+    """Against one process with the whole head, in fp64. One process has no row, one has one more
+    than a chunk.
+    """
     head = whole_head(case)
     assert max(COUNTS) > chunk_rows(PROCESSES, vocab_size=len(head.module.weight))
     for rank, report in enumerate(found):
@@ -217,7 +230,9 @@ def test_each_process_has_loss_and_gradient_of_its_own_rows(
 def test_trained_head_has_the_same_loss_and_its_gradient_of_all_rows(
     found: list[dict[str, Any]], case: str
 ) -> None:
-    """Each slice that of the rows of all processes, in fp64; twice half of the gradient is the whole."""
+    """Each slice that of the rows of all processes, in fp64; twice half of the gradient is the
+    whole.
+    """
     exact = replace(whole_head(case), module=whole_head(case).module.double().requires_grad_())
     for rank in range(PROCESSES):
         hidden, targets = rows_of(rank, len(exact.module.weight))
@@ -302,7 +317,9 @@ def test_run_with_a_shared_vocabulary_is_that_of_one_process(
 
 
 def test_no_tensor_of_a_step_is_larger_than_a_slice(found: list[dict[str, Any]], kind: str) -> None:
-    """Neither embedding nor head is ever gathered: forward and backward make no tensor of their size."""
+    """Neither embedding nor head is ever gathered: forward and backward make no tensor of their
+    size.
+    """
     slices = vocabulary_slices(2 if kind == "two replicas" else PROCESSES)
     for report in found:
         assert report[kind]["largest"] <= -(-LARGE // slices) * 80

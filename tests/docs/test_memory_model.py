@@ -16,7 +16,8 @@ from workflow.lib.system.units import GIB
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "memory-model.md"
 SECTION = PAGE.read_text(encoding="utf-8").split("## A published table against this model")[1]
 ROWS = re.findall(
-    r"^\| (DDP|FULL_SHARD), (no )?recomputation, (\w+) attention, B = (\d) \|.*?\| ([\d.]+) \|[^|]*\| (\d+) \|$",
+    r"^\| (DDP|FULL_SHARD), (no )?recomputation, (\w+) attention, B = (\d) \|.*?\| ([\d.]+) "
+    r"\|[^|]*\| (\d+) \|$",
     SECTION,
     re.MULTILINE,
 )

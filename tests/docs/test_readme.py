@@ -1,8 +1,10 @@
-"""README.md is true: its commands run, its paths exist, its graph is the workflow's, its settings load.
+"""README.md is true: its commands run, its paths exist, its graph is the workflow's, its settings
+load.
 
-All commands are executed one after the other in one shell, as a reader types them, in a copy of the project whose
-settings are shrunk so that it takes minutes: a few training steps, few documents, two runs of the sweep.
-A block that is not executed says why in an HTML comment right before it.
+All commands are executed one after the other in one shell, as a reader types them, in a copy of the
+project whose
+settings are shrunk so that it takes minutes: a few training steps, few documents, two runs of the
+sweep. A block that is not executed says why in an HTML comment right before it.
 """
 
 import os
@@ -32,8 +34,9 @@ REASONS = (
     "these run this test too",
 )
 
-# What the executed copy changes, and nothing else. CPU, so that it is the same on machines with GPUs; one process,
-# as starting each of them takes longer than the steps (test_workflow_run trains in two).
+# What the executed copy changes, and nothing else. CPU, so that it is the same on machines with
+# GPUs; one process, as starting each of them takes longer than the steps (test_workflow_run trains
+# in two).
 SHRUNK: dict[str, Any] = {
     "train": {"epochs": None, "max_steps": 3, "global_batch_size": 2},
     "hardware": {"gpus": 0, "cpu_processes": 1},

@@ -24,7 +24,8 @@ def test_interval_of_a_mean_is_the_normal_one_for_many_units():
     values = np.random.default_rng(0).normal(2.0, 3.0, size=2000)
     low, high = estimate_ratio(values, np.ones(2000), resamples=4000, seed=1).ci95
     half = 1.96 * values.std() / np.sqrt(2000)
-    # The 2.5% quantile of 4,000 resamples has a standard error of about 2.7% of `half`; five of them.
+    # The 2.5% quantile of 4,000 resamples has a standard error of about 2.7% of `half`; five of
+    # them.
     assert low == pytest.approx(values.mean() - half, abs=0.14 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.14 * half)
 

@@ -1,8 +1,10 @@
-"""The harness' own command line, started by hand on the exported files, scores what the evaluation stage reports.
+"""The harness' own command line, started by hand on the exported files, scores what the evaluation
+stage reports.
 
-Not to the last bit on a CPU: the stage computes in float32, while the harness by hand leaves what is not quantized in
-the checkpoint's bfloat16, and bitsandbytes may repack the 4-bit weights for the CPU. So two log-likelihoods are held
-equal within `TOLERANCE`, and an item's verdict wherever two such errors cannot swap its two best answers.
+Not to the last bit on a CPU: the stage computes in float32, while the harness by hand leaves what
+is not quantized in the checkpoint's bfloat16, and bitsandbytes may repack the 4-bit weights for the
+CPU. So two log-likelihoods are held equal within `TOLERANCE`, and an item's verdict wherever two
+such errors cannot swap its two best answers.
 """
 
 import json
@@ -48,7 +50,9 @@ TASKS = ("pydocs_mc", "likelihood")
 
 @dataclass(frozen=True)
 class Measured:
-    """The scores of the tuned model and of its base, and the folder of what the harness wrote by hand."""
+    """The scores of the tuned model and of its base, and the folder of what the harness wrote by
+    hand.
+    """
 
     tuned: dict[str, TaskScores]
     base: dict[str, TaskScores]

@@ -14,7 +14,10 @@ def test_line_tells_what_is_done_and_what_is_left() -> None:
         "held-out loss: 0 of 40 documents in 31 s; the time left is not known yet"
     )
     progress.add(3, work=400.0)  # the longest come first
-    assert progress.line(60.0) == "held-out loss: 3 of 40 documents in 1 min 0 s, about 1 min 30 s left"  # fmt: skip
+    assert (
+        progress.line(60.0)
+        == "held-out loss: 3 of 40 documents in 1 min 0 s, about 1 min 30 s left"
+    )
     progress.add(37, work=600.0)
     assert progress.line(90.0) == "held-out loss: 40 of 40 documents in 1 min 30 s, about 0 s left"
 

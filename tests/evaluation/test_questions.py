@@ -65,7 +65,9 @@ def load(folder):
 
 
 class Evaluator:
-    """Evaluates the folder's models against an archive; tells which parts were measured, by subject."""
+    """Evaluates the folder's models against an archive; tells which parts were measured, by
+    subject.
+    """
 
     def __init__(self, folder, archive, tokenizer):
         self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer

@@ -1,4 +1,6 @@
-"""Templates of task files and of models reach neither the interpreter nor the memory of this machine."""
+"""Templates of task files and of models reach neither the interpreter nor the memory of this
+machine.
+"""
 
 import json
 
@@ -49,7 +51,12 @@ def test_task_template_cannot_fill_the_memory_with_a_range():
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What would be written, and how: computed for each item, or once as a constant.
-FLOODS = ["{{ 'x' * size }}", "{{ 'x' * 3000000000 }}", "{{ 'x'.ljust(size) }}", "{{ x | indent(size) }}"]  # fmt: skip
+FLOODS = [
+    "{{ 'x' * size }}",
+    "{{ 'x' * 3000000000 }}",
+    "{{ 'x'.ljust(size) }}",
+    "{{ x | indent(size) }}",
+]
 
 
 @pytest.fixture

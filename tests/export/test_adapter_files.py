@@ -1,4 +1,6 @@
-"""From the sharded adapter to files: PEFT reads them, and the merged model is the sum computed by hand."""
+"""From the sharded adapter to files: PEFT reads them, and the merged model is the sum computed by
+hand.
+"""
 
 import math
 from pathlib import Path
@@ -142,7 +144,9 @@ def merge(run: Path, adapter: Any, config: Any, *, onto: str) -> dict[str, torch
 def test_merged_weights_are_the_sum_by_hand(
     run: Path, adapter: dict[str, torch.Tensor], config: dict[str, Any], onto: str
 ) -> None:
-    """W + s B A in fp32, rounded once; W as bitsandbytes quantizes it (rows are not whole blocks)."""
+    """W + s B A in fp32, rounded once; W as bitsandbytes quantizes it (rows are not whole
+    blocks).
+    """
     original = load_file(run / "model" / "model.safetensors")
     merged = merge(run, adapter, config, onto=onto)
     assert merged.keys() == original.keys()
@@ -213,7 +217,8 @@ def test_adapter_of_another_model_is_not_merged(run: Path, adapter: Any, config:
     }
     with pytest.raises(
         UserError,
-        match=r"tensors for base_model\.model\.model\.layers\.9\.mlp\.down_proj, which the model has not",
+        match=r"tensors for base_model\.model\.model\.layers\.9\.mlp\.down_proj, "
+        "which the model has not",
     ):
         merge(run, foreign, config, onto="original")
 
@@ -288,7 +293,9 @@ def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(
 
 
 def test_template_that_writes_the_date_is_exported(run: Path, tmp_path: Path) -> None:
-    """Trained was one day for all rows; stock Transformers is told the same day for the comparison."""
+    """Trained was one day for all rows; stock Transformers is told the same day for the
+    comparison.
+    """
     dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
     facts = facts_of(run / "model", dated)
     save_tokenizer(run / "model", tmp_path, facts=facts)

@@ -61,7 +61,9 @@ def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])
 def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> None:
-    """However small its effect on the logits: the second alteration is far below their tolerance."""
+    """However small its effect on the logits: the second alteration is far below their
+    tolerance.
+    """
     altered = read_sharded_adapter(run / "finetune" / "adapter")[A]
     altered[1, 5] *= 1 + change
     parity = compare(

@@ -1,4 +1,6 @@
-"""Two gloo processes, with slices of one model or a copy each, measure what the stock reload measures in one."""
+"""Two gloo processes, with slices of one model or a copy each, measure what the stock reload
+measures in one.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -38,7 +40,9 @@ EXACT = ModelConfig(compute_dtype="float32")
 
 @dataclass(frozen=True)
 class Found:
-    """What one process measured, by subject, with slices and with copies; the share of the model's bytes that it held; and what it was told of an adapter that does not fit."""
+    """What one process measured, by subject, with slices and with copies; the share of the model's
+    bytes that it held; and what it was told of an adapter that does not fit.
+    """
 
     sliced: dict[str, Measurement]
     copied: dict[str, Measurement]

@@ -1,4 +1,6 @@
-"""NVIDIA's driver of a host with eight cards, for programs started with this folder in PYTHONPATH."""
+"""NVIDIA's driver of a host with eight cards, for programs started with this folder in
+PYTHONPATH.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""The engine on GPUs, against the stock single-GPU loop; and the bytes of the weights, which only CUDA corrupts."""
+"""The engine on GPUs, against the stock single-GPU loop; and the bytes of the weights, which only
+CUDA corrupts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from tests.training import test_optimizers as optimizers
 
 pytestmark = pytest.mark.gpu
 
-# fp32: TF32 is off by default for matrix products; sums differ in order. bf16: 8 bits of mantissa in every product,
-# and the reference rounds elsewhere (PEFT adds its update to a rounded base output; ours accumulates in one product).
+# fp32: TF32 is off by default for matrix products; sums differ in order. bf16: 8 bits of mantissa
+# in every product, and the reference rounds elsewhere (PEFT adds its update to a rounded base
+# output; ours accumulates in one product).
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
@@ -53,11 +56,15 @@ def test_float16_with_a_scaled_loss_trains_like_float32(
     """11 bits of mantissa where bfloat16 has 8; gradients arrive unscaled."""
     half, exact = (
         run_distributed(
-            ours, base, settings(), plan(processes=processes, micro_batch_size=2, device="cuda"), dtype,
+            ours,
+            base,
+            settings(),
+            plan(processes=processes, micro_batch_size=2, device="cuda"),
+            dtype,
             world_size=processes,
         )[0]
         for dtype in (torch.float16, torch.float32)
-    )  # fmt: skip
+    )
     torch.testing.assert_close(half["losses"], exact["losses"], rtol=5e-3, atol=0.0)
     torch.testing.assert_close(half["gradients"][0], exact["gradients"][0], rtol=2e-2, atol=1e-2)
 
@@ -78,7 +85,9 @@ LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
 
 
 def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[float]]:
-    """Change every token of the second document of the first row; return how far each document's logits move, by attention."""
+    """Change every token of the second document of the first row; return how far each document's
+    logits move, by attention.
+    """
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.backends import FLASH_AVAILABLE
     from workflow.lib.training.build import build_training_model
@@ -107,7 +116,9 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
 
 
 def test_change_in_one_packed_document_reaches_no_other(base: Path, two_gpus: int) -> None:
-    """By every attention that is installed. Two rows, of four documents each; the second of the first row changes."""
+    """By every attention that is installed. Two rows, of four documents each; the second of the
+    first row changes.
+    """
     (found,) = run_distributed(differences_by_document, base, world_size=1)
     print(found)
     assert {"sdpa", "eager", "varlen"} <= found.keys()
@@ -123,11 +134,14 @@ def test_recomputing_fewer_layers_changes_nothing(
 ) -> None:
     fewer, every = (
         run_distributed(
-            ours, base, settings(),
-            plan(processes=2, micro_batch_size=1, device="cuda", activation_checkpointing=level), world_size=2,
+            ours,
+            base,
+            settings(),
+            plan(processes=2, micro_batch_size=1, device="cuda", activation_checkpointing=level),
+            world_size=2,
         )[0]
         for level in (recomputed, True)
-    )  # fmt: skip
+    )
     tolerance = TOLERANCE[torch.float32]
     torch.testing.assert_close(fewer["losses"], every["losses"], **tolerance)
     torch.testing.assert_close(fewer["gradients"], every["gradients"], **tolerance)
@@ -138,15 +152,20 @@ def test_recomputing_fewer_layers_changes_nothing(
 def test_embedding_rows_from_the_host_change_nothing(
     base: Path, two_gpus: int, processes: int, dtype: torch.dtype
 ) -> None:
-    """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows are copied bit for bit."""
+    """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows
+    are copied bit for bit.
+    """
     away, there = (
         run_distributed(
-            ours, base, settings(),
-            plan(processes=processes, micro_batch_size=2, device="cuda", offload_embedding=offload), dtype,
+            ours,
+            base,
+            settings(),
+            plan(processes=processes, micro_batch_size=2, device="cuda", offload_embedding=offload),
+            dtype,
             world_size=processes,
         )[0]
         for offload in (True, False)
-    )  # fmt: skip
+    )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
     torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
@@ -161,12 +180,20 @@ def test_layers_on_the_host_change_nothing(
     """Of three. Bytes are copied, so only the order of sums that a GPU does not fix may differ."""
     away, there = (
         run_distributed(
-            ours, base, settings(),
-            plan(processes=processes, micro_batch_size=2 // processes, device="cuda", offload_layers=x), dtype,
+            ours,
+            base,
+            settings(),
+            plan(
+                processes=processes,
+                micro_batch_size=2 // processes,
+                device="cuda",
+                offload_layers=x,
+            ),
+            dtype,
             world_size=processes,
         )[0]
         for x in (count, 0)
-    )  # fmt: skip
+    )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(away["losses"], there["losses"], **tolerance)
     torch.testing.assert_close(away["gradients"][0], there["gradients"][0], **tolerance)
@@ -176,7 +203,9 @@ def test_layers_on_the_host_change_nothing(
 def test_optimizers_of_bitsandbytes_equal_the_stock_ones_and_resume(
     tmp_path: Path, base: Path, two_gpus: int, processes: int
 ) -> None:
-    """Three updates against bitsandbytes on the same parts; and a run that continues from a checkpoint with 8-bit moments."""
+    """Three updates against bitsandbytes on the same parts; and a run that continues from a
+    checkpoint with 8-bit moments.
+    """
     found = run_distributed(optimizers.survey, base, tmp_path, "cuda", world_size=processes)[0]
     for kind, updates in found["updates"].items():
         expected = optimizers.reference(kind, cuts=processes, device="cuda")
@@ -202,7 +231,9 @@ def test_every_optimizer_trains_like_adamw(base: Path, two_gpus: int, kind: str)
 
 
 def paged_update() -> dict[str, Any]:
-    """Three updates of a tensor large enough to be paged, its state through a checkpoint's pieces in between."""
+    """Three updates of a tensor large enough to be paged, its state through a checkpoint's pieces
+    in between.
+    """
     from workflow.lib.training.optimizers import ShardwiseAdam
 
     draw = torch.Generator().manual_seed(0)
@@ -241,7 +272,7 @@ def resident_bytes(base: Path, count: int) -> int:
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
-        model = build_training_model(base, CONFIG, PLAN | {"offload_layers": count}, world, **build)  # fmt: skip
+        model = build_training_model(base, CONFIG, PLAN | {"offload_layers": count}, world, **build)
         model.training(*batch_of(slice(0, 1), trained=True, device=world.device)).backward()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
@@ -249,7 +280,13 @@ def resident_bytes(base: Path, count: int) -> int:
 
 def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None:
     """One of four, of 13.8 million weights, is not there after a step."""
-    sizes = {"hidden_size": 1280, "intermediate_size": 2560, "num_hidden_layers": 4, "num_attention_heads": 20, "num_key_value_heads": 4}  # fmt: skip
+    sizes = {
+        "hidden_size": 1280,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+    }
     base = quantized(tiny_llama(tmp_path / "original", **sizes), tmp_path / "nf4")
     there, away = (run_distributed(resident_bytes, base, x, world_size=1)[0] for x in (0, 1))
     weights = 2 * 1280 * 1280 + 2 * 256 * 1280 + 3 * 2560 * 1280
@@ -257,14 +294,18 @@ def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None
 
 
 def step_memory(base: Path) -> dict[str, int]:
-    """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond what lies there."""
+    """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond
+    what lies there.
+    """
     from tests.distributed.test_vocabulary_parallel import CONFIG, PLAN, batch_of
     from workflow.lib.distributed.world import process_group
     from workflow.lib.training.build import build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
-        model = build_training_model(base, CONFIG, PLAN | {"offload_embedding": True}, world, **build)  # fmt: skip
+        model = build_training_model(
+            base, CONFIG, PLAN | {"offload_embedding": True}, world, **build
+        )
         rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
         model.training(*rows).backward()  # sets FSDP up
         torch.cuda.synchronize()
@@ -277,7 +318,9 @@ def step_memory(base: Path) -> dict[str, int]:
 def test_step_of_two_gpus_takes_less_memory_than_half_a_table(
     tmp_path: Path, two_gpus: int
 ) -> None:
-    """400,000 rows of 80 in bf16 are 61 MiB; the step has 17 tokens. Gathered, head and buffer would take 122 MiB."""
+    """400,000 rows of 80 in bf16 are 61 MiB; the step has 17 tokens. Gathered, head and buffer
+    would take 122 MiB.
+    """
     vocabulary = 400_000
     base = quantized(tiny_llama(tmp_path / "original", vocab_size=vocabulary), tmp_path / "nf4")
     logits = 8 * 2 * 17 * vocabulary // 2
@@ -301,7 +344,9 @@ def test_dora_is_the_same_on_one_and_on_two_gpus(base: Path, two_gpus: int) -> N
 
 
 def gather_random_bytes(storage: torch.dtype) -> float:
-    """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that changed."""
+    """Shard random bytes held as `storage` in one FSDP2 unit, gather them, return the share that
+    changed.
+    """
     from torch.distributed.fsdp import fully_shard
 
     from workflow.lib.distributed.world import process_group

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(
     tmp_path: Path, two_gpus: int
 ) -> None:
-    """Base, tuned and merged in float32: losses, answers, items of tasks; and each GPU holds half of the slices."""
+    """Base, tuned and merged in float32: losses, answers, items of tasks; and each GPU holds half
+    of the slices.
+    """
     folder = make_export(tmp_path)
     settings = make_settings(folder)
     alone = evaluate(folder, settings.model_copy(update={"batch_size": 5}), "cuda", world=None)

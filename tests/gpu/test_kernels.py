@@ -1,4 +1,6 @@
-"""The compiled kernels against bitsandbytes, bit by bit, and against autograd; attention over packed documents."""
+"""The compiled kernels against bitsandbytes, bit by bit, and against autograd; attention over
+packed documents.
+"""
 
 from itertools import accumulate
 
@@ -35,7 +37,9 @@ def test_decoding_equals_bitsandbytes_bit_by_bit(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_feed_forward_equals_autograd(activation: str) -> None:
-    product, again, of_gate, of_up, *expected = gated_results(activation, dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    product, again, of_gate, of_up, *expected = gated_results(
+        activation, dtype=torch.bfloat16, device="cuda"
+    )
     found = [x.float() for x in (product, of_gate, of_up)]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(product, again)
@@ -48,22 +52,29 @@ def test_rotation_equals_its_definition_and_turns_back() -> None:
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])
 def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
-    """Of documents of one length, which cuDNN takes from Hopper on, and of others; against each document by itself in fp32."""
+    """Of documents of one length, which cuDNN takes from Hopper on, and of others; against each
+    document by itself in fp32.
+    """
     draw = torch.Generator().manual_seed(0)
     total, heads = sum(lengths), {"query": 4, "key": 2, "value": 2}
     given = {
-        name: torch.randn(1, count, total, 64, generator=draw).to("cuda", torch.bfloat16).requires_grad_()
+        name: torch.randn(1, count, total, 64, generator=draw)
+        .to("cuda", torch.bfloat16)
+        .requires_grad_()
         for name, count in heads.items()
-    }  # fmt: skip
+    }
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
     output, _ = varlen_attention(
         nn.Module(), **given, attention_mask=None, cu_seq_lens_q=bounds, max_length_q=max(lengths)
     )
     parts = zip(*(x.float().split(lengths, dim=2) for x in given.values()), strict=True)
     expected = torch.cat(
-        [nn.functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in parts],
+        [
+            nn.functional.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True)
+            for x in parts
+        ],
         dim=2,
-    ).transpose(1, 2)  # fmt: skip
+    ).transpose(1, 2)
     torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
     weights = torch.randn(output.shape, generator=draw).to("cuda")
     inputs = [*given.values()]

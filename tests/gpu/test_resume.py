@@ -1,4 +1,5 @@
-"""A run on GPUs that was killed and stopped ends with the bytes of an undisturbed one, with `train.deterministic`.
+"""A run on GPUs that was killed and stopped ends with the bytes of an undisturbed one, with
+`train.deterministic`.
 
 Continued by another number of GPUs its losses are those of an undisturbed one, up to rounding.
 """
@@ -57,10 +58,18 @@ def finetune(
 ) -> list[str]:
     """Return the command that trains into `folder`."""
     return [
-        *(sys.executable, "-m", "workflow.scripts.finetune", "--config", config("finetune", run), "--run", run),
+        *(
+            sys.executable,
+            "-m",
+            "workflow.scripts.finetune",
+            "--config",
+            config("finetune", run),
+            "--run",
+            run,
+        ),
         *("--base", str(base), "--tokens", str(tokens), "--preflight", str(preflight)),
         *("--checkpoints", str(folder / "checkpoints"), "--output", str(folder / "finetune")),
-    ]  # fmt: skip
+    ]
 
 
 def children(pid: int) -> list[int]:
@@ -72,7 +81,9 @@ def children(pid: int) -> list[int]:
 
 
 def interrupt(command: list[str], checkpoints: Path, *, number: int, worker: bool) -> int:
-    """Start training, wait for two checkpoints more, send a signal to a worker or to the launcher; return the exit status."""
+    """Start training, wait for two checkpoints more, send a signal to a worker or to the launcher;
+    return the exit status.
+    """
     goal = max(saved_steps(checkpoints), default=0) + 5
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 300
@@ -116,7 +127,9 @@ def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
 def test_losses_of_4_then_2_gpus_are_those_of_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped on four GPUs, planned anew and continued on two, in float32: sums in another order."""
+    """Stopped on four GPUs, planned anew and continued on two, in float32: sums in another
+    order.
+    """
     if torch.cuda.device_count() < 4:
         pytest.skip(f"needs 4 GPUs, this machine shows {torch.cuda.device_count()}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")

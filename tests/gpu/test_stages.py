@@ -1,4 +1,6 @@
-"""The stages one after the other on all GPUs of this machine, as the rules call them, on the embedded demo."""
+"""The stages one after the other on all GPUs of this machine, as the rules call them, on the
+embedded demo.
+"""
 
 import json
 import subprocess
@@ -52,13 +54,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory, two_gpus: int) -> Path:
     model = Path(RUN.model.source)
     stage("tokenize_dataset", config("tokenize_dataset"),
           "--tokenizer", model, "--output", tokens)  # fmt: skip
-    stage("preflight_run", config("preflight_run"), "--model", model, "--tokens", tokens / "manifest.json",
-          "--output", preflight, "--run", "gpu")  # fmt: skip
+    stage(
+        "preflight_run",
+        config("preflight_run"),
+        "--model",
+        model,
+        "--tokens",
+        tokens / "manifest.json",
+        "--output",
+        preflight,
+        "--run",
+        "gpu",
+    )
     stage("quantize_base", config("quantize_base"), "--model", model, "--output", base)
-    stage("finetune", config("finetune"), "--run", "gpu", "--base", base, "--tokens", tokens, "--preflight", preflight,
-          "--checkpoints", folder / "checkpoints-0", "--output", folder / "finetune")  # fmt: skip
-    stage("consolidate", config("consolidate"), "--finetune", folder / "finetune", "--base", base, "--model", model,
-          "--manifest", tokens / "manifest.json", "--output", folder / "export")  # fmt: skip
+    stage(
+        "finetune",
+        config("finetune"),
+        "--run",
+        "gpu",
+        "--base",
+        base,
+        "--tokens",
+        tokens,
+        "--preflight",
+        preflight,
+        "--checkpoints",
+        folder / "checkpoints-0",
+        "--output",
+        folder / "finetune",
+    )
+    stage(
+        "consolidate",
+        config("consolidate"),
+        "--finetune",
+        folder / "finetune",
+        "--base",
+        base,
+        "--model",
+        model,
+        "--manifest",
+        tokens / "manifest.json",
+        "--output",
+        folder / "export",
+    )
     return folder
 
 
@@ -81,15 +119,32 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
     settings = RUN.evaluate.model_copy(update=DIVISIONS[division])
     export, out = folder / "export" / "adapter", folder / division
     out.mkdir()
-    stage("evaluate_run", config("evaluate_run", RUN.model_copy(update={"evaluate": settings})), "--run", "gpu",
-          "--base", folder / "base", "--adapter", export, "--tokens", folder / "tokens", "--archive", out / "archive",
-          "--output-base", out / "base.json", "--output-tuned", out / "tuned.json")  # fmt: skip
+    stage(
+        "evaluate_run",
+        config("evaluate_run", RUN.model_copy(update={"evaluate": settings})),
+        "--run",
+        "gpu",
+        "--base",
+        folder / "base",
+        "--adapter",
+        export,
+        "--tokens",
+        folder / "tokens",
+        "--archive",
+        out / "archive",
+        "--output-base",
+        out / "base.json",
+        "--output-tuned",
+        out / "tuned.json",
+    )
     found: dict[str, Any] = read_json(out / "tuned.json")
     return found
 
 
 def test_demo_is_measured_alike_on_one_gpu_and_on_two(folder: Path) -> None:
-    """In bfloat16, whose rounding depends on the shapes of products: slices, copies, other batches."""
+    """In bfloat16, whose rounding depends on the shapes of products: slices, copies, other
+    batches.
+    """
     one, copies, slices = (evaluated(folder, name) for name in DIVISIONS)
     for name, other in (("copies", copies), ("slices", slices)):
         scores = {

@@ -10,7 +10,9 @@ WIDE = 64
 
 
 def gradients(stash: Stash | None, *, strided: bool = False) -> torch.Tensor:
-    """Gradient of a product of two nodes that save the same bytes, one as a matrix and one as a cube."""
+    """Gradient of a product of two nodes that save the same bytes, one as a matrix and one as a
+    cube.
+    """
     x = torch.linspace(-1, 1, 6 * WIDE).requires_grad_()
     y = x * 3
     if strided:

@@ -57,7 +57,9 @@ def test_loss_and_gradient_equal_torch_for_any_number_of_chunks(
 
 
 def test_no_rows_cost_nothing_but_keep_their_gradient(head: OutputHead) -> None:
-    """A micro-batch without a trained token must take part in backward: other processes wait for it."""
+    """A micro-batch without a trained token must take part in backward: other processes wait for
+    it.
+    """
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
     loss = LinearCrossEntropy(head)(hidden, torch.zeros(0, dtype=torch.int64))
     loss.backward()
@@ -176,7 +178,9 @@ def test_another_document_of_the_row_has_no_influence(training: CausalLMForTrain
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("rows", [0, 5, CHUNK_ROWS + 3])
 def test_gradient_of_a_trained_head_is_torchs(rows: int, softcap: float | None) -> None:
-    """Over several pieces of the vocabulary, none of them whole, and several chunks of rows; of no rows it is zero."""
+    """Over several pieces of the vocabulary, none of them whole, and several chunks of rows; of no
+    rows it is zero.
+    """
     torch.manual_seed(0)
     module = nn.Linear(HIDDEN, 2 * GRADIENT_ROWS + 5)
     hidden, targets = draw(rows)

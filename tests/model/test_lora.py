@@ -1,4 +1,6 @@
-"""Adapters: PEFT's names and configuration, initial values of any number of processes, the fused path and PEFT's."""
+"""Adapters: PEFT's names and configuration, initial values of any number of processes, the fused
+path and PEFT's.
+"""
 
 import math
 from pathlib import Path

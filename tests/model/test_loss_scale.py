@@ -1,4 +1,6 @@
-"""The factor on the loss in float16: it changes nothing but what float16 can hold, and no step is lost."""
+"""The factor on the loss in float16: it changes nothing but what float16 can hold, and no step is
+lost.
+"""
 
 import math
 from pathlib import Path
@@ -30,9 +32,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    base: Path, world: World, *, factor: float | None, dtype: torch.dtype, folder: Path | None = None
-) -> dict[str, Any]:  # fmt: skip
-    """Train with a loss scale that starts at `factor`, or with what the type brings along; save and resume in `folder`."""
+    base: Path,
+    world: World,
+    *,
+    factor: float | None,
+    dtype: torch.dtype,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Train with a loss scale that starts at `factor`, or with what the type brings along; save and
+    resume in `folder`.
+    """
     config = settings(dropout=0.2, max_grad_norm=0.5)
     build = {"compute_dtype": dtype, "attention": "sdpa"}
     training = build_training_model(base, config, PLAN, world, **build).training
@@ -47,10 +56,17 @@ def trained(
     )
     metrics = list(
         steps(
-            training, optimizer, random_store(rows=13, seq_len=31), config.train, first_step=0, num_steps=STEPS,
-            micro_batch_size=1, elapsed_s=0.0, world=world,
+            training,
+            optimizer,
+            random_store(rows=13, seq_len=31),
+            config.train,
+            first_step=0,
+            num_steps=STEPS,
+            micro_batch_size=1,
+            elapsed_s=0.0,
+            world=world,
         )
-    )  # fmt: skip
+    )
     found: dict[str, Any] = {
         "losses": [m.loss for m in metrics],
         "repeats": [m.repeats for m in metrics],

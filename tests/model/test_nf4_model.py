@@ -1,4 +1,6 @@
-"""Building and loading models: every kind of family gives the stock model's logits; what cannot is refused."""
+"""Building and loading models: every kind of family gives the stock model's logits; what cannot is
+refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny(family: str, folder: Path) -> Path:
-    """Save a random model of a family, its norms and biases off their initial values, to `folder`."""
+    """Save a random model of a family, its norms and biases off their initial values, to
+    `folder`.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
@@ -179,7 +183,8 @@ def test_buffer_that_nobody_computes_is_refused(folder: Path, dtype: torch.dtype
     with pytest.raises(UserError) as caught:
         materialize_(model, transformers_model=model, device=CPU)
     assert str(caught.value) == (
-        "LlamaForCausalLM is not supported: its buffer table of OddRotary cannot be computed without a "
+        "LlamaForCausalLM is not supported: its buffer table of OddRotary cannot be computed "
+        "without a "
         "checkpoint. Choose another model.source."
     )
 
@@ -246,7 +251,8 @@ def test_attention_that_the_family_has_not_is_refused(tmp_path: Path) -> None:
 
 def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "odd", "auto_map": {"AutoConfig": "odd.C", "AutoModelForCausalLM": "odd.M"}}'
+        '{"model_type": "odd",'
+        ' "auto_map": {"AutoConfig": "odd.C", "AutoModelForCausalLM": "odd.M"}}'
     )
     (tmp_path / "odd.py").write_text(
         f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"

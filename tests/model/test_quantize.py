@@ -1,4 +1,6 @@
-"""Our NF4 checkpoint against the one that Transformers makes itself, its files, and what is refused."""
+"""Our NF4 checkpoint against the one that Transformers makes itself, its files, and what is
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -41,7 +43,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_checkpoint_is_the_one_that_transformers_makes(
     original: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is copied. Block size 64 is all it knows."""
+    """Same tensors, byte for byte: packed weights, scales, code tables, packed state, and what is
+    copied. Block size 64 is all it knows.
+    """
     ours = tensors(quantized(original, tmp_path / "ours", **settings))
     double = QuantizeConfig(**settings).double_quant
     model = AutoModelForCausalLM.from_pretrained(
@@ -122,7 +126,9 @@ class TestShards:
         assert len(list(tmp_path.iterdir())) == 3
 
     def test_what_waits_never_exceeds_a_shard_or_one_tensor(self, tmp_path: Path) -> None:
-        """The memory of quantization and merging: a shard, or a tensor larger than it, and the next tensor."""
+        """The memory of quantization and merging: a shard, or a tensor larger than it, and the next
+        tensor.
+        """
         writer = ShardWriter(tmp_path, shard_bytes=100)
         draw = torch.Generator().manual_seed(0)
         for number in range(50):

@@ -1,4 +1,5 @@
-"""The arrows `Snakefile -> rules -> (shell) scripts -> library`, as far as import-linter does not see them.
+"""The arrows `Snakefile -> rules -> (shell) scripts -> library`, as far as import-linter does not
+see them.
 
 Which package of the library may import which stands in pyproject.toml; `make lint` checks that.
 """

@@ -352,7 +352,8 @@ def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path: Path) 
 def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=3)
     page = Page(rendered(tmp_path, "demo"))
-    # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the longest row
+    # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the
+    # longest row
     assert {13, 3, 2, 802, 313} <= page.numbers
     assert "Held-out rows that equal a training row: 3; that resemble one: 2." in "".join(page.text)
 
@@ -422,7 +423,9 @@ def test_verdict_says_what_became_of_the_tasks(
 
 
 def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
-    """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss, with this gate."""
+    """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss,
+    with this gate.
+    """
     write_run(root, "demo", num_steps=3)
     evaluate = {"require": require, "require_by": by, "sample_temperature": 0.7}
     page = render_page(
@@ -439,7 +442,10 @@ def test_gate_is_in_the_verdict_as_its_stage_will_judge(
     tmp_path: Path, least: float, by: str, found: str
 ) -> None:
     text = with_gate(tmp_path, {"heldout_loss": least}, by=by)
-    asked = f"{found} heldout_loss gained +1.4753 [+1.3711, +1.5802] over the NF4 base; at least +{least:.4f} was asked"
+    asked = (
+        f"{found} heldout_loss gained +1.4753 [+1.3711, +1.5802] over the NF4 base; at least "
+        f"+{least:.4f} was asked"
+    )
     assert asked in text
     assert ("The required gain is missed: the workflow ends" in text) is (found == "missed")
 

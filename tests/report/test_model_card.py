@@ -134,10 +134,13 @@ def test_no_path_of_the_machine_is_published(run: Path) -> None:
     [
         "# demo",
         "| Rows | 1,997 trained, 1,997 held out, 12 dropped |",
-        r"| Adapter | LoRA, rank 16, alpha 32, targets <code>q\_proj</code>, <code>v\_proj</code> |",
+        r"| Adapter | LoRA, rank 16, alpha 32, targets <code>q\_proj</code>, <code>v\_proj</code> "
+        r"|",
         "| Optimizer steps | 3 of 17 rows of 257 tokens |",
-        "| Export check | logits of the reloaded adapter within 0.0078 of the trained model's (tolerance 0.05) at 513 positions |",
-        r"| loss on 127 held-out documents, nats per token | 2.9877 \[2.8801, 3.0912\] | 1.5123 \[1.4511, 1.5732\] | +1.4753 \[1.3711, 1.5802\], p &lt; 0.001 |",
+        "| Export check | logits of the reloaded adapter within 0.0078 of the trained model's "
+        "(tolerance 0.05) at 513 positions |",
+        r"| loss on 127 held-out documents, nats per token | 2.9877 \[2.8801, 3.0912\] | 1.5123 "
+        r"\[1.4511, 1.5732\] | +1.4753 \[1.3711, 1.5802\], p &lt; 0.001 |",
         r"| pydocs\_mc, acc, 331 items | 0.2519 | 0.6137 | +0.3618 \[0.3021, 0.4214\] |",
         "| measured | NF4 base | tuned | difference |",
         "| Chat template | <code>chat_template.jinja</code>, in this folder |",
@@ -156,8 +159,8 @@ def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
         lambda d: d["settings"]["lora"].update(modules_to_save=["embed_tokens", "lm_head"]),
     )
     assert (
-        r"<code>v\_proj</code>; <code>embed\_tokens</code> and <code>lm\_head</code> trained whole |"
-        in model_card(read(run))
+        r"<code>v\_proj</code>; <code>embed\_tokens</code> and <code>lm\_head</code> trained whole "
+        r"|" in model_card(read(run))
     )
 
 
@@ -226,7 +229,9 @@ def used(card: str, **replaced: Path) -> dict[str, Any]:
     "quantize", [{}, {"double_quant": False}, {"block_size": 128}], ids=["usual", "single", "wide"]
 )
 def test_card_loads_what_was_evaluated(run: Path, tmp_path: Path, quantize: dict[str, Any]) -> None:
-    """Bit for bit: the NF4 weights, the types, and the adapter. Rows are whole blocks: others stock packages misread."""
+    """Bit for bit: the NF4 weights, the types, and the adapter. Rows are whole blocks: others stock
+    packages misread.
+    """
     shapes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     model = tiny_llama(tmp_path / "model", dtype=torch.bfloat16, **shapes, num_key_value_heads=2)
     nf4, adapter = quantized(model, tmp_path / "nf4", **quantize), tmp_path / "adapter"

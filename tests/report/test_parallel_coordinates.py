@@ -55,7 +55,8 @@ def test_setting_that_changes_with_another_is_named_and_not_drawn_twice(root: Pa
 
 def test_heights_are_logarithmic_over_a_factor_of_ten_and_linear_in_the_loss(root: Path) -> None:
     heights = {trace["name"]: trace["y"] for trace in drawn(root, "a", "b", "c").data}
-    # ranks 4, 16, 64: equal steps of a logarithm; losses 1.5, 1.25, 2.25: a quarter of the way for a
+    # ranks 4, 16, 64: equal steps of a logarithm; losses 1.5, 1.25, 2.25: a quarter of the way for
+    # a
     assert heights["a"] == pytest.approx([0.0, 1.0, 0.25])
     assert heights["b"] == pytest.approx([0.5, 1.0, 0.0])
     assert heights["c"] == pytest.approx([1.0, 0.0, 1.0])

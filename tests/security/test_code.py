@@ -22,12 +22,30 @@ from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted([*(ROOT / "workflow" / "lib").rglob("*.py"), *(ROOT / "workflow" / "scripts").glob("*.py")])  # fmt: skip
+SOURCES = sorted(
+    [*(ROOT / "workflow" / "lib").rglob("*.py"), *(ROOT / "workflow" / "scripts").glob("*.py")]
+)
 RUNS_CODE = {
-    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "pickle.load", "pickle.loads",
-    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "joblib.load", "pd.read_pickle", "runpy.run_path",
-    "shutil.unpack_archive", "tarfile.open", "zipfile.ZipFile", "tempfile.mktemp",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "pickle.load",
+    "pickle.loads",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "joblib.load",
+    "pd.read_pickle",
+    "runpy.run_path",
+    "shutil.unpack_archive",
+    "tarfile.open",
+    "zipfile.ZipFile",
+    "tempfile.mktemp",
+}
 KEPT_IN = {"np.load": "allow_pickle", "from_pretrained": "local_files_only"}
 
 
@@ -68,7 +86,10 @@ def test_no_stage_lets_packages_fetch_compiled_code_from_a_hub(tmp_path: Path) -
     """The package by which they do so, `kernels`, is not there for them even if it is installed."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("raise SystemExit('kernels was imported')")
-    look = "import workflow.scripts, importlib.util as u; print(u.find_spec('kernels')); import kernels"
+    look = (
+        "import workflow.scripts, importlib.util as u; print(u.find_spec('kernels')); import "
+        "kernels"
+    )
     done = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
@@ -122,7 +143,9 @@ def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
 
 
 def custom_model(folder: Path, target: Path) -> Path:
-    """Write a model and a tokenizer whose classes are code in their folder, which writes a file when imported."""
+    """Write a model and a tokenizer whose classes are code in their folder, which writes a file
+    when imported.
+    """
     tiny_llama(folder)
     tiny_tokenizer(folder)
     (folder / "custom.py").write_text(f"from pathlib import Path\nPath({str(target)!r}).touch()\n")

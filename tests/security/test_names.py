@@ -1,4 +1,6 @@
-"""Names and paths, however they are spelled, are data: they work or are refused, and no shell ever reads them."""
+"""Names and paths, however they are spelled, are data: they work or are refused, and no shell ever
+reads them.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +13,8 @@ from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.settings.config import load_config
 from workflow.lib.system.errors import UserError
 
-# Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its folder.
+# Each would leave a file `pwned` if a shell read it, or be taken for an option, or leave its
+# folder.
 HOSTILE = [
     "a b",
     "it's",
@@ -62,7 +65,9 @@ def rename_column(path: Path, old: str, new: str) -> None:
 
 
 def hostile_project(root: Path) -> Project:
-    """A project whose files, column, model, layers, template and title have every hostile character at once."""
+    """A project whose files, column, model, layers, template and title have every hostile character
+    at once.
+    """
     project = make_project(root)
     for name in ("train.jsonl", "heldout.jsonl"):
         rename_column(project.root / "data" / name, "prompt", COLUMN)

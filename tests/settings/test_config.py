@@ -169,7 +169,8 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
             "data",
             "heldout",
             ["a", {"path": "a", "format": "x"}],
-            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', 'tokens' or 'text'",
+            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', 'tokens' "
+            "or 'text'",
         ),
     ],
 )
@@ -237,7 +238,8 @@ def test_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
 
 def test_run_name_that_yaml_reads_as_a_number_is_refused() -> None:
     assert message({"runs": {7: {}}}) == [
-        "runs: the name 7 must be text. Put it in quotes in config.yaml: without them YAML reads no, off "
+        "runs: the name 7 must be text. Put it in quotes in config.yaml: without them YAML reads "
+        "no, off "
         "and the like as false, and 1.5 as a number."
     ]
 
@@ -479,16 +481,26 @@ def test_setting_that_must_be_given_is_named_without_a_value() -> None:
 
 
 NO_SETTINGS = {
-    "key twice": ("train:\n  seed: 1\nlora: {r: 2}\ntrain:\n  seed: 2\n", 4, "the key train stands"),
-    "key of a run twice": (
-        "runs:\n  a:\n    train:\n      seed: 1\n      seed: 2\n", 5, "the key runs.a.train.seed stands",
+    "key twice": (
+        "train:\n  seed: 1\nlora: {r: 2}\ntrain:\n  seed: 2\n",
+        4,
+        "the key train stands",
     ),
-    "key within a list twice": ("data:\n  train:\n    - path: a\n      path: b\n", 4, "data.train.path"),
+    "key of a run twice": (
+        "runs:\n  a:\n    train:\n      seed: 1\n      seed: 2\n",
+        5,
+        "the key runs.a.train.seed stands",
+    ),
+    "key within a list twice": (
+        "data:\n  train:\n    - path: a\n      path: b\n",
+        4,
+        "data.train.path",
+    ),
     "tab": ("train:\n\tseed: 1\n", 2, "indent with spaces"),
     "open bracket": ("a: 1\nb: [1,\n", 3, "this is no YAML"),
     "unknown tag": ("a: 1\nb: !include c\n", 2, "this is no YAML"),
     "JSON with a key twice": ('{\n\t"seed": 1,\n\t"seed": 2\n}\n', 3, "the key seed stands"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("text", "line", "said"), NO_SETTINGS.values(), ids=NO_SETTINGS)
@@ -513,7 +525,8 @@ def test_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b:\n    <<: *fast\n    lora: {r: 2}\n"
+        "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b:\n    <<: *fast\n    lora: {r: "
+        "2}\n"
     )
     check_yaml(path)
 

@@ -133,6 +133,8 @@ def test_rows_are_indices_of_the_batch_size() -> None:
 
 
 def test_order_is_that_of_numpys_pcg64_on_seed_and_epoch() -> None:
-    """A checkpoint resumed by another version must see the same data: the generator is part of the format."""
+    """A checkpoint resumed by another version must see the same data: the generator is part of the
+    format.
+    """
     expected = np.random.Generator(np.random.PCG64([5, 1])).permutation(7)
     assert order(7, 7, range(1, 2), seed=5) == list(expected)

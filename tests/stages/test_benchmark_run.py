@@ -1,4 +1,6 @@
-"""The benchmark from its settings to its page: cases, rows with a cause, and only what is missing is measured."""
+"""The benchmark from its settings to its page: cases, rows with a cause, and only what is missing
+is measured.
+"""
 
 import argparse
 import importlib.util
@@ -25,9 +27,14 @@ from workflow.lib.system.files import read_jsonl, write_json, write_jsonl
 from workflow.scripts import benchmark_run
 
 TINY: dict[str, Any] = {
-    "model": "model", "seq_len": 24, "steps": 3, "rank": 3, "device": "cpu", "cases": ["flash", "ddp"],
+    "model": "model",
+    "seq_len": 24,
+    "steps": 3,
+    "rank": 3,
+    "device": "cpu",
+    "cases": ["flash", "ddp"],
     "checkpoint_pairs": 2,
-}  # fmt: skip
+}
 
 
 def wanted(**changes: Any) -> list[Request]:
@@ -141,7 +148,9 @@ def test_more_processes_than_gpus_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"documents": 9, "seq_len": 32}, "documents = 9: a row of seq_len = 32 tokens holds at most 8"),
+        ({"documents": 9, "seq_len": 32}, (
+            "documents = 9: a row of seq_len = 32 tokens holds at most 8"
+        )),
         ({"processes": []}, "must be numbers of 1 to 4096"),
         ({"cases": []}, "there is nothing to measure"),
         ({"memory_cap_gib": 0}, "benchmark.memory_cap_gib = 0: must be above 0"),
@@ -156,7 +165,9 @@ def test_bad_size_is_one_message(changes: dict[str, Any], message: str) -> None:
     ("entry", "message"),
     [
         ({"title": 3}, "title = 3: must be text"),
-        ({"title": "x", "benchmark": {"processes": [2]}}, "benchmark.processes is not a case's own"),
+        ({"title": "x", "benchmark": {"processes": [2]}}, (
+            "benchmark.processes is not a case's own"
+        )),
         ({"title": "x", "peer": {"strategy": "fsdp3"}}, "strategy"),
         ({"title": "x", "setting": {}}, "setting"),
     ],
@@ -170,7 +181,9 @@ def test_wrong_entry_of_a_list_of_cases_is_named(
 
 
 def test_unknown_setting_of_a_case_names_the_case() -> None:
-    request = Request.of(wanted(cases=["flash"])[0].document() | {"settings": {"train": {"fussed": 1}}})  # fmt: skip
+    request = Request.of(
+        wanted(cases=["flash"])[0].document() | {"settings": {"train": {"fussed": 1}}}
+    )
     with pytest.raises(UserError, match=r"case flash: .*train.fussed"):
         run_settings(request, device="cpu")
 
@@ -255,7 +268,9 @@ def measured_at(speed: float) -> dict[str, float]:
 def test_case_after_one_that_fails_is_measured_in_another_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that stop in the second of three cases have measured the first; the third gets a start of its own."""
+    """Workers that stop in the second of three cases have measured the first; the third gets a
+    start of its own.
+    """
     args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
     failures = iter([UserError("out of GPU memory: x"), None])
 
@@ -266,7 +281,9 @@ def test_case_after_one_that_fails_is_measured_in_another_start(
         return next(failures)
 
     monkeypatch.setattr(benchmark_run, "launch", launched)
-    asked = {found.name: found for found in wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")}  # fmt: skip
+    asked = {
+        found.name: found for found in wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")
+    }
     rows = dict(benchmark_run.several(args, asked, num_gpus=0, enough_time=True))
     assert [rows[name]["status"] for name in asked] == ["measured", "out_of_memory", "measured"]
     speeds = [rows[name]["measured"]["tokens_per_s_per_process"] for name in ("flash", "batch_1")]

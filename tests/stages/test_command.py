@@ -1,4 +1,6 @@
-"""The command line that all stages share: exit status, one message for a mistake, a traceback for a defect, the log."""
+"""The command line that all stages share: exit status, one message for a mistake, a traceback for a
+defect, the log.
+"""
 
 import argparse
 import errno
@@ -113,7 +115,8 @@ def test_mistake_is_one_message_without_traceback(
     assert capsys.readouterr().err == "train.epochs = 0: must be above 0. Raise it.\n"
     written = (tmp_path / "log").read_text()
     assert re.fullmatch(
-        r".* DEBUG the stage has begun\n\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be above 0\. Raise it\.\n",
+        r".* DEBUG the stage has begun\n\d{4}-\d\d-\d\d [\d:,]+ ERROR train\.epochs = 0: must be "
+        r"above 0\. Raise it\.\n",
         written,
     )
 
@@ -203,10 +206,15 @@ def test_every_stage_explains_itself(stage: str) -> None:
 
 def test_no_stage_imports_the_compiler_that_a_package_asks_for() -> None:
     """A fifth of the time that a stage takes to start."""
-    look = "import workflow.scripts, bitsandbytes, sys; print('torch._inductor.compile_fx' in sys.modules)"
+    look = (
+        "import workflow.scripts, bitsandbytes, sys; print('torch._inductor.compile_fx' in "
+        "sys.modules)"
+    )
     root = Path(__file__).parents[2]
     unset = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    done = subprocess.run([sys.executable, "-c", look], cwd=root, env=unset, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=root, env=unset, capture_output=True, text=True
+    )
     assert done.stdout == "False\n", done.stderr
 
 

@@ -1,4 +1,6 @@
-"""The stage: a whole folder with what the design promises, or exit status 1 and nothing exported."""
+"""The stage: a whole folder with what the design promises, or exit status 1 and nothing
+exported.
+"""
 
 import argparse
 import json
@@ -47,7 +49,9 @@ def settings(**export: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stage's folder, from the untouched run, with the merged model and a chat template of one's own."""
+    """The stage's folder, from the untouched run, with the merged model and a chat template of
+    one's own.
+    """
     folder = tmp_path_factory.mktemp("consolidate")
     manifest = write_manifest(
         run, tmp_path_factory.mktemp("own") / "manifest.json", chat_template=OWN_TEMPLATE
@@ -58,10 +62,16 @@ def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def consolidated(run: Path, output: Path, *, manifest: Path, **export: Any) -> Path:
-    main(argparse.Namespace(
-        config=settings(**export), finetune=run / "finetune", base=run / "base", model=run / "model",
-        manifest=manifest, output=output,
-    ))  # fmt: skip
+    main(
+        argparse.Namespace(
+            config=settings(**export),
+            finetune=run / "finetune",
+            base=run / "base",
+            model=run / "model",
+            manifest=manifest,
+            output=output,
+        )
+    )
     return output
 
 
@@ -169,7 +179,9 @@ def test_merged_model_predicts_as_the_adapter_on_the_original(run: Path, output:
 
 
 def test_one_value_altered_after_training_exports_nothing(run: Path, tmp_path: Path) -> None:
-    """By the command line, as Snakemake calls it: status 1, and the reason on terminal and in the log."""
+    """By the command line, as Snakemake calls it: status 1, and the reason on terminal and in the
+    log.
+    """
     altered = read_sharded_adapter(run / "finetune" / "adapter")
     name = sorted(altered)[5]
     altered[name][0, 1] += 1e-4
@@ -180,10 +192,24 @@ def test_one_value_altered_after_training_exports_nothing(run: Path, tmp_path: P
             (copy / file.name).write_bytes(file.read_bytes())
     write_shards(copy / "adapter", altered)
     command = [
-        sys.executable, "-m", "workflow.scripts.consolidate", "--config", json.dumps(settings()), "--finetune", copy,
-        "--base", run / "base", "--model", run / "model", "--manifest", run / "tokens" / "manifest.json",
-        "--output", tmp_path / "consolidate", "--log", tmp_path / "log",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "workflow.scripts.consolidate",
+        "--config",
+        json.dumps(settings()),
+        "--finetune",
+        copy,
+        "--base",
+        run / "base",
+        "--model",
+        run / "model",
+        "--manifest",
+        run / "tokens" / "manifest.json",
+        "--output",
+        tmp_path / "consolidate",
+        "--log",
+        tmp_path / "log",
+    ]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     assert done.returncode == 1
     assert (

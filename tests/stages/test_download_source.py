@@ -66,7 +66,9 @@ def download(
 
 
 def refusal(endpoint: str, output: Path, **options: Any) -> str:
-    """Run the command, which must fail with a message and without a traceback; return the message."""
+    """Run the command, which must fail with a message and without a traceback; return the
+    message.
+    """
     result = download(endpoint, output, **options)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
@@ -200,8 +202,10 @@ def test_unknown_model_says_that_it_is_neither_folder_nor_hub_id(
     with start_hub({"owner/name": HubRepo(SMALL)}) as endpoint:
         message = refusal(endpoint, tmp_path / "out", repo_id=repo_id)
     assert message.startswith(
-        f"model.source = '{repo_id}': no folder {repo_id} is here, so it was taken as a hub id, and the hub has no "
-        "model of that name that you may read. Correct the id owner/name, or set model.source to a folder that exists"
+        f"model.source = '{repo_id}': no folder {repo_id} is here, so it was taken as a hub id, "
+        "and the hub has no "
+        "model of that name that you may read. Correct the id owner/name, or set model.source to a "
+        "folder that exists"
     )
 
 
@@ -211,7 +215,8 @@ def test_unknown_dataset_names_the_setting_of_datasets(tmp_path: Path) -> None:
     ) as endpoint:  # a model of that name is no dataset
         message = refusal(endpoint, tmp_path / "out", kind="dataset", files=["train.jsonl"])
     assert message.startswith(
-        "data.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, and the hub has no "
+        "data.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, "
+        "and the hub has no "
         "dataset of that name that you may read"
     )
 
@@ -358,7 +363,8 @@ def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
         endpoint = f"http://127.0.0.1:{port}"
         message = refusal(endpoint, tmp_path / "out", repo_id="models/my-model", kind=kind)
     assert message.startswith(
-        f"{setting} = 'models/my-model': no folder models/my-model is here, so it was taken as a hub id, "
+        f"{setting} = 'models/my-model': no folder models/my-model is here, so it was taken as a "
+        "hub id, "
         "and the download broke off ("
     )
     assert f"if it is a folder of yours, {change}" in message
@@ -367,7 +373,8 @@ def test_mistyped_folder_is_told_to_be_none_before_the_network_is_blamed(
 def test_offline_mode_says_unset_it(tmp_path: Path) -> None:
     message = refusal("http://127.0.0.1:9", tmp_path / "out", environment={"HF_HUB_OFFLINE": "1"})
     assert message == (
-        "model.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, and "
+        "model.source = 'owner/name': no folder owner/name is here, so it was taken as a hub id, "
+        "and "
         "HF_HUB_OFFLINE forbids asking the hub. "
         "Unset HF_HUB_OFFLINE, or set model.source to a folder that exists."
     )

@@ -69,7 +69,9 @@ def finished(folder, settings, tmp_path_factory):
 
 
 def test_stage_succeeds_and_writes_both_artifacts_as_the_report_reads_them(finished):
-    """The base's tokenizer has no chat template, which would be refused: --chat-template gives it."""
+    """The base's tokenizer has no chat template, which would be refused: --chat-template gives
+    it.
+    """
     process, output = finished
     assert process.returncode == 0, process.stderr
     base = Evaluation.model_validate_json((output / "base.json").read_text())
@@ -112,7 +114,9 @@ def texts(output: Path) -> list[tuple[str, str]]:
 def test_two_processes_that_share_the_weights_give_the_same_numbers(
     folder, settings, finished, tmp_path
 ):
-    """Fp32 sums in another order; 7 documents and 13 items do not divide by 2, and batches are others."""
+    """Fp32 sums in another order; 7 documents and 13 items do not divide by 2, and batches are
+    others.
+    """
     two = settings.model_copy(update={"processes": 2, "shard": True, "batch_size": 3})
     process = evaluate(folder, tmp_path, two)
     assert process.returncode == 0, process.stderr

@@ -23,8 +23,8 @@ from workflow.lib.system.files import read_json
 
 STEPS = 4
 ROWS, SEQ_LEN, BATCH = 10, 37, 4
-# fp32 on both sides; the sums differ in order (per process, per chunk, fused products). Losses are of order 1,
-# gradients of order 0.01 to 1; 2e-5 relative is about 100 units in the last place.
+# fp32 on both sides; the sums differ in order (per process, per chunk, fused products). Losses are
+# of order 1, gradients of order 0.01 to 1; 2e-5 relative is about 100 units in the last place.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -65,7 +65,9 @@ def ours(
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> dict[str, Any]:
-    """Train in this process's group; return losses, norms, and per step the full adapter gradients and weights."""
+    """Train in this process's group; return losses, norms, and per step the full adapter gradients
+    and weights.
+    """
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.lora import trainable_parameters
     from workflow.lib.training.build import build_training_model
@@ -116,7 +118,9 @@ def stock(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """The reference: Linear4bit, PEFT, torch cross-entropy, one process, one row at a time, documents apart."""
+    """The reference: Linear4bit, PEFT, torch cross-entropy, one process, one row at a time,
+    documents apart.
+    """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, device_map={"": device})
     cast_unquantized_(model, dtype)
     for module in model.modules():

@@ -11,10 +11,28 @@ import pytest
 from tests.support.preflight_examples import TINY, manifest, write_checkpoint
 
 DOCUMENT_KEYS = {
-    "verdict", "reason", "plan", "terms", "phases", "peak_bytes", "peak_phase", "reserved_bytes", "method", "allocator_slack_bytes",
-    "outside_allocator_bytes", "capacity_bytes", "margin_bytes", "host_bytes", "host_capacity_bytes",
-    "disk_bytes", "disk_free_bytes", "time", "candidates", "model", "provenance",
-}  # fmt: skip
+    "verdict",
+    "reason",
+    "plan",
+    "terms",
+    "phases",
+    "peak_bytes",
+    "peak_phase",
+    "reserved_bytes",
+    "method",
+    "allocator_slack_bytes",
+    "outside_allocator_bytes",
+    "capacity_bytes",
+    "margin_bytes",
+    "host_bytes",
+    "host_capacity_bytes",
+    "disk_bytes",
+    "disk_free_bytes",
+    "time",
+    "candidates",
+    "model",
+    "provenance",
+}
 
 
 class Stage:
@@ -171,7 +189,11 @@ def test_manifest_without_rows_is_refused(stage: Stage) -> None:
 
 
 def test_long_rows_are_refused(stage: Stage) -> None:
-    refused(stage, "data.seq_len = 129: the model's max_position_embeddings is 128", data={"seq_len": 129})  # fmt: skip
+    refused(
+        stage,
+        "data.seq_len = 129: the model's max_position_embeddings is 128",
+        data={"seq_len": 129},
+    )
 
 
 def test_unsupported_model_is_refused(stage: Stage) -> None:

@@ -17,22 +17,46 @@ def row(case: str, *, speed: float, processes: int = 2, **changes: Any) -> dict[
     """A row of a measurement on H200, as `benchmark_run` writes it."""
     sizes = BenchmarkConfig(model="meta-llama/Llama-2-70b-hf", layers=8, seq_len=2048)
     measured = {
-        "tokens_per_s_per_process": speed, "allocated_bytes": int(5.5 * GIB), "reserved_bytes": 6 * GIB,
-        "host_bytes": 3 * GIB, "losses": [12.0092, 11.8641], "grad_norms": [0.2116, 0.4534],
-        "gemm_flops_per_s": 734e12, "model_flops_utilisation": 0.7512, "attention": "varlen",
-    }  # fmt: skip
+        "tokens_per_s_per_process": speed,
+        "allocated_bytes": int(5.5 * GIB),
+        "reserved_bytes": 6 * GIB,
+        "host_bytes": 3 * GIB,
+        "losses": [12.0092, 11.8641],
+        "grad_norms": [0.2116, 0.4534],
+        "gemm_flops_per_s": 734e12,
+        "model_flops_utilisation": 0.7512,
+        "attention": "varlen",
+    }
     return {
-        "case": case, "title": f"what {case} is", "processes": processes, "peer": None, "status": "measured", "cause": None,
-        "sizes": sizes.model_dump(mode="json", exclude=set(CHOICE)), "gpu_names": ["NVIDIA H200"], "measured": measured,
+        "case": case,
+        "title": f"what {case} is",
+        "processes": processes,
+        "peer": None,
+        "status": "measured",
+        "cause": None,
+        "sizes": sizes.model_dump(mode="json", exclude=set(CHOICE)),
+        "gpu_names": ["NVIDIA H200"],
+        "measured": measured,
         "predicted": {"peak_bytes": int(5.6 * GIB)},
-        "provenance": {"created_utc": "2026-11-21T10:00:00Z", "packages": {"torch": "2.11.0"}, "commit": "abc"},
-    } | changes  # fmt: skip
+        "provenance": {
+            "created_utc": "2026-11-21T10:00:00Z",
+            "packages": {"torch": "2.11.0"},
+            "commit": "abc",
+        },
+    } | changes
 
 
 OURS = row("flash", speed=12345.6)
 PEER = row("trl_fsdp2", speed=10543.0, peer={"strategy": "fsdp2"}, predicted=None)
 FOUR = row("flash", speed=12000.0, processes=4)
-LOST = row("ddp", speed=0.0, status="out_of_memory", cause="out of GPU memory: a | b", measured=None, predicted=None)  # fmt: skip
+LOST = row(
+    "ddp",
+    speed=0.0,
+    status="out_of_memory",
+    cause="out of GPU memory: a | b",
+    measured=None,
+    predicted=None,
+)
 ROWS = [OURS, PEER, FOUR, LOST]
 
 
@@ -45,7 +69,8 @@ def test_page_is_named_by_model_hardware_and_date() -> None:
 
 def test_row_of_the_table_shows_what_was_measured() -> None:
     expected = (
-        "| `flash`: what flash is | 2 | varlen | 12,346 | 75.1 % | 5.50 GiB | 5.60 GiB | 6.00 GiB | 3.00 GiB "
+        "| `flash`: what flash is | 2 | varlen | 12,346 | 75.1 % | 5.50 GiB | 5.60 GiB | 6.00 GiB "
+        "| 3.00 GiB "
         "| 12.0092 -> 11.8641 | 0.2116 -> 0.4534 |"
     )
     assert expected in render_page(ROWS, figure="x.png").splitlines()
@@ -104,7 +129,11 @@ def test_command_publishes_page_and_figure(tmp_path: Path) -> None:
 
 def test_profile_says_where_the_time_of_a_step_goes() -> None:
     slow = row("slow", speed=1.0)
-    slow["measured"]["profile"] = {"step_s": 0.25, "idle_s": 0.01, "kinds": {"products": 0.2, "attention": 0.0405}}  # fmt: skip
+    slow["measured"]["profile"] = {
+        "step_s": 0.25,
+        "idle_s": 0.01,
+        "kinds": {"products": 0.2, "attention": 0.0405},
+    }
     lines = render_page([OURS, slow], figure="x").splitlines()
     assert "| one profiled step, ms | all | products | attention | GPU idle |" in lines
     assert "| `slow x2` | 250.0 | 200.0 | 40.5 | 10.0 |" in lines

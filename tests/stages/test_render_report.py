@@ -204,8 +204,9 @@ def test_browser_would_report_a_blocked_script(
 
 PRINTED = """() => {
   const rgb = (value) => value.match(/[0-9.]+/g).slice(0, 3).map(Number);
-  const seen = (element) => element.checkVisibility({ contentVisibilityAuto: true, visibilityProperty: true })
-    && element.getBoundingClientRect().height > 0;
+  const all = { contentVisibilityAuto: true, visibilityProperty: true };
+  const height = (element) => element.getBoundingClientRect().height;
+  const seen = (element) => element.checkVisibility(all) && height(element) > 0;
   const style = getComputedStyle(document.body);
   return {
     paper: rgb(style.backgroundColor), ink: rgb(style.color),
@@ -213,7 +214,9 @@ PRINTED = """() => {
     folded: [...document.querySelectorAll("details:not([open]):not(.of-run) > :not(summary)")]
       .filter((element) => !element.closest("details.of-run:not([open])")).map(seen),
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    widest: Math.max(...[...document.querySelectorAll(".main-svg")].map((e) => e.getBoundingClientRect().width)),
+    widest: Math.max(
+      ...[...document.querySelectorAll(".main-svg")].map((e) => e.getBoundingClientRect().width)
+    ),
   };
 }"""
 PAPER_WIDTH = 700  # pixels between the margins of A4

@@ -1,4 +1,6 @@
-"""Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where they are many."""
+"""Rows that the stage `tokenize_dataset` drops or cuts: listed, counted, and stopping the run where
+they are many.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -166,7 +168,8 @@ def forgetful_template(folder: Path) -> str:
     path = folder / "forgetful.jinja"
     path.write_text(
         "{{ bos_token }}{% for m in messages %}"
-        "{{ '<|' + m.role + '|>' + (m.content if m.role == 'user' or loop.last else '') + eos_token }}"
+        "{{ '<|' + m.role + '|>' + (m.content if m.role == 'user' or loop.last else '') + "
+        "eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     return str(path)

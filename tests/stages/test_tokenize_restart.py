@@ -1,4 +1,6 @@
-"""The stage `tokenize_dataset` on several processes, killed, stopped and started again; and as a command."""
+"""The stage `tokenize_dataset` on several processes, killed, stopped and started again; and as a
+command.
+"""
 
 import contextlib
 import shutil
@@ -74,7 +76,9 @@ def test_killed_run_goes_on_without_encoding_finished_shards_again(stage: Stage)
 def resumed_times(
     stage: Stage, settings: dict[str, Any], finished: dict[Path, int]
 ) -> dict[Path, int]:
-    """Run to the end; return when the shards in `finished` were last written, seen before they go."""
+    """Run to the end; return when the shards in `finished` were last written, seen before they
+    go.
+    """
     seen: dict[Path, int] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -1,14 +1,17 @@
-"""Faults at random moments over the whole workflow; the same plain command is repeated; nothing may be lost.
+"""Faults at random moments over the whole workflow; the same plain command is repeated; nothing may
+be lost.
 
 python -m tests.support.chaos --faults 50 --seed 1
 
-Every round begins with a fresh small project (two processes on the CPU) and ends when the command has succeeded. A fault hits
-a command in progress; where that was training, another one damages what it has left on the disk, before the command is repeated. The
-artifacts at the end must then equal those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the
-evaluation, every line of the metrics. Nothing is mended between two commands but what the message asked for: the disk is
-freed, a folder deleted that it names as damaged, files from the future touched by the command that it gives. Prints every fault as it happens, and at the end a table of
-what was done, what was said, and what was trained again. As root the results lie on a small tmpfs, which can be full
-or read-only.
+Every round begins with a fresh small project (two processes on the CPU) and ends when the command
+has succeeded. A fault hits a command in progress; where that was training, another one damages what
+it has left on the disk, before the command is repeated. The artifacts at the end must then equal
+those of an undisturbed run: bytes of the adapter, tokens and base, numbers of the evaluation, every
+line of the metrics. Nothing is mended between two commands but what the message asked for: the disk
+is freed, a folder deleted that it names as damaged, files from the future touched by the command
+that it gives. Prints every fault as it happens, and at the end a table of what was done, what was
+said, and what was trained again. As root the results lie on a small tmpfs, which can be full or
+read-only.
 """
 
 import argparse
@@ -60,7 +63,9 @@ DAMAGED = re.compile(r"(results/(?:tokens|base)/[\w.-]+)\S* .*?[Dd]elete the fol
 
 @dataclass(frozen=True)
 class Row:
-    """One fault: where it hit, how the command ended, and the steps that had to be trained again."""
+    """One fault: where it hit, how the command ended, and the steps that had to be trained
+    again.
+    """
 
     fault: str
     stage: str
@@ -70,7 +75,9 @@ class Row:
 
 
 def strike(project: Project, *, target: str, name: str, chance: random.Random) -> Row | None:
-    """Start the command, let one fault happen, wait for the end. None: the command was faster than the fault."""
+    """Start the command, let one fault happen, wait for the end. None: the command was faster than
+    the fault.
+    """
     if name == READ_ONLY:
         with read_only(project):
             victim = Victim(project, target)
@@ -104,7 +111,9 @@ def harm(project: Project, *, name: str, chance: random.Random) -> Row | None:
 
 
 def last_words(output: str) -> str:
-    """The last line of what the user saw that is not Snakemake's frame; a traceback of ours is told as such."""
+    """The last line of what the user saw that is not Snakemake's frame; a traceback of ours is told
+    as such.
+    """
     ours = [line for line in output.splitlines() if line.startswith("logs/")]
     if "Traceback" in output:
         ours.append("TRACEBACK")
@@ -116,7 +125,9 @@ def last_words(output: str) -> str:
 
 
 def do_as_told(project: Project, output: str) -> None:
-    """Delete the folders that the command named as damaged; run the command that it gave for files from the future."""
+    """Delete the folders that the command named as damaged; run the command that it gave for files
+    from the future.
+    """
     for folder in {match[1] for match in DAMAGED.finditer(output)}:
         shutil.rmtree(project.root / folder, ignore_errors=True)
     for match in MEND.finditer(output):
@@ -136,7 +147,11 @@ def complete(project: Project, target: str) -> int:
 def facts(project: Project) -> dict[str, Any]:
     """What must not depend on any fault: contents by file, without times."""
     root = project.root / "results"
-    exact = ["runs/*/consolidate/adapter/adapter_model.safetensors", "tokens/*/*.npy", "base/*/*.safetensors"]  # fmt: skip
+    exact = [
+        "runs/*/consolidate/adapter/adapter_model.safetensors",
+        "tokens/*/*.npy",
+        "base/*/*.safetensors",
+    ]
     found: dict[str, Any] = {
         str(path.relative_to(root)): path.read_bytes()
         for pattern in exact
@@ -146,12 +161,16 @@ def facts(project: Project) -> dict[str, Any]:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         found["metrics"] = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
     for path in root.glob("runs/*/evaluate_run/*.json"):
-        found[path.name] = {k: v for k, v in json.loads(path.read_text()).items() if k != "provenance"}  # fmt: skip
+        found[path.name] = {
+            k: v for k, v in json.loads(path.read_text()).items() if k != "provenance"
+        }
     return found
 
 
 def differences(project: Project, undisturbed: Project) -> list[str]:
-    """Names of what differs between two finished projects; also what should not be there any more."""
+    """Names of what differs between two finished projects; also what should not be there any
+    more.
+    """
     ours, theirs = facts(project), facts(undisturbed)
     differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
     partial = [str(p) for p in project.root.glob("results/**/.*.partial")]
@@ -222,7 +241,13 @@ def rarest(names: Sequence[str], tried: Counter[str], chance: random.Random) -> 
 def before_training(undisturbed: Project, root: Path) -> Project:
     """Return a copy of a finished project of which tokens, base and preflight are left."""
     project = undisturbed.copy(root)
-    for folder in ("checkpoints", "evaluations", "report", "tensorboard", *(f"runs/demo/{s}" for s in ("finetune", "consolidate", "evaluate_run"))):  # fmt: skip
+    for folder in (
+        "checkpoints",
+        "evaluations",
+        "report",
+        "tensorboard",
+        *(f"runs/demo/{s}" for s in ("finetune", "consolidate", "evaluate_run")),
+    ):
         shutil.rmtree(project.root / "results" / folder)
     return project
 
@@ -237,7 +262,9 @@ def round_of(
     most: int,
     tried: Counter[str],
 ) -> list[Row]:
-    """Run one round on a fresh project, or from the training on; raises `AssertionError` if anything differs at its end."""
+    """Run one round on a fresh project, or from the training on; raises `AssertionError` if
+    anything differs at its end.
+    """
     folder = root / f"round-{number}"
     with small_disk(folder / "results") as mounted:
         if training:
@@ -249,11 +276,19 @@ def round_of(
         rows = []
         for row in storm(project, "all", names=names, most=most, chance=chance, tried=tried):
             rows.append(row)
-            print(f"| {number} | {row.fault} | {row.stage} | {row.status} | {row.repeated_steps} | {row.said} |", flush=True)  # fmt: skip
+            print(
+                f"| {number} | {row.fault} | {row.stage} | {row.status} | {row.repeated_steps} | "
+                f"{row.said} |",
+                flush=True,
+            )
         attempts = complete(project, "all")
         assert (found := differences(project, undisturbed)) == [], found
         resumed = project.json("finetune", "summary.json")["resumed_from_steps"]
-        print(f"| {number} | none, command repeated {attempts}x | all | 0 | | equal; resumed from {resumed} |", flush=True)  # fmt: skip
+        print(
+            f"| {number} | none, command repeated {attempts}x | all | 0 | | equal; resumed from "
+            f"{resumed} |",
+            flush=True,
+        )
     shutil.rmtree(project.root, ignore_errors=True)
     return rows
 
@@ -267,16 +302,21 @@ def undisturbed_project(folder: Path) -> Project:
 def summary(rows: Sequence[Row]) -> str:
     """Return a table with a line per kind of fault."""
     lines = [
-        "| fault | times | stages hit | exit status | steps trained again, at most | said most often |",
+        "| fault | times | stages hit | exit status | steps trained again, at most | said most "
+        "often |",
         "|---|---|---|---|---|---|",
     ]
     for name in sorted({row.fault for row in rows}):
         of_kind = [row for row in rows if row.fault == name]
-        stages, statuses = ({str(v) for v in column} for column in zip(*((r.stage, r.status) for r in of_kind), strict=True))  # fmt: skip
+        stages, statuses = (
+            {str(v) for v in column}
+            for column in zip(*((r.stage, r.status) for r in of_kind), strict=True)
+        )
         said = Counter(row.said for row in of_kind).most_common(1)[0][0]
         most = max(row.repeated_steps for row in of_kind)
         lines.append(
-            f"| {name} | {len(of_kind)} | {', '.join(sorted(stages))} | {', '.join(sorted(statuses))} | {most} | {said} |"
+            f"| {name} | {len(of_kind)} | {', '.join(sorted(stages))} | "
+            f"{', '.join(sorted(statuses))} | {most} | {said} |"
         )
     return "\n".join(lines)
 
@@ -291,7 +331,11 @@ def main() -> None:
         action="store_true",
         help="rounds begin with the tokens and the base of the undisturbed run",
     )
-    parser.add_argument("--undisturbed", type=Path, help="folder for the undisturbed run; if it is finished there, it is not run again")  # fmt: skip
+    parser.add_argument(
+        "--undisturbed",
+        type=Path,
+        help="folder for the undisturbed run; if it is finished there, it is not run again",
+    )
     args = parser.parse_args()
     # A shell that starts this in the background has it ignored, also by all that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,15 +343,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         root = Path(folder)
         undisturbed = undisturbed_project(args.undisturbed or root / "undisturbed")
-        print("| round | fault | stage | status | steps trained again | said |\n|---|---|---|---|---|---|")  # fmt: skip
+        print(
+            "| round | fault | stage | status | steps trained again | said "
+            "|\n|---|---|---|---|---|---|"
+        )
         rows: list[Row] = []
         number = 0
         while len(rows) < args.faults:
             number += 1
             rows += round_of(
-                number, root=root, training=args.training, undisturbed=undisturbed, chance=chance, most=args.round, tried=tried
-            )  # fmt: skip
-    print(f"\n{summary(rows)}\n\n{len(rows)} faults in {number} rounds: every artifact equals the undisturbed one")  # fmt: skip
+                number,
+                root=root,
+                training=args.training,
+                undisturbed=undisturbed,
+                chance=chance,
+                most=args.round,
+                tried=tried,
+            )
+    print(
+        f"\n{summary(rows)}\n\n{len(rows)} faults in {number} rounds: every artifact equals the "
+        "undisturbed one"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The faults of `tests.support.chaos`: each waits for a random moment of a command in progress, or harms what lies on the disk between two commands."""
+"""The faults of `tests.support.chaos`: each waits for a random moment of a command in progress, or
+harms what lies on the disk between two commands.
+"""
 
 import os
 import random
@@ -47,7 +49,9 @@ class Victim:
         return self.process.poll() is None
 
     def tree(self) -> list[psutil.Process]:
-        """Everything started so far that is alive; it is remembered, so that orphans are found too."""
+        """Everything started so far that is alive; it is remembered, so that orphans are found
+        too.
+        """
         for known in [*self._seen.values()]:
             try:
                 below = known.children(recursive=True)
@@ -74,7 +78,9 @@ class Victim:
         return [process for _, process in sorted(found, key=lambda pair: pair[0])]
 
     def finish(self) -> tuple[int, str]:
-        """Wait for the command's end; return its status and what it said. One that hangs is a failure of the round."""
+        """Wait for the command's end; return its status and what it said. One that hangs is a
+        failure of the round.
+        """
         status = self.process.wait(timeout=TIMEOUT_S)
         self.output.seek(0)
         return status, self.output.read()
@@ -134,7 +140,9 @@ def wait_for_steps(victim: Victim, chance: random.Random) -> bool:
 
 
 def wait_for_training(victim: Victim, chance: random.Random) -> bool:
-    """Wait until some more steps are trained, or, one time in five, only until the workers are there."""
+    """Wait until some more steps are trained, or, one time in five, only until the workers are
+    there.
+    """
     if chance.random() >= 0.2:
         return wait_for_steps(victim, chance)
     victim.where = "finetune"

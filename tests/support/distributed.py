@@ -1,8 +1,9 @@
 """Run a function in several gloo processes of this machine, as torchrun would start them.
 
-Without GPUs they are forked from one server process that has imported the packages and run nothing: an import
-costs 5 s of processor time, a fork none. The driver of a GPU does not survive a fork, so there they are spawned.
-The processes meet at a store of the caller's, which listens before they start: no port is looked for and then used.
+Without GPUs they are forked from one server process that has imported the packages and run nothing:
+an import costs 5 s of processor time, a fork none. The driver of a GPU does not survive a fork, so
+there they are spawned. The processes meet at a store of the caller's, which listens before they
+start: no port is looked for and then used.
 """
 
 import faulthandler
@@ -23,9 +24,13 @@ from workflow.lib.distributed.rendezvous import ADDRESS, INTERFACE, loopback_sto
 # Ends what hangs, on however busy a machine; also the bound of the processes' collectives.
 TIMEOUT_S = 1800.0
 PRELOADED = [
-    "workflow.lib.training.build", "workflow.lib.training.loop", "workflow.lib.training.run_record", "peft.tuners.lora.bnb",
-    "pytest", "tests.support.finished",
-]  # fmt: skip
+    "workflow.lib.training.build",
+    "workflow.lib.training.loop",
+    "workflow.lib.training.run_record",
+    "peft.tuners.lora.bnb",
+    "pytest",
+    "tests.support.finished",
+]
 POLL_S = 1.0
 # For others to say what they know of a failure, which may be its cause or follow from it.
 OTHERS_S = 5.0
@@ -34,9 +39,11 @@ OTHERS_S = 5.0
 def run_distributed(
     function: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """Call `function(*args)` in `world_size` fresh processes with torchrun's environment; return their results by rank.
+    """Call `function(*args)` in `world_size` fresh processes with torchrun's environment; return
+    their results by rank.
 
-    timeout_s: the longest that all may take. An exception in a process fails the caller at once, with the tracebacks that
+    timeout_s: the longest that all may take. An exception in a process fails the caller at once,
+    with the tracebacks that
     there are by then: the others may wait for that process for as long as a collective may take.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -51,7 +58,11 @@ def run_distributed(
         worker.start()
     try:
         found = _collect(results, workers, deadline=time.monotonic() + timeout_s)
-        failed = [f"process {rank} of {world_size}:\n{value}" for rank, (bad, value) in found.items() if bad]  # fmt: skip
+        failed = [
+            f"process {rank} of {world_size}:\n{value}"
+            for rank, (bad, value) in found.items()
+            if bad
+        ]
         assert not failed, "\n".join(failed)
         silent = {rank: worker.exitcode for rank, worker in enumerate(workers) if rank not in found}
         assert not silent, f"processes that gave no result, with their exit status: {silent}"
@@ -67,7 +78,9 @@ def run_distributed(
 def _collect(
     results: Any, workers: list[BaseProcess], *, deadline: float
 ) -> dict[int, tuple[bool, Any]]:
-    """Return what the processes gave: of all, or of some when one has failed, died or taken too long."""
+    """Return what the processes gave: of all, or of some when one has failed, died or taken too
+    long.
+    """
     found: dict[int, tuple[bool, Any]] = {}
     while len(found) < len(workers) and time.monotonic() < deadline:
         # read before the queue: what a process has sent by its end is in the queue then

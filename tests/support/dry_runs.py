@@ -1,9 +1,11 @@
-"""Runs of Snakemake, each in a fork of one process that has imported it: that import is most of what a dry run costs.
+"""Runs of Snakemake, each in a fork of one process that has imported it: that import is most of
+what a dry run costs.
 
 status, output = forked_run(["--dry-run", "all"], folder=root, environment=dict(os.environ))
 
-What is forked knows nothing of a workflow and calls the function that the command `snakemake` calls; it starts the jobs of
-a real run as that does. Runs that get signals are started as a user starts them (`Project.start`).
+What is forked knows nothing of a workflow and calls the function that the command `snakemake`
+calls; it starts the jobs of a real run as that does. Runs that get signals are started as a user
+starts them (`Project.start`).
 """
 
 import json
@@ -32,7 +34,9 @@ class Request(NamedTuple):
 def forked_run(
     arguments: list[str], *, folder: Path, environment: dict[str, str]
 ) -> tuple[int, str]:
-    """Return exit status, and standard output and error together. A test that is stopped meanwhile ends the run and all it started."""
+    """Return exit status, and standard output and error together. A test that is stopped meanwhile
+    ends the run and all it started.
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
         request = Request(arguments, str(folder), environment, file.name)
         server = _running_server()
@@ -65,10 +69,16 @@ def _running_server() -> "subprocess.Popen[str]":
 
 @cache
 def _server() -> "subprocess.Popen[str]":
-    """Start this file, which ends with this process; -I: it is to find no workflow. In a session of its own, so that no signal for others reaches it."""
+    """Start this file, which ends with this process; -I: it is to find no workflow. In a session of
+    its own, so that no signal for others reaches it.
+    """
     return subprocess.Popen(
-        [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )  # fmt: skip
+        [sys.executable, "-I", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def serve(requests: Iterator[str]) -> None:

@@ -1,4 +1,6 @@
-"""A finished `finetune` stage in 0.5 s of training: its worker function in two forked processes, on a random model."""
+"""A finished `finetune` stage in 0.5 s of training: its worker function in two forked processes, on
+a random model.
+"""
 
 import argparse
 from pathlib import Path
@@ -37,14 +39,28 @@ CONFIG = RunConfig(
     ),
 )
 PLAN = {
-    "device": "cpu", "processes": 2, "nodes": 1, "shard_size": 2, "micro_batch_size": 1, "accumulation_steps": 2, "activation_checkpointing": True,
-    "reshard_after_forward": True, "offload_activations": False, "offload_window_bytes": None, "offload_embedding": False, "offload_layers": 0, "gpu_memory_bytes": None, "compute_dtype": "float32", "num_steps": STEPS,
-}  # fmt: skip
+    "device": "cpu",
+    "processes": 2,
+    "nodes": 1,
+    "shard_size": 2,
+    "micro_batch_size": 1,
+    "accumulation_steps": 2,
+    "activation_checkpointing": True,
+    "reshard_after_forward": True,
+    "offload_activations": False,
+    "offload_window_bytes": None,
+    "offload_embedding": False,
+    "offload_layers": 0,
+    "gpu_memory_bytes": None,
+    "compute_dtype": "float32",
+    "num_steps": STEPS,
+}
 PREDICTED_BYTES = 12345
 
 
 def finished(root: Path) -> Path:
-    """Return a folder with `model`, `base`, `tokens`, `preflight.json`, `finetune` and `checkpoints`; made once.
+    """Return a folder with `model`, `base`, `tokens`, `preflight.json`, `finetune` and
+    `checkpoints`; made once.
 
     root: the folder that all processes of a session share. Never change what is there.
     """
@@ -89,7 +105,9 @@ def save_tokens(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, path: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write the manifest to `path` with what `tokenize_dataset` says of conversations in this template; return `path`."""
+    """Write the manifest to `path` with what `tokenize_dataset` says of conversations in this
+    template; return `path`.
+    """
     tokenizer = load_tokenizer(folder / "model")
     encoder = SampleEncoder(tokenizer, chat_template=chat_template, loss_on="completions")
     special = tokenizer_facts(tokenizer, folder / "model", chat_template=chat_template)
@@ -101,10 +119,16 @@ def write_manifest(folder: Path, path: Path, *, chat_template: str | None = CHAT
 def arguments(folder: Path) -> argparse.Namespace:
     """Return what the stage's command line would give."""
     return argparse.Namespace(
-        run="demo", base=folder / "base", tokens=folder / "tokens", preflight=folder / "preflight.json",
-        checkpoints=folder / "checkpoints" / "demo-0123456789ab", output=folder / "finetune", timeout_s=TIMEOUT_S,
-        tracking={"tracking": {}}, tracking_folder=folder,
-    )  # fmt: skip
+        run="demo",
+        base=folder / "base",
+        tokens=folder / "tokens",
+        preflight=folder / "preflight.json",
+        checkpoints=folder / "checkpoints" / "demo-0123456789ab",
+        output=folder / "finetune",
+        timeout_s=TIMEOUT_S,
+        tracking={"tracking": {}},
+        tracking_folder=folder,
+    )
 
 
 def finetune(

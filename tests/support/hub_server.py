@@ -5,8 +5,9 @@
         ...
 
 It answers what huggingface_hub asks: repository and revision to commit, the tree, HEAD and GET of
-files (ranges, `X-Repo-Commit`, and the `X-Linked-*` headers of LFS files), the check of a card's metadata
-by the rules in `card_errors`, and the error codes of the real hub. Faults are attributes of the repository that may be changed while the server runs.
+files (ranges, `X-Repo-Commit`, and the `X-Linked-*` headers of LFS files), the check of a card's
+metadata by the rules in `card_errors`, and the error codes of the real hub. Faults are attributes
+of the repository that may be changed while the server runs.
 """
 
 import hashlib
@@ -98,7 +99,8 @@ RESULT_KEYS = {"task": ("type",), "dataset": ("type", "name")}
 def card_errors(card: str) -> str:
     """Return what the hub's documentation of model cards refuses in a card's metadata, a line each.
 
-    Source: the hub's "Model Cards" page and the metadata template of huggingface_hub (`modelcard.md`).
+    Source: the hub's "Model Cards" page and the metadata template of huggingface_hub
+    (`modelcard.md`).
     """
     metadata = yaml.safe_load(card.split("---")[1])
     errors = [

@@ -1,4 +1,6 @@
-"""What the GPU kernels must compute, on any device: by Triton's interpreter on the CPU, compiled on a GPU."""
+"""What the GPU kernels must compute, on any device: by Triton's interpreter on the CPU, compiled on
+a GPU.
+"""
 
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
@@ -10,7 +12,8 @@ ACTIVATIONS = {
     "silu": nn.functional.silu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-# out, in: a whole number of programs, a last one that is not full, more than one nested block; rows that are not whole blocks
+# out, in: a whole number of programs, a last one that is not full, more than one nested block; rows
+# that are not whole blocks
 SHAPES = ((64, 256), (70, 512), (300, 256), (96, 80))
 
 
@@ -34,7 +37,9 @@ def decoded(
 
 
 def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return product and gradients of a gated feed-forward's middle: the kernels', then autograd's in fp32."""
+    """Return product and gradients of a gated feed-forward's middle: the kernels', then autograd's
+    in fp32.
+    """
     draw = torch.Generator().manual_seed(0)
     gate, up, grad = (3 * torch.randn(50, 70, generator=draw).to(device, dtype) for _ in range(3))
     leaves = [x.float().clone().requires_grad_() for x in (gate, up)]
@@ -54,7 +59,9 @@ def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[t
 
 
 def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return queries turned forth by the kernel and by its definition, and turned forth and back."""
+    """Return queries turned forth by the kernel and by its definition, and turned forth and
+    back.
+    """
     draw = torch.Generator().manual_seed(0)
     results = []
     for rows in (1, 2):  # of angles; a second row of tokens takes the first one's

@@ -1,11 +1,13 @@
-"""A Kubernetes whose nodes are this machine: the API that Snakemake's plugin calls, and a process for every pod.
+"""A Kubernetes whose nodes are this machine: the API that Snakemake's plugin calls, and a process
+for every pod.
 
 with running_cluster(tmp_path) as cluster:      # KUBECONFIG=cluster.kubeconfig
     ...
 
-A job is admitted if Kubernetes' own schema knows every field of it and extended resources have limits, as the API server
-demands. Its container's command is then run in a new, empty folder, with the secrets that it names as its variables
-and nothing else of the environment, and its claims as links into the folder. What is not there: containers, images, limits.
+A job is admitted if Kubernetes' own schema knows every field of it and extended resources have
+limits, as the API server demands. Its container's command is then run in a new, empty folder, with
+the secrets that it names as its variables and nothing else of the environment, and its claims as
+links into the folder. What is not there: containers, images, limits.
 """
 
 import base64
@@ -147,7 +149,9 @@ def kill(pod: Pod) -> None:
 def refusal(job: Manifest) -> str | None:
     """Return why an API server would not admit a job; None if it would."""
     try:
-        kubernetes_validate.validate({"apiVersion": "batch/v1", "kind": "Job", **job}, VERSION, strict=True)  # fmt: skip
+        kubernetes_validate.validate(
+            {"apiVersion": "batch/v1", "kind": "Job", **job}, VERSION, strict=True
+        )
     except kubernetes_validate.ValidationError as error:
         return f"{list(error.path)}: {error.message}"
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -216,8 +220,13 @@ class _Handler(BaseHTTPRequestHandler):
         state = {"running": {}} if pod.status is None else {"terminated": {"exitCode": pod.status}}
         name = pod.job["metadata"]["name"]
         status = {
-            "name": "snakemake", "image": pod.container["image"], "imageID": "", "ready": False, "restartCount": 0, "state": state,
-        }  # fmt: skip
+            "name": "snakemake",
+            "image": pod.container["image"],
+            "imageID": "",
+            "ready": False,
+            "restartCount": 0,
+            "state": state,
+        }
         item = {"metadata": {"name": name}, "status": {"containerStatuses": [status]}}
         return {"apiVersion": "v1", "kind": "PodList", "items": [] if pod.lost else [item]}
 

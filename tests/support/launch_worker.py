@@ -1,4 +1,6 @@
-"""A stage for the tests of the launcher, on the command line of all stages: `python -m tests.support.launch_worker <behaviour> <folder>`."""
+"""A stage for the tests of the launcher, on the command line of all stages: `python -m
+tests.support.launch_worker <behaviour> <folder>`.
+"""
 
 import argparse
 import atexit
@@ -66,7 +68,9 @@ def be_defect(folder: Path) -> None:
 
 
 class ToldToEndError(RuntimeError):
-    """Its message is asked for when torchrun's file is written: the signal of the launcher comes at that moment."""
+    """Its message is asked for when torchrun's file is written: the signal of the launcher comes at
+    that moment.
+    """
 
     def __str__(self) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -90,7 +94,9 @@ def fail(action: Callable[[Path], None], folder: Path) -> None:
 
 
 def stop_in(phase: str, rank: int, base: Path) -> None:
-    """Load a model and measure its held-out loss, until process 1 is stopped in the middle of one of them."""
+    """Load a model and measure its held-out loss, until process 1 is stopped in the middle of one
+    of them.
+    """
     from tests.support.finished import PLAN
     from tests.support.models import random_store
     from workflow.lib.settings.config import RunConfig
@@ -112,8 +118,13 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
         )  # fmt: skip
         pulse.phase("held-out loss", least_s=600)
         heldout = HeldOut(
-            random_store(rows=4, seq_len=17), every=1, num_steps=1, at_most=None, seed=0, micro_batch_size=1
-        )  # fmt: skip
+            random_store(rows=4, seq_len=17),
+            every=1,
+            num_steps=1,
+            at_most=None,
+            seed=0,
+            micro_batch_size=1,
+        )
         heldout.loss(model.training, world=world, moved=stop)
 
 
@@ -145,7 +156,9 @@ def miss_a_step(rank: int, action: Callable[[], None], *, device: str) -> None:
 
 
 def fail_beside_a_collective(rank: int, folder: Path, *, device: str) -> None:
-    """Process 1 fails where the other waits for it, and all that tidies up waits too: NCCL's groups, and Python's exit."""
+    """Process 1 fails where the other waits for it, and all that tidies up waits too: NCCL's
+    groups, and Python's exit.
+    """
     torch.distributed.destroy_process_group = oversleep
     atexit.register(oversleep)
     with process_group(device, timeout_s=LONG_S) as world:

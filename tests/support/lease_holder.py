@@ -1,6 +1,8 @@
-"""A job for the tests of leases: `python -m tests.support.lease_holder LOCKS COUNT JOURNAL [SECONDS]`, on eight made-up cards.
+"""A job for the tests of leases: `python -m tests.support.lease_holder LOCKS COUNT JOURNAL
+[SECONDS]`, on eight made-up cards.
 
-It leases, writes `+ <its process id> <cards>` to the journal, works for a while, and writes `- ...`.
+It leases, writes `+ <its process id> <cards>` to the journal, works for a while, and writes `-
+...`.
 """
 
 import os

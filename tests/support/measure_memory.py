@@ -1,8 +1,11 @@
-"""Peak memory of data preparation against the size of its file: the stage in processes of its own, watched from outside.
+"""Peak memory of data preparation against the size of its file: the stage in processes of its own,
+watched from outside.
 
-Not collected by pytest. A file of chat messages with drawn words is written line by line, the stage runs on it, and the proportional set
-sizes of all its processes are added up some times a second: all of them, and the part that is no mapped file, which the system cannot
-take back. `python -m tests.support.measure_memory --megabytes 64 128 256 [--row-words 300 | --token-rows] [--processes N]`; rows of token ids
+Not collected by pytest. A file of chat messages with drawn words is written line by line, the stage
+runs on it, and the proportional set
+sizes of all its processes are added up some times a second: all of them, and the part that is no
+mapped file, which the system cannot take back. `python -m tests.support.measure_memory --megabytes
+64 128 256 [--row-words 300 | --token-rows] [--processes N]`; rows of token ids
 take a fifth of the time, and about 195 bytes each: they show what a row costs.
 """
 
@@ -44,7 +47,9 @@ def write_messages(path: Path, *, size: int, row_words: int) -> int:
 
 
 def write_token_rows(path: Path, *, size: int) -> int:
-    """Write at least `size` bytes of rows of 16 to 55 drawn token ids, of which 2% repeat another; return how many."""
+    """Write at least `size` bytes of rows of 16 to 55 drawn token ids, of which 2% repeat another;
+    return how many.
+    """
     draw, rows, written = np.random.default_rng(0), 0, 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:
@@ -57,7 +62,9 @@ def write_token_rows(path: Path, *, size: int) -> int:
 
 
 def proportional_bytes(process: psutil.Process) -> tuple[int, int]:
-    """Return the proportional set size of a process and its children: all of it, and what is no file."""
+    """Return the proportional set size of a process and its children: all of it, and what is no
+    file.
+    """
     total, anonymous = 0, 0
     for one in [process, *process.children(recursive=True)]:
         try:
@@ -89,7 +96,9 @@ def peak_of(command: list[str]) -> tuple[int, int]:
 def measure(
     folder: Path, *, size: int, row_words: int | None, processes: int
 ) -> tuple[int, int, int]:
-    """Return rows, and the peaks of preparing a file of `size` bytes; `row_words` None = rows of token ids."""
+    """Return rows, and the peaks of preparing a file of `size` bytes; `row_words` None = rows of
+    token ids.
+    """
     data = folder / "rows.jsonl"
     settings = DataConfig(train=str(data), heldout=None, heldout_share=0.01, seq_len=SEQ_LEN)
     if row_words is None:
@@ -123,7 +132,8 @@ def main() -> None:
             )
         points.append((rows, total, anonymous))
         print(
-            f"{megabytes} MiB, {rows} rows, {time.monotonic() - began:.0f} s: peak {total / 2**20:.0f} MiB, "
+            f"{megabytes} MiB, {rows} rows, {time.monotonic() - began:.0f} s: peak "
+            f"{total / 2**20:.0f} MiB, "
             f"of it no file {anonymous / 2**20:.0f} MiB",
             flush=True,
         )

@@ -1,11 +1,14 @@
-"""Rows per second from a raw JSON Lines file to packed training rows: this workflow, TRL and axolotl, side by side.
+"""Rows per second from a raw JSON Lines file to packed training rows: this workflow, TRL and
+axolotl, side by side.
 
-Not collected by pytest. All read the same file of chat messages, use the same tokenizer and chat template, mask
-all but the assistant's turns, pack, and write their result to disk, on the same number of
-processes. axolotl writes its documents and decides which go together; its rows are put together while it trains, which is not timed.
-Imports are not timed, everything from opening the file on is; the repetitions alternate, so a change
-of the machine's load meets all; processor seconds of all processes are shown too, which feel that load less. TRL and axolotl live in
-environments of their own: `python -m tests.support.measure_tokenization --trl PYTHON --axolotl PYTHON [--copies N] [--repeat N]`.
+Not collected by pytest. All read the same file of chat messages, use the same tokenizer and chat
+template, mask all but the assistant's turns, pack, and write their result to disk, on the same
+number of processes. axolotl writes its documents and decides which go together; its rows are put
+together while it trains, which is not timed. Imports are not timed, everything from opening the
+file on is; the repetitions alternate, so a change of the machine's load meets all; processor
+seconds of all processes are shown too, which feel that load less. TRL and axolotl live in
+environments of their own: `python -m tests.support.measure_tokenization --trl PYTHON --axolotl
+PYTHON [--copies N] [--repeat N]`.
 """
 
 import argparse
@@ -27,7 +30,9 @@ SEQ_LEN = 1024
 
 
 def write_messages(source: Path, target: Path, *, copies: int) -> int:
-    """Write the pairs of `source` as conversations, `copies` times with their words in new orders; return the count."""
+    """Write the pairs of `source` as conversations, `copies` times with their words in new orders;
+    return the count.
+    """
     pairs = [
         json.loads(line) for line in gzip.decompress(source.read_bytes()).decode().splitlines()
     ]
@@ -47,7 +52,9 @@ def write_messages(source: Path, target: Path, *, copies: int) -> int:
 
 
 class Clock:
-    """Adds up the seconds inside it: by the wall, and of the processors of this process and its ended children."""
+    """Adds up the seconds inside it: by the wall, and of the processors of this process and its
+    ended children.
+    """
 
     def __init__(self) -> None:
         self.wall = self.processors = 0.0
@@ -185,7 +192,9 @@ TIMED = {"ours": time_ours, "trl": time_trl, "axolotl": time_axolotl}
 
 
 def measure(name: str, python: str, data: Path, processes: int) -> tuple[float, float]:
-    """Time one preparation in a fresh process with fresh caches; return wall and processor seconds."""
+    """Time one preparation in a fresh process with fresh caches; return wall and processor
+    seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         caches = {"HF_HOME": folder, "HF_DATASETS_CACHE": folder, "HF_HUB_OFFLINE": "1"}
         caches |= {"AXOLOTL_IS_PREPROCESS": "1", "AXOLOTL_DO_NOT_TRACK": "1"}

@@ -1,6 +1,8 @@
-"""What was measured on GPUs (`tests/gpu/measurements`) beside what is predicted for it, as rows and as a table.
+"""What was measured on GPUs (`tests/gpu/measurements`) beside what is predicted for it, as rows and
+as a table.
 
-`python -m tests.support.measurements` writes the table of memory anew into workflow/docs/memory-model.md.
+`python -m tests.support.measurements` writes the table of memory anew into
+workflow/docs/memory-model.md.
 """
 
 import json
@@ -25,19 +27,23 @@ from workflow.lib.system.units import GIB
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "memory-model.md"
 MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
-# These measured an engine that has changed since: the loss held its rows' gradient until the next loss was there
-# (595691e), embedding rows did not come with the batch, fused feed-forwards did not compute in place (b6da1de), and a chunk
-# of the loss had 1,024 rows whatever the vocabulary (5aedd46). Of activations on the host one less was on the device.
+# These measured an engine that has changed since: the loss held its rows' gradient until the next
+# loss was there (595691e), embedding rows did not come with the batch, fused feed-forwards did not
+# compute in place (b6da1de), and a chunk of the loss had 1,024 rows whatever the vocabulary
+# (5aedd46). Of activations on the host one less was on the device.
 BEFORE = {"3111dfe", "7c13ebf"}
-# Fused layers are today's since these: queries, keys and values became one node, and what a norm has made is not kept (892fd18).
+# Fused layers are today's since these: queries, keys and values became one node, and what a norm
+# has made is not kept (892fd18).
 FUSED_AS_NOW = {"b5887f2", "e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
-# An adapter's part of a value is made before the frozen weight is decoded since 7b93d26; before, the weight came first.
+# An adapter's part of a value is made before the frozen weight is decoded since 7b93d26; before,
+# the weight came first.
 VALUES_FIRST = {"e6a3b18", "b5887f2", "e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 # AdamW's moments are made before the first step in these; before, in the first update.
 MOMENTS_AT_ONCE = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 
-# What the allocator reserves depends on what the process has done before. Measured after other cases, these reserved 20% and 8% more than
-# the replay; measured again, first in their processes, 2% more and 0.5% less. The lines of then are left out.
+# What the allocator reserves depends on what the process has done before. Measured after other
+# cases, these reserved 20% and 8% more than the replay; measured again, first in their processes,
+# 2% more and 0.5% less. The lines of then are left out.
 ALONE = {"1b_eager", "70b_rank_64"}
 AFTER_OTHERS = "7c13ebf"
 
@@ -73,7 +79,9 @@ class Row:
 
 def rows() -> list[Row]:
     """Return all measurements of our engine's memory that say what the engine of today does."""
-    lines = [json.loads(x) for p in sorted(FOLDER.glob("*.jsonl")) for x in p.read_text().splitlines()]  # fmt: skip
+    lines = [
+        json.loads(x) for p in sorted(FOLDER.glob("*.jsonl")) for x in p.read_text().splitlines()
+    ]
     return [_row(line) for line in lines if _counts(line)]
 
 
@@ -117,7 +125,9 @@ def _row(line: dict[str, Any]) -> Row:
 
 
 def hold_gradient_of_loss(tape: Tape) -> None:
-    """Have the gradient of the loss's rows held until the next backward or the optimizer's step begins."""
+    """Have the gradient of the loss's rows held until the next backward or the optimizer's step
+    begins.
+    """
     events: list[int | str] = []
     phase, of_loss, held = "", set[int](), []
     for event in tape.events:
@@ -153,7 +163,11 @@ def decode_weights_first(tape: Tape) -> None:
 
 def make_moments_late(tape: Tape) -> None:
     """Have AdamW's moments made as the first update begins."""
-    moments = [e for e in tape.events if not isinstance(e, str) and e >= 0 and tape.terms[e] == "adam_moments"]  # fmt: skip
+    moments = [
+        e
+        for e in tape.events
+        if not isinstance(e, str) and e >= 0 and tape.terms[e] == "adam_moments"
+    ]
     made = set(moments)
     others = [event for event in tape.events if event not in made]
     place = others.index("optimizer_step") + 1
@@ -161,7 +175,9 @@ def make_moments_late(tape: Tape) -> None:
 
 
 def free_rows_when_embedded(tape: Tape, *, num_bytes: int) -> None:
-    """Have the embedding rows of a batch, of `num_bytes`, released when the embedding has run on them."""
+    """Have the embedding rows of a batch, of `num_bytes`, released when the embedding has run on
+    them.
+    """
     events: list[int | str] = []
     rows, early = -1, set[int]()
     for event in tape.events:
@@ -184,7 +200,8 @@ def table(found: list[Row]) -> str:
     lines = [
         _summary(found),
         "",
-        "| case | GPUs | model | B x S | allocated GiB | replay | closed form | reserved GiB | replay | peak in |",
+        "| case | GPUs | model | B x S | allocated GiB | replay | closed form | reserved GiB | "
+        "replay | peak in |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [

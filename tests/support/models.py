@@ -72,13 +72,23 @@ def tiny_llama(
 
 
 def tiny_gemma2(folder: Path, **changes: Any) -> Path:
-    """Save a random Gemma 2 of 3 layers, windows shorter than rows, to `folder`; return `folder`."""
+    """Save a random Gemma 2 of 3 layers, windows shorter than rows, to `folder`; return
+    `folder`.
+    """
     torch.manual_seed(0)
     settings = {
-        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 101, "max_position_embeddings": 512,
-        "query_pre_attn_scalar": 32, "sliding_window": 7, "pad_token_id": 0,
-    }  # fmt: skip
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 101,
+        "max_position_embeddings": 512,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+    }
     model = Gemma2ForCausalLM(Gemma2Config(**(settings | changes)))
     model.save_pretrained(folder)
     return folder
@@ -99,7 +109,9 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
 
 
 def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForTraining:
-    """Build the training module of an NF4 folder on one process, without sharding, as `setup` does."""
+    """Build the training module of an NF4 folder on one process, without sharding, as `setup`
+    does.
+    """
     model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
     training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
     materialize_(training, transformers_model=model, device=torch.device("cpu"))
@@ -109,7 +121,9 @@ def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForT
 
 
 def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
-    """Return packed random rows: 1 to 4 documents a row, a padding tail in some, half of the tokens trained; 3 held-out documents."""
+    """Return packed random rows: 1 to 4 documents a row, a padding tail in some, half of the tokens
+    trained; 3 held-out documents.
+    """
     draw = np.random.default_rng(seed)
     ids = draw.integers(0, VOCAB, size=(rows, seq_len), dtype=np.uint32)
     positions = np.empty((rows, seq_len), dtype=np.int32)
@@ -136,7 +150,9 @@ def random_store(*, rows: int, seq_len: int, seed: int = 0) -> TokenStore:
 def nf4_linear(
     folder: Path, weight: torch.Tensor, *, bias: torch.Tensor | None = None, **settings: Any
 ) -> NF4Linear:
-    """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as the engine does."""
+    """Quantize `weight` (out, in), write it as a checkpoint to `folder`, and load it from there as
+    the engine does.
+    """
     parts = quantize_tensor(weight, QuantizeConfig(**settings), device=torch.device("cpu"))
     stored = {f"linear.{suffix}": part for suffix, part in parts.items()}
     if bias is not None:
@@ -168,7 +184,9 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def decoded_by_hand(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """Return the NF4 weights that bitsandbytes' quantization made, in fp32: code times scale, block after block (QLoRA, eq. 4 and 5)."""
+    """Return the NF4 weights that bitsandbytes' quantization made, in fp32: code times scale, block
+    after block (QLoRA, eq. 4 and 5).
+    """
     nibbles = torch.stack((packed.flatten() >> 4, packed.flatten() & 15), dim=1).flatten()
     count, scales = math.prod(state.shape), state.absmax
     if state.nested:

@@ -82,7 +82,9 @@ def llama_405b() -> ModelShape:
 
 
 def setup(**changes: Any) -> Setup:
-    """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash attention."""
+    """Two processes, one row of 2,048 tokens, rank 16 on all linears, bf16, recomputation, flash
+    attention.
+    """
     settings: dict[str, Any] = {
         "processes": 2,
         "micro_batch_size": 1,
@@ -179,7 +181,11 @@ def manifest(**changes: Any) -> dict[str, Any]:
 SMALL_DOCUMENT: dict[str, Any] = {
     "verdict": "fits",
     "plan": {
-        "device": "cpu", "processes": 2, "micro_batch_size": 2, "accumulation_steps": 1, "num_steps": 6,
+        "device": "cpu",
+        "processes": 2,
+        "micro_batch_size": 2,
+        "accumulation_steps": 1,
+        "num_steps": 6,
         "compute_dtype": "float32",
     },
     "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
@@ -198,10 +204,24 @@ SMALL_DOCUMENT: dict[str, Any] = {
     "disk_free_bytes": 2**34,
     "time": {"step_s": None, "basis": "unknown device"},
     "candidates": [
-        {"micro_batch_size": 1, "recomputation": "all layers", "why": "slower", "peak_bytes": 3 * 2**29, "fits": True, "relative_time": 1.1},
-        {"micro_batch_size": 2, "recomputation": "all layers", "why": "chosen", "peak_bytes": 2**31, "fits": True, "relative_time": 1.0},
+        {
+            "micro_batch_size": 1,
+            "recomputation": "all layers",
+            "why": "slower",
+            "peak_bytes": 3 * 2**29,
+            "fits": True,
+            "relative_time": 1.1,
+        },
+        {
+            "micro_batch_size": 2,
+            "recomputation": "all layers",
+            "why": "chosen",
+            "peak_bytes": 2**31,
+            "fits": True,
+            "relative_time": 1.0,
+        },
     ],
-}  # fmt: skip
+}
 
 
 def num_calls(do: Callable[[], object]) -> int:

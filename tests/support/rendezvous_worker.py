@@ -1,4 +1,6 @@
-"""A worker that opens a run's process group and writes down who listens where: `python -m tests.support.rendezvous_worker FOLDER`."""
+"""A worker that opens a run's process group and writes down who listens where: `python -m
+tests.support.rendezvous_worker FOLDER`.
+"""
 
 import json
 import sys

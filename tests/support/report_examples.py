@@ -6,7 +6,10 @@ from typing import Any
 
 from workflow.lib.system.files import read_json, write_json, write_jsonl
 
-HOSTILE = "<script>alert('x')</script></script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m \u202eabc & \"q\" {{ 7*7 }} <!--"
+HOSTILE = (
+    "<script>alert('x')</script></script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m "
+    '\u202eabc & "q" {{ 7*7 }} <!--'
+)
 GIB = 2**30
 
 
@@ -221,7 +224,10 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
         "samples": [
             {
                 "document": number,
-                "prompt": f"Write the docstring of this function.\n\ndef sort_{number}(values, *, reverse=False):\n    return sorted(values, reverse=reverse)",
+                "prompt": (
+                    f"Write the docstring of this function.\n\ndef sort_{number}(values, *, "
+                    "reverse=False):\n    return sorted(values, reverse=reverse)"
+                ),
                 "reference": "Return a new sorted list from the items in values.",
                 "answer": answers[subject],
                 "drawn": None,

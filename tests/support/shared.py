@@ -1,4 +1,6 @@
-"""What the processes of a test session share: what one of them makes for all, and the ports of this machine."""
+"""What the processes of a test session share: what one of them makes for all, and the ports of this
+machine.
+"""
 
 import os
 import socket
@@ -19,9 +21,11 @@ def current_test() -> str:
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Return `folder`, made by the first process of the session that asks for it. Never change what is there.
+    """Return `folder`, made by the first process of the session that asks for it. Never change what
+    is there.
 
-    The test for which it could not be made shows the cause. Every other that asks fails at once and names that test.
+    The test for which it could not be made shows the cause. Every other that asks fails at once and
+    names that test.
     """
     made, failed = (folder.with_name(f"{folder.name}.{end}") for end in ("made", "failed"))
     lock = folder.with_name(f"{folder.name}.lock")
@@ -39,10 +43,12 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def reserved_ports(count: int, among: Iterable[int] | None = None) -> Iterator[list[int]]:
-    """Yield ports of this machine, of `among` if given, that nobody gets within the block but a server that is told them.
+    """Yield ports of this machine, of `among` if given, that nobody gets within the block but a
+    server that is told them.
 
-    They stay bound. The server has to set SO_REUSEADDR, as torch's and Slurm's do: then it may listen at a port
-    to which others are bound with that option and where nobody listens (socket(7)).
+    They stay bound. The server has to set SO_REUSEADDR, as torch's and Slurm's do: then it may
+    listen at a port to which others are bound with that option and where nobody listens
+    (socket(7)).
     """
     candidates = iter(among) if among is not None else iter([0] * count)
     with ExitStack() as stack:

@@ -1,11 +1,13 @@
-"""A real Slurm on this machine: a controller and several node daemons, started and ended by their process ids.
+"""A real Slurm on this machine: a controller and several node daemons, started and ended by their
+process ids.
 
 with running_cluster(tmp_path, nodes=2) as cluster:
     job = cluster.wait_for_job("finetune")      # its id, once it runs
     cluster.cut_power(job)                      # its node is gone, and all that runs there
 
-It needs root, Debian's packages `slurm-wlm` and `munge`, and an /etc/slurm without a configuration: Snakemake's plugin
-takes the variables of Slurm, SLURM_CONF too, from its jobs. Without accounting, as small clusters are.
+It needs root, Debian's packages `slurm-wlm` and `munge`, and an /etc/slurm without a configuration:
+Snakemake's plugin takes the variables of Slurm, SLURM_CONF too, from its jobs. Without accounting,
+as small clusters are.
 """
 
 import os
@@ -100,7 +102,9 @@ class Cluster:
             time.sleep(0.3)
 
     def preempt(self, job: str) -> None:
-        """Take a job's nodes for an urgent one that ends at once; the job is queued again, without its usual wait."""
+        """Take a job's nodes for an urgent one that ends at once; the job is queued again, without
+        its usual wait.
+        """
         before = int(self.facts(job)["Restarts"])
         places = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
         self.ask("sbatch", "--wait", *places, "--wrap=true")
@@ -112,7 +116,9 @@ class Cluster:
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def cut_power(self, job: str) -> None:
-        """Kill the node that a job runs on, daemon and processes; return when the controller has noticed."""
+        """Kill the node that a job runs on, daemon and processes; return when the controller has
+        noticed.
+        """
         node = self.facts(job)["NodeList"]
         before = int(self.facts(job)["Restarts"])
         for victim in [self.daemons[node], *_steps(job)]:
@@ -129,7 +135,9 @@ class Cluster:
 
 @contextmanager
 def running_cluster(folder: Path, *, nodes: int) -> Iterator[Cluster]:
-    """Start a cluster with two made-up GPUs a node in a partition `normal`, and one `urgent` that preempts it."""
+    """Start a cluster with two made-up GPUs a node in a partition `normal`, and one `urgent` that
+    preempts it.
+    """
     folder.mkdir(parents=True)
     ETC.mkdir(exist_ok=True)
     names = [f"n{number}" for number in range(1, nodes + 1)]
@@ -163,7 +171,8 @@ def _write_configuration(folder: Path, names: list[str], ports: list[int]) -> No
         for number in range(2):
             os.mknod(folder / f"gpu-{name}-{number}", 0o020666, os.makedev(1, 3))  # like /dev/null
         lines.append(
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=64000 Gres=gpu:2\n"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 "
+            "RealMemory=64000 Gres=gpu:2\n"
         )
         cards.append(f"NodeName={name} Name=gpu File={folder}/gpu-{name}-[0-1]\n")
     (folder / "slurm.conf").write_text("".join(lines))
@@ -179,7 +188,9 @@ def _daemon(path: Path) -> psutil.Process:
 
 
 def _end(daemons: list[psutil.Process]) -> None:
-    """End the daemons, and the jobs, which outlive them: the only ones here, as /etc/slurm had no other cluster."""
+    """End the daemons, and the jobs, which outlive them: the only ones here, as /etc/slurm had no
+    other cluster.
+    """
     ours = [*daemons, *_steps("")]
     for process in ours:
         with suppress(psutil.NoSuchProcess):
@@ -188,7 +199,9 @@ def _end(daemons: list[psutil.Process]) -> None:
 
 
 def _steps(job: str) -> list[psutil.Process]:
-    """Return the processes that stand for a job's steps on a node, and all below them; of every job for ""."""
+    """Return the processes that stand for a job's steps on a node, and all below them; of every job
+    for "".
+    """
     found: list[psutil.Process] = []
     mark = f"slurmstepd: [{job}." if job else "slurmstepd: ["
     for process in psutil.process_iter(["cmdline"]):

@@ -37,9 +37,21 @@ def test_shared_fixture_that_fails_shows_its_cause_once(tmp_path: Path) -> None:
     """The other tests that need it name the first, in a line."""
     (tmp_path / "test_it.py").write_text(SUITE)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "test_it.py"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.conftest",
+            "-p",
+            "no:cacheprovider",
+            "test_it.py",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert "4 errors" in done.stdout
     assert done.stdout.count("E       OSError: the cause") == 1
     assert done.stdout.count("\ntried\n") == 1

@@ -30,7 +30,8 @@ TEXTS = (
 def tiny_tokenizer(
     folder: Path, *, chat_template: bool = True, pad: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of `VOCAB_SIZE` tokens, save it to `folder`, and return it as loaded there.
+    """Train a byte-level BPE of `VOCAB_SIZE` tokens, save it to `folder`, and return it as loaded
+    there.
 
     Its chat template marks assistant turns, their end token included, with `{% generation %}`.
     """

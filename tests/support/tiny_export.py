@@ -1,6 +1,8 @@
-"""What the evaluation reads, tiny and random: an NF4 base with its tokenizer, an adapter, a tokens folder.
+"""What the evaluation reads, tiny and random: an NF4 base with its tokenizer, an adapter, a tokens
+folder.
 
-Made with stock Transformers, bitsandbytes and PEFT, so tests of the reload have another origin than it.
+Made with stock Transformers, bitsandbytes and PEFT, so tests of the reload have another origin than
+it.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ LONGEST = 41  # tokens of a document at most
 
 
 def tiny_base(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Save a random 2-layer Llama as a double-quantized NF4 checkpoint stored in `dtype`; return it as quantized."""
+    """Save a random 2-layer Llama as a double-quantized NF4 checkpoint stored in `dtype`; return it
+    as quantized.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -79,7 +83,9 @@ def tiny_merged(base: Path, adapter: Path, folder: Path) -> None:
 
 
 def random_documents(count: int, *, seed: int = 0, shortest: int = 3) -> list[Document]:
-    """Return documents of random length, ids and masks; the first token of one is never trained, the last always."""
+    """Return documents of random length, ids and masks; the first token of one is never trained,
+    the last always.
+    """
     generator = np.random.default_rng(seed)
     documents = []
     for _ in range(count):

@@ -1,4 +1,6 @@
-"""A place to run the stage `tokenize_dataset` in, with good data to begin with, and what its tests look at."""
+"""A place to run the stage `tokenize_dataset` in, with good data to begin with, and what its tests
+look at.
+"""
 
 import json
 import sys

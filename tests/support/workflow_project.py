@@ -1,4 +1,5 @@
-"""A temporary project of the real Snakefile: a random model, a few rows, and Snakemake as a user starts it.
+"""A temporary project of the real Snakefile: a random model, a few rows, and Snakemake as a user
+starts it.
 
 project = make_project(tmp_path)
 project.edit({"lora": {"r": 8}})
@@ -208,7 +209,9 @@ def kill_all(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def make_project(root: Path, **changes: Any) -> Project:
-    """Write a tiny model with its tokenizer, 60 training and 12 held-out rows, and `config.yaml`."""
+    """Write a tiny model with its tokenizer, 60 training and 12 held-out rows, and
+    `config.yaml`.
+    """
     tiny_llama(root / "model", vocab_size=VOCAB_SIZE)
     tiny_tokenizer(root / "model")
     write_rows(root / "data" / "train.jsonl", first=0, rows=60)

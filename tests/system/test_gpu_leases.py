@@ -63,7 +63,9 @@ def test_no_card_is_ever_leased_twice(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def full_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Five jobs of two cards each on a host with eight; one of those that got cards is killed in time."""
+    """Five jobs of two cards each on a host with eight; one of those that got cards is killed in
+    time.
+    """
     folder = tmp_path_factory.mktemp("leases")
     jobs = {job.pid: job for job in (start_holder(folder, 2, seconds=600) for _ in range(5))}
     wait_for(folder, NUM_CARDS // 2)
@@ -151,8 +153,12 @@ def test_job_without_gpus_sees_none() -> None:
     lease_gpus = [sys.executable, "-m", "workflow.scripts.lease_gpus", "--count", "0", "--"]
     shown = subprocess.run(
         [*lease_gpus, "sh", "-c", "echo :$CUDA_VISIBLE_DEVICES: $1", "sh", "a b; c"],
-        cwd=REPOSITORY, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert shown.stdout == ":: a b; c\n"
 
 
@@ -163,7 +169,9 @@ DRIVER = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}
 def test_jobs_get_the_share_of_the_cores_that_belongs_to_their_gpus(
     tmp_path: Path, all_cores: int, of_one: str, of_two: str
 ) -> None:
-    """Of eight cards, so that as many jobs run at once as there are cards for; never less than a core a card."""
+    """Of eight cards, so that as many jobs run at once as there are cards for; never less than a
+    core a card.
+    """
     project = replace(make_project(tmp_path, hardware={"gpus": 2}), environment=DRIVER)
     done = project.run("--cores", str(all_cores), "--dry-run", "train")
     threads = {

@@ -1,4 +1,6 @@
-"""The table of GPUs: what people write finds one, and what they mistype is answered with what is near."""
+"""The table of GPUs: what people write finds one, and what they mistype is answered with what is
+near.
+"""
 
 import pytest
 

@@ -46,12 +46,17 @@ def launch_on_two_nodes(*arguments: str, processes: int, log: Path) -> list[int]
 
 
 def launch_at(port: int, *arguments: str, processes: int, log: Path) -> list[int]:
-    """Start `tests.support.launch_worker` as a stage on two nodes, which share the log; return the launchers' exit status."""
+    """Start `tests.support.launch_worker` as a stage on two nodes, which share the log; return the
+    launchers' exit status.
+    """
     program = (
-        "import os; from workflow.lib.training.launch import launch_workers; from workflow.lib.system.nodes import find_place;"
+        "import os; from workflow.lib.training.launch import launch_workers; from "
+        "workflow.lib.system.nodes import find_place;"
         "from workflow.scripts.command import run, stage_parser;"
-        f"work = lambda args: launch_workers('tests.support.launch_worker', {[*arguments, '--log', str(log)]!r}, processes={processes}, "
-        "place=find_place(2, os.environ)); run(work, stage_parser('', config_required=False), locks_itself=True)"
+        "work = lambda args: launch_workers('tests.support.launch_worker', "
+        f"{[*arguments, '--log', str(log)]!r}, processes={processes}, "
+        "place=find_place(2, os.environ)); run(work, stage_parser('', config_required=False), "
+        "locks_itself=True)"
     )
     step = STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(port - FIRST_PORT)}
     root = Path(__file__).resolve().parents[2]
@@ -80,7 +85,9 @@ def test_launchers_of_two_nodes_start_one_world(tmp_path: Path) -> None:
 def test_cause_is_told_of_the_node_where_it_happened(
     tmp_path: Path, behaviour: str, cause: str
 ) -> None:
-    """The other node says that it lost a process, or waits for one; it does not blame a process of its own."""
+    """The other node says that it lost a process, or waits for one; it does not blame a process of
+    its own.
+    """
     log = tmp_path / "stage.log"
     assert launch_on_two_nodes(behaviour, str(tmp_path), processes=2, log=log) == [1, 1]
     (told,) = failure_causes(tmp_path, since=0)

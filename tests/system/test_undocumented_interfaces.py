@@ -1,4 +1,6 @@
-"""The one list of undocumented names: the installed packages have them, the design lists them, and a lack is said clearly."""
+"""The one list of undocumented names: the installed packages have them, the design lists them, and
+a lack is said clearly.
+"""
 
 import re
 from importlib.metadata import version
@@ -41,7 +43,8 @@ def test_release_that_lacks_a_name_is_refused(
 ) -> None:
     monkeypatch.setattr(undocumented_interfaces, "INTERFACES", (*INTERFACES, lacking))
     expected = (
-        f"torch {version('torch')} has no {lacking.owner_name}.{lacking.name}, which this workflow uses. "
+        f"torch {version('torch')} has no {lacking.owner_name}.{lacking.name}, which this workflow "
+        "uses. "
         "Install the release that envs/pins.txt names."
     )
     with pytest.raises(UserError, match=re.escape(expected)):
@@ -55,7 +58,9 @@ def test_other_packages_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
-    """Whatever is read of other objects by a name with an underscore in front, outside of our own classes."""
+    """Whatever is read of other objects by a name with an underscore in front, outside of our own
+    classes.
+    """
     listed = {used.name for used in INTERFACES}
     own = {"_passed", "_eager"}
     found: dict[str, str] = {}

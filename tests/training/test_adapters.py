@@ -1,6 +1,8 @@
-"""Every kind of adapter against stock PEFT on stock bitsandbytes, over processes that nothing is divisible by, through to the export.
+"""Every kind of adapter against stock PEFT on stock bitsandbytes, over processes that nothing is
+divisible by, through to the export.
 
-Each group of processes trains all kinds one after the other; the reference trains each from the same initial values.
+Each group of processes trains all kinds one after the other; the reference trains each from the
+same initial values.
 """
 
 from pathlib import Path
@@ -58,7 +60,9 @@ def lora(kind: str) -> LoraSettings:
 
 
 def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
-    """Train every kind in this group; leave the sharded adapter and the record of its logits in `folder`."""
+    """Train every kind in this group; leave the sharded adapter and the record of its logits in
+    `folder`.
+    """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {kind: train_one(base, kind, folder / str(n), world) for n, kind in enumerate(KINDS)}
 
@@ -97,7 +101,9 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """The same with `Linear4bit`, PEFT's own layers and one process; from PEFT's own initial values if None."""
+    """The same with `Linear4bit`, PEFT's own layers and one process; from PEFT's own initial values
+    if None.
+    """
     settings = lora(kind)
     model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
     targets = settings.target_modules
@@ -105,11 +111,16 @@ def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dic
     model = get_peft_model(
         model,
         LoraConfig(
-            r=settings.r, lora_alpha=settings.alpha, target_modules=targets, use_rslora=settings.use_rslora,  # type: ignore[arg-type]
-            use_dora=settings.use_dora, rank_pattern=settings.rank_pattern, alpha_pattern=settings.alpha_pattern,
+            r=settings.r,
+            lora_alpha=settings.alpha,
+            target_modules=targets,
+            use_rslora=settings.use_rslora,  # type: ignore[arg-type]
+            use_dora=settings.use_dora,
+            rank_pattern=settings.rank_pattern,
+            alpha_pattern=settings.alpha_pattern,
             task_type="CAUSAL_LM",
         ),
-    )  # fmt: skip
+    )
     assert any(isinstance(m, bnb.nn.Linear4bit) for m in model.modules())
     own = {n: t.clone() for n, t in get_peft_model_state_dict(model).items()}
     params = {
@@ -130,9 +141,11 @@ def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dic
         optimizer.param_groups[0]["lr"] = learning_rate(TRAIN, step=step, num_steps=STEPS)
         rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
         batch = make_batch(
-            store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"), store.loss_mask[rows],
+            store.input_ids[rows].astype("int64"),
+            store.position_ids[rows].astype("int64"),
+            store.loss_mask[rows],
             device=CPU,
-        )  # fmt: skip
+        )
         # Transformers finds the documents by their positions where there is no mask
         logits = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
@@ -237,16 +250,25 @@ def test_merged_weights_are_those_that_peft_merges(
 
 
 def test_dora_with_dropout_is_pefts(folder: Path) -> None:
-    """The same draws on both sides: dropout meets the layers in the same order, on inputs of the same shape."""
+    """The same draws on both sides: dropout meets the layers in the same order, on inputs of the
+    same shape.
+    """
     settings = {"r": 4, "use_dora": True, "dropout": 0.4}
     ours = adapted(folder / "nf4", **settings).train()
     base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
     config = LoraConfig(
-        r=4, lora_alpha=32, lora_dropout=0.4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM"
-    )  # fmt: skip
+        r=4,
+        lora_alpha=32,
+        lora_dropout=0.4,
+        use_dora=True,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     theirs = get_peft_model(base, config).train()
     generator = torch.Generator().manual_seed(1)
-    values = {n: torch.rand(p.shape, generator=generator) for n, p in trainable_parameters(ours).items()}  # fmt: skip
+    values = {
+        n: torch.rand(p.shape, generator=generator) for n, p in trainable_parameters(ours).items()
+    }
     with torch.no_grad():
         for name, param in trainable_parameters(ours).items():
             param.copy_(values[name])
@@ -263,7 +285,9 @@ def test_dora_with_dropout_is_pefts(folder: Path) -> None:
 
 
 def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
-    """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a hundred times the tolerance."""
+    """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a
+    hundred times the tolerance.
+    """
     draw = torch.Generator().manual_seed(0)
     direction = torch.randn(2, 150, 13, generator=draw).bfloat16().requires_grad_()
     factor = torch.rand(13, generator=draw).requires_grad_()
@@ -283,7 +307,9 @@ def test_trace_knows_in_how_many_parts_the_magnitudes_gradient_is_made() -> None
 
 @torch.no_grad()
 def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_path: Path) -> None:
-    """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are multiplied with."""
+    """B is zero, so m / n is 1: the lengths read from the file are those of the weights that are
+    multiplied with.
+    """
     base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
     ours = adapted(base, r=4, use_dora=True)
     theirs = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")

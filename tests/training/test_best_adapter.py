@@ -1,4 +1,6 @@
-"""Held-out loss while training, and the best adapter: equal to the evaluation's own measure, kept through a kill, and exported."""
+"""Held-out loss while training, and the best adapter: equal to the evaluation's own measure, kept
+through a kill, and exported.
+"""
 
 import shutil
 from pathlib import Path

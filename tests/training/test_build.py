@@ -30,7 +30,9 @@ def empty_row(store: TokenStore) -> TokenStore:
 
 
 def checks(base: Path) -> dict[str, Any]:
-    """Build one model in this group; return what the checks say of it and of what is wrong with it."""
+    """Build one model in this group; return what the checks say of it and of what is wrong with
+    it.
+    """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = RunConfig(lora=LoraSettings(r=2, dropout=0.5))
@@ -42,9 +44,13 @@ def checks(base: Path) -> dict[str, Any]:
             p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
         ]
         for name, call in {
-            "empty row": lambda: startup_checks(model, empty_row(random_store(rows=3, seq_len=11)), base, world),
-            "other head": lambda: check_family(other_head(model), random_store(rows=3, seq_len=11), world),
-        }.items():  # fmt: skip
+            "empty row": lambda: startup_checks(
+                model, empty_row(random_store(rows=3, seq_len=11)), base, world
+            ),
+            "other head": lambda: check_family(
+                other_head(model), random_store(rows=3, seq_len=11), world
+            ),
+        }.items():
             try:
                 call()
             except UserError as error:

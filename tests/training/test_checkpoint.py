@@ -1,4 +1,6 @@
-"""Checkpoints: a resumed run is the uninterrupted one; what a kill leaves is never taken for a checkpoint."""
+"""Checkpoints: a resumed run is the uninterrupted one; what a kill leaves is never taken for a
+checkpoint.
+"""
 
 import errno
 import json
@@ -45,8 +47,10 @@ from workflow.lib.training.loop import make_optimizer, steps
 STEPS, SAVED = 5, 3
 CONFIG = RunConfig(
     lora=LoraSettings(r=3, dropout=0.1),
-    train=TrainConfig(epochs=None, max_steps=STEPS, global_batch_size=12, learning_rate=1e-2, weight_decay=0.1),
-)  # fmt: skip
+    train=TrainConfig(
+        epochs=None, max_steps=STEPS, global_batch_size=12, learning_rate=1e-2, weight_decay=0.1
+    ),
+)
 IDENTITY = "0123456789ab-cdef01234567"
 
 
@@ -74,9 +78,16 @@ class Run:
 
     def train(self, *, first: int, last: int = STEPS) -> list[float]:
         loop = steps(
-            self.training, self.optimizer, random_store(rows=13, seq_len=23), self.config.train,
-            first_step=first, num_steps=self.config.train.max_steps, micro_batch_size=1, elapsed_s=0.0, world=self.world,
-        )  # fmt: skip
+            self.training,
+            self.optimizer,
+            random_store(rows=13, seq_len=23),
+            self.config.train,
+            first_step=first,
+            num_steps=self.config.train.max_steps,
+            micro_batch_size=1,
+            elapsed_s=0.0,
+            world=self.world,
+        )
         return [next(loop).loss for _ in range(first, last)]
 
     def resume(self, folder: Path, *, identity: str = IDENTITY) -> Resumed:
@@ -92,7 +103,9 @@ class Run:
 
 
 def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]:
-    """Train without interruption, saving in the midst; then again from the checkpoint, with a new model."""
+    """Train without interruption, saving in the midst; then again from the checkpoint, with a new
+    model.
+    """
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
         run = Run(base, world)
         writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
@@ -105,9 +118,14 @@ def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]
         step = again.resume(folder).step
         resumed = again.state()
         return {
-            "uninterrupted": run.state(), "losses": losses, "step": step, "saved": saved, "resumed": resumed,
-            "late_losses": again.train(first=step), "final": again.state(),
-        }  # fmt: skip
+            "uninterrupted": run.state(),
+            "losses": losses,
+            "step": step,
+            "saved": saved,
+            "resumed": resumed,
+            "late_losses": again.train(first=step),
+            "final": again.state(),
+        }
 
 
 def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
@@ -166,7 +184,9 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: dict[str, Any]) -
 def test_another_number_of_processes_continues_from_the_same_state(
     folder: Path, run: dict[str, Any]
 ) -> None:
-    """What follows differs by the dropout of other processes alone; the state does not differ at all."""
+    """What follows differs by the dropout of other processes alone; the state does not differ at
+    all.
+    """
     other = 2 if run["processes"] == 1 else 1
     results = run_distributed(
         resume_elsewhere, folder / "nf4", run["checkpoints"], world_size=other
@@ -185,7 +205,9 @@ def test_checkpoint_holds_trainable_tensors_alone(run: dict[str, Any]) -> None:
 
 
 def writer_life(base: Path, folder: Path) -> dict[str, Any]:
-    """Save six checkpoints in a row, asking about a stop after each as training does; then damage what is there."""
+    """Save six checkpoints in a row, asking about a stop after each as training does; then damage
+    what is there.
+    """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world)
@@ -374,8 +396,10 @@ def test_run_without_a_whole_checkpoint_begins_anew_and_says_which_were_damaged(
 def test_checkpoint_of_another_run_is_refused(folder: Path, lives: list[dict[str, Any]]) -> None:
     for life in lives:
         assert life["other run"] == (
-            f"checkpoint {step_dir(folder / 'life', 6)} is that of step 6 of {IDENTITY}, this run is another: its "
-            "settings, data or base differ. Move the folder away to continue from the one before it."
+            f"checkpoint {step_dir(folder / 'life', 6)} is that of step 6 of {IDENTITY}, this run "
+            "is another: its "
+            "settings, data or base differ. Move the folder away to continue from the one before "
+            "it."
         )
 
 
@@ -388,7 +412,8 @@ def test_checkpoint_that_cannot_be_written_stops_all_processes_with_the_cause(
 ) -> None:
     for life in lives:
         assert life["unwritable"].startswith(
-            f"the checkpoint after step 7 cannot be written to {folder / 'life' / 'full'} (FileExistsError: "
+            f"the checkpoint after step 7 cannot be written to {folder / 'life' / 'full'} "
+            "(FileExistsError: "
         )
         assert "that of step 6 is kept" in life["unwritable"]
         assert "continues from the last checkpoint" in life["unwritable"]
@@ -458,7 +483,9 @@ def part_of_elastic_run(base: Path, folder: Path, last: int) -> list[float]:
 
 
 def test_losses_of_4_then_2_then_8_processes_are_those_of_4(folder: Path) -> None:
-    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place. No dropout, which is per process."""
+    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place. No dropout,
+    which is per process.
+    """
     undisturbed = run_distributed(
         part_of_elastic_run, folder / "nf4", folder / "four", 6, world_size=4
     )[0]
@@ -554,10 +581,13 @@ def test_pickles_among_the_checkpoints_are_never_read(folder: Path, tmp_path: Pa
 
 
 def test_no_module_reads_pickles() -> None:
-    """torch.load, pickle and torch's distributed checkpoint files, which keep their metadata as a pickle."""
+    """torch.load, pickle and torch's distributed checkpoint files, which keep their metadata as a
+    pickle.
+    """
     root = Path(__file__).parents[2] / "workflow"
     reading = re.compile(
-        r"torch\.load\(|\bpickle\.load|import pickle|allow_pickle=True|FileSystemReader|dcp\.load|joblib"
+        r"torch\.load\(|\bpickle\.load|import "
+        r"pickle|allow_pickle=True|FileSystemReader|dcp\.load|joblib"
     )
     found = [path for path in root.rglob("*.py") if reading.search(path.read_text())]
     assert found == []

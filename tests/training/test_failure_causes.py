@@ -19,28 +19,63 @@ from workflow.lib.training.failure_causes import (
     memory_kills,
 )
 
-# What was raised, as torch, safetensors and the system word it, and the beginning of what the user reads.
+# What was raised, as torch, safetensors and the system word it, and the beginning of what the user
+# reads.
 EXPLAINED = {
     "GPU memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of"),
-    "host memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"), "out of host memory"),
-    "full disk": (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), "the disk is full (metrics.jsonl)"),
-    "full disk under safetensors": (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    "host memory": (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"),
+        "out of host memory",
+    ),
+    "full disk": (
+        OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"),
+        "the disk is full (metrics.jsonl)",
+    ),
+    "full disk under safetensors": (
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+        "the disk is full",
+    ),
     "read-only disk": (OSError(errno.EROFS, "Read-only file system"), "the disk is read-only"),
     "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk quota is used up"),
-    "lost GPU": (RuntimeError("CUDA error: device-side assert triggered"), "the GPU or its driver failed"),
-    "lost GPU under NCCL": (RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG)"), "the GPU or its driver failed"),
-    "GPU memory under NCCL": (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), "out of"),
-    "old driver": (RuntimeError("The NVIDIA driver on your system is too old (found version 11040)."), "this PyTorch does not fit the GPU or its driver (The NVIDIA"),
-    "other GPU": (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "this PyTorch does not fit"),
+    "lost GPU": (
+        RuntimeError("CUDA error: device-side assert triggered"),
+        "the GPU or its driver failed",
+    ),
+    "lost GPU under NCCL": (
+        RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG)"),
+        "the GPU or its driver failed",
+    ),
+    "GPU memory under NCCL": (
+        RuntimeError(
+            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+        "out of",
+    ),
+    "old driver": (
+        RuntimeError("The NVIDIA driver on your system is too old (found version 11040)."),
+        "this PyTorch does not fit the GPU or its driver (The NVIDIA",
+    ),
+    "other GPU": (
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+        "this PyTorch does not fit",
+    ),
     "NCCL": (
-        RuntimeError("NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nsocket: no route to host"),
-        "NCCL, which connects the GPUs, failed (NCCL error in: NCCLUtils.cpp:77, unhandled system error ... socket: no route to host)",
+        RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nsocket: no "
+            "route to host"
+        ),
+        "NCCL, which connects the GPUs, failed (NCCL error in: NCCLUtils.cpp:77, unhandled system "
+        "error ... socket: no route to host)",
     ),
     "shared memory of a container": (
-        RuntimeError("NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nError while creating shared memory segment /dev/shm/nccl-8x (size 9637888), error: No space left on device (28)"),
+        RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:77, unhandled system error\nLast error:\nError while "
+            "creating shared memory segment /dev/shm/nccl-8x (size 9637888), error: No space left "
+            "on device (28)"
+        ),
         "the shared memory of this machine, /dev/shm, is full (NCCL error",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("error", "beginning"), EXPLAINED.values(), ids=EXPLAINED)
@@ -61,7 +96,8 @@ def test_failure_of_the_machine_is_a_message_with_what_to_do(
     [
         "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1234",
         "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error\n"
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+        "exiting prematurely.",
     ],
 )
 def test_lost_peer_is_no_cause(text: str) -> None:

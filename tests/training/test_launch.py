@@ -85,10 +85,12 @@ CAUSES = {
     "lose a peer in 0, kill 1": "killed by SIGKILL",
     "fail with memory": "out of host memory: preflight predicted a peak of",
     "fail with full disk": "the disk is full",
-    "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or its disk failed",
-    "fail with gpu": "the GPU or its driver failed (CUDA error: uncorrectable ECC error encountered)",
-    "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged (first in model.layers.1.mlp, "
-    "forward, rows [3, 8] of the tokens, process 1)",
+    "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or "
+    "its disk failed",
+    "fail with gpu": "the GPU or its driver failed (CUDA error: uncorrectable ECC error "
+    "encountered)",
+    "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged "
+    "(first in model.layers.1.mlp, forward, rows [3, 8] of the tokens, process 1)",
     "fail with a defect": "KeyError: 'a defect'",
     "fail in 1, told to end while it says why": "ToldToEndError: a message that is whole",
     "fail in 1 beside a collective": "KeyError: 'a defect'",
@@ -153,7 +155,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
     base: Path, where: str, phase: str
 ) -> None:
-    """The bound of the phase itself is far away: a process without a sign of life is found before."""
+    """The bound of the phase itself is far away: a process without a sign of life is found
+    before.
+    """
     with pytest.raises(UserError) as caught:
         launch_workers(WORKER, [f"stop in {where}", str(base)], processes=2)
     message = str(caught.value)
@@ -178,7 +182,9 @@ def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
 
 
 def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing() -> None:
-    """A terminal and Snakemake both tell; torchrun would cut the second time short what the first began."""
+    """A terminal and Snakemake both tell; torchrun would cut the second time short what the first
+    began.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
@@ -296,8 +302,13 @@ def test_signal_while_the_folder_is_removed_stops_the_command_afterwards(tempora
 
 
 def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
-    """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock of the run."""
-    script = "from workflow.lib.distributed.world import die_with_parent; die_with_parent(); print('lives')"
+    """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock
+    of the run.
+    """
+    script = (
+        "from workflow.lib.distributed.world import die_with_parent\n"
+        "die_with_parent()\nprint('lives')"
+    )
     for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
         environment = os.environ | {LAUNCHER_VARIABLE: str(launcher)}
         assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == status

@@ -1,4 +1,6 @@
-"""The live view shows every logged step once, whatever ended the run before, and sends nothing unasked."""
+"""The live view shows every logged step once, whatever ended the run before, and sends nothing
+unasked.
+"""
 
 import importlib.util
 import json
@@ -133,7 +135,8 @@ from workflow.lib.training.live_view import live_view
 from workflow.lib.settings.tracking import TrackingConfig
 rows = [{"step": step, "loss": 1.0 / step, "elapsed_s": step} for step in range(1, 4)]
 settings = TrackingConfig(tensorboard=False, wandb_project="mine")
-with live_view(settings, folder=Path(sys.argv[1]), run="demo", identity="demo-0", rows=rows[:2], config={"lora": {"r": 4}}) as show:
+run = {"run": "demo", "identity": "demo-0", "config": {"lora": {"r": 4}}}
+with live_view(settings, folder=Path(sys.argv[1]), rows=rows[:2], **run) as show:
     show(rows[2])
 """
 

@@ -1,4 +1,6 @@
-"""The loop: the same run for any number of processes and any split into micro-batches; packing, clipping, what stops it."""
+"""The loop: the same run for any number of processes and any split into micro-batches; packing,
+clipping, what stops it.
+"""
 
 import itertools
 import math
@@ -61,8 +63,9 @@ SHARDED: dict[str, dict[str, Any]] = {
         "fused_layers": True, **STASHED, "offload_activations": 1, "activation_checkpointing": 2,
     },
 }  # fmt: skip
-# fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW divides gradients by
-# their own magnitude, so a rounding error of a gradient near zero moves its weight by a share of the learning rate.
+# fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW
+# divides gradients by their own magnitude, so a rounding error of a gradient near zero moves its
+# weight by a share of the learning rate.
 LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
 LEARNING_RATE = 1e-2
 WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
@@ -88,7 +91,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train_variants(base: Path, variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Train every variant in this group; return losses, norms, the first step's gradients as applied, final weights."""
+    """Train every variant in this group; return losses, norms, the first step's gradients as
+    applied, final weights.
+    """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return {name: train_one(base, changes, world) for name, changes in variants.items()}
 
@@ -107,10 +112,17 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
     )
     metrics = list(
         steps(
-            model.training, optimizer, random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
-            num_steps=STEPS, micro_batch_size=planned["micro_batch_size"], elapsed_s=100.0, world=world,
+            model.training,
+            optimizer,
+            random_store(rows=ROWS, seq_len=SEQ_LEN),
+            config.train,
+            first_step=0,
+            num_steps=STEPS,
+            micro_batch_size=planned["micro_batch_size"],
+            elapsed_s=100.0,
+            world=world,
         )
-    )  # fmt: skip
+    )
     return {
         "metrics": metrics,
         "losses": [m.loss for m in metrics],
@@ -206,7 +218,9 @@ def test_fused_layers_train_the_same_run(single: dict[str, Any]) -> None:
 
 
 def test_fused_layers_keep_less_for_backward(single: dict[str, Any]) -> None:
-    """At least the activation and the product, fp32 of width 176, of the feed-forwards of three layers."""
+    """At least the activation and the product, fp32 of width 176, of the feed-forwards of three
+    layers.
+    """
     stock, fused = (
         single[name]["host_bytes"]
         for name in ("activations offloaded", "fused, activations offloaded")
@@ -269,8 +283,16 @@ def test_metrics_count_steps_tokens_and_time(single: dict[str, Any]) -> None:
         "resident memory of a Python process with torch"
     )
     assert set(metrics[0].as_dict()) == {
-        "step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens", "tokens_per_s", "peak_bytes", "elapsed_s",
-    }  # fmt: skip
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "trained_tokens",
+        "tokens",
+        "tokens_per_s",
+        "peak_bytes",
+        "elapsed_s",
+    }
 
 
 def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(
@@ -291,9 +313,11 @@ def test_first_loss_is_the_mean_over_trained_tokens_of_all_rows(
 @torch.no_grad()
 def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> torch.Tensor:
     batch = make_batch(
-        store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"), store.loss_mask[rows],
+        store.input_ids[rows].astype("int64"),
+        store.position_ids[rows].astype("int64"),
+        store.loss_mask[rows],
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     loss: torch.Tensor = training(
         batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
     )
@@ -301,7 +325,9 @@ def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> t
 
 
 def unpacked(store: TokenStore, row: int) -> TokenStore:
-    """Return a store with one row per document of a packed row, padded at the end as `token_writer.write_train` does."""
+    """Return a store with one row per document of a packed row, padded at the end as
+    `token_writer.write_train` does.
+    """
     seq_len = store.seq_len
     starts = [*np.flatnonzero(store.position_ids[row] == 0), seq_len]
     arrays = {name: np.zeros((len(starts) - 1, seq_len), dtype=array.dtype) for name, array in (
@@ -314,7 +340,11 @@ def unpacked(store: TokenStore, row: int) -> TokenStore:
         arrays["train.loss_mask.npy"][number, :length] = store.loss_mask[row, start:stop]
         arrays["train.position_ids.npy"][number, :length] = np.arange(length)
         arrays["train.position_ids.npy"][number, length:] = np.arange(seq_len - length)
-    heldout = {"heldout.input_ids.npy": np.zeros(1), "heldout.loss_mask.npy": np.zeros(1), "heldout.offsets.npy": np.array([0, 1])}  # fmt: skip
+    heldout = {
+        "heldout.input_ids.npy": np.zeros(1),
+        "heldout.loss_mask.npy": np.zeros(1),
+        "heldout.offsets.npy": np.array([0, 1]),
+    }
     return TokenStore(manifest={"seq_len": seq_len, "vocab_size": VOCAB}, arrays=arrays | heldout)
 
 
@@ -397,7 +427,8 @@ def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
     with pytest.raises(UserError) as caught:
         check_step(loss, norm, step=6)
     assert str(caught.value) == (
-        f"step 7: loss = {loss}, gradient norm = {norm}: training has diverged. Lower train.learning_rate, "
+        f"step 7: loss = {loss}, gradient norm = {norm}: training has diverged. Lower "
+        "train.learning_rate, "
         "raise train.warmup_share, or set train.max_grad_norm; the last checkpoint is kept."
     )
 

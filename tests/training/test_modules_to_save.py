@@ -1,4 +1,5 @@
-"""Head and embedding trained whole: against stock PEFT's `modules_to_save`, over processes, copies of slices and a resumed run, to the export.
+"""Head and embedding trained whole: against stock PEFT's `modules_to_save`, over processes, copies
+of slices and a resumed run, to the export.
 
 Three processes have slices of 71, 71 and 69 rows of the vocabulary of 211.
 """
@@ -47,10 +48,16 @@ KINDS = {
     "both": ["model.embed_tokens", "lm_head"],
 }
 TRAIN = TrainConfig(
-    epochs=None, max_steps=STEPS, global_batch_size=BATCH, learning_rate=1e-2, max_grad_norm=CLIP, weight_decay=0.1, adam_eps=1e-4
-)  # fmt: skip
-# fp32 on both sides, sums in another order. AdamW divides gradients by their own magnitude, so adam_eps is far above
-# their rounding errors.
+    epochs=None,
+    max_steps=STEPS,
+    global_batch_size=BATCH,
+    learning_rate=1e-2,
+    max_grad_norm=CLIP,
+    weight_decay=0.1,
+    adam_eps=1e-4,
+)
+# fp32 on both sides, sums in another order. AdamW divides gradients by their own magnitude, so
+# adam_eps is far above their rounding errors.
 GRADIENT_TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
 
@@ -76,9 +83,16 @@ def take(
 ) -> list[Any]:
     """Make up to `count` steps of two micro-batches, from step `first` on."""
     found = steps(
-        model.training, optimizer, random_store(rows=ROWS, seq_len=SEQ_LEN), TRAIN, first_step=first, num_steps=STEPS,
-        micro_batch_size=BATCH // world.size // 2, elapsed_s=0.0, world=world,
-    )  # fmt: skip
+        model.training,
+        optimizer,
+        random_store(rows=ROWS, seq_len=SEQ_LEN),
+        TRAIN,
+        first_step=first,
+        num_steps=STEPS,
+        micro_batch_size=BATCH // world.size // 2,
+        elapsed_s=0.0,
+        world=world,
+    )
     return list(islice(found, count))
 
 
@@ -109,10 +123,14 @@ def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, An
         save_logits(logits, folder / "parity.safetensors")
         write_json(folder / "adapter_config.json", model.adapter_config())
     return {
-        "checks": [check["passed"] for check in checks], "initial": initial, "counted": model.num_parameters(),
-        "losses": [m.loss for m in metrics], "norms": [m.grad_norm for m in metrics],
-        "gradients": gradients, "weights": {name: full(p) for name, p in params.items()},
-    }  # fmt: skip
+        "checks": [check["passed"] for check in checks],
+        "initial": initial,
+        "counted": model.num_parameters(),
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "gradients": gradients,
+        "weights": {name: full(p) for name, p in params.items()},
+    }
 
 
 def stock(base: Path, kind: str, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -122,10 +140,13 @@ def stock(base: Path, kind: str, initial: dict[str, torch.Tensor]) -> dict[str, 
     model = get_peft_model(
         model,
         LoraConfig(
-            r=4, lora_alpha=int(settings.alpha), target_modules="all-linear", modules_to_save=KINDS[kind],
+            r=4,
+            lora_alpha=int(settings.alpha),
+            target_modules="all-linear",
+            modules_to_save=KINDS[kind],
             task_type="CAUSAL_LM",
         ),
-    )  # fmt: skip
+    )
     params = {
         n.replace(".modules_to_save.default", "").replace(".default", ""): p
         for n, p in model.named_parameters()
@@ -145,9 +166,11 @@ def stock(base: Path, kind: str, initial: dict[str, torch.Tensor]) -> dict[str, 
         optimizer.param_groups[0]["lr"] = learning_rate(TRAIN, step=step, num_steps=STEPS)
         rows = step_rows(num_rows=ROWS, global_batch_size=BATCH, seed=0, step=step)
         batch = make_batch(
-            store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"), store.loss_mask[rows],
+            store.input_ids[rows].astype("int64"),
+            store.position_ids[rows].astype("int64"),
+            store.loss_mask[rows],
             device=CPU,
-        )  # fmt: skip
+        )
         logits = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         ).logits
@@ -205,7 +228,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_run_is_that_of_stock_peft(
     folder: Path, trained: tuple[Path, list[dict[str, Any]]], references: dict[str, Any], kind: str
 ) -> None:
-    """Losses, norms over adapters and modules together, clipped gradients, and values after all steps; on every process."""
+    """Losses, norms over adapters and modules together, clipped gradients, and values after all
+    steps; on every process.
+    """
     initial = trained[1][0][kind]["initial"]
     theirs = references.get(kind) or references.setdefault(
         kind, stock(folder / "nf4", kind, initial)
@@ -230,10 +255,19 @@ def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_p
 ) -> None:
     """Gemma 3 with a head of its own."""
     settings = AutoConfig.for_model(
-        "gemma3_text", hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=VOCAB, max_position_embeddings=128, initializer_range=0.2,
-        tie_word_embeddings=False, final_logit_softcapping=3.0,
-    )  # fmt: skip
+        "gemma3_text",
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        final_logit_softcapping=3.0,
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "original")
     base = quantized(tmp_path / "original", tmp_path / "nf4")
@@ -344,7 +378,9 @@ def test_sharded_evaluation_takes_the_trained_modules(
 
 
 def resumed(base: Path, folder: Path, count: int, optimizer_kind: str) -> dict[str, Any]:
-    """Continue the checkpoint in `folder`, if there is one, by up to `count` steps, and save one."""
+    """Continue the checkpoint in `folder`, if there is one, by up to `count` steps, and save
+    one.
+    """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = build(base, "both", world)
         train = TRAIN.model_copy(update={"optimizer": optimizer_kind})
@@ -360,8 +396,9 @@ def resumed(base: Path, folder: Path, count: int, optimizer_kind: str) -> dict[s
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 def test_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path, kind: str) -> None:
-    """Bit by bit with as many processes as before; with another number as close as that number itself, or as moments of
-    8 bits are to themselves when they are quantized anew."""
+    """Bit by bit with as many processes as before; with another number as close as that number
+    itself, or as moments of 8 bits are to themselves when they are quantized anew.
+    """
     base, saved = folder / "nf4", tmp_path / "saved"
     whole = run_distributed(resumed, base, tmp_path / "none", STEPS, kind, world_size=3)[0]
     run_distributed(resumed, base, saved, 1, kind, world_size=3)
@@ -374,7 +411,9 @@ def test_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path, kind
         assert torch.equal(tensor, again["weights"][name])
         if kind == "adamw":
             torch.testing.assert_close(tensor, other["weights"][name], **WEIGHT_TOLERANCE)
-    torch.testing.assert_close(other["losses"], again["losses"], rtol=1e-5 if kind == "adamw" else 1e-2, atol=0)  # fmt: skip
+    torch.testing.assert_close(
+        other["losses"], again["losses"], rtol=1e-5 if kind == "adamw" else 1e-2, atol=0
+    )
 
 
 def replicas(base: Path) -> dict[str, Any]:
@@ -412,7 +451,9 @@ def in_sixteen_bits(base: Path, dtype: torch.dtype) -> dict[str, Any]:
 def test_masters_of_sixteen_bit_runs_are_fp32(
     folder: Path, alone: tuple[Path, dict[str, Any]], dtype: torch.dtype, processes: int
 ) -> None:
-    """And losses and the first norm those of fp32 to the types' rounding (8 and 11 bits of mantissa)."""
+    """And losses and the first norm those of fp32 to the types' rounding (8 and 11 bits of
+    mantissa).
+    """
     expected = alone[1]
     for found in run_distributed(in_sixteen_bits, folder / "nf4", dtype, world_size=processes):
         assert found["checks"] == [True] * 4

@@ -77,9 +77,13 @@ def reference(kind: str, *, cuts: int, device: str = "cpu") -> list[torch.Tensor
 CONFIG = RunConfig(
     lora=LoraSettings(r=5),
     train=TrainConfig(
-        epochs=None, max_steps=STEPS, global_batch_size=6, learning_rate=1e-2, optimizer="adamw_8bit"
+        epochs=None,
+        max_steps=STEPS,
+        global_batch_size=6,
+        learning_rate=1e-2,
+        optimizer="adamw_8bit",
     ),
-)  # fmt: skip
+)
 
 
 class Run:
@@ -93,9 +97,16 @@ class Run:
 
     def train(self, *, first: int, last: int) -> list[float]:
         loop = steps(
-            self.training, self.optimizer, random_store(rows=13, seq_len=23), CONFIG.train, first_step=first,
-            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=self.world,
-        )  # fmt: skip
+            self.training,
+            self.optimizer,
+            random_store(rows=13, seq_len=23),
+            CONFIG.train,
+            first_step=first,
+            num_steps=STEPS,
+            micro_batch_size=1,
+            elapsed_s=0.0,
+            world=self.world,
+        )
         return [next(loop).loss for _ in range(first, last)]
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -109,9 +120,18 @@ class Run:
                 quantized = state[f"state{key}"]
                 decoded = state[code][quantized.long()].flatten() * scales[: quantized.numel()]
                 local = decoded.view_as(quantized)
-                whole = DTensor.from_local(
-                    local, self.world.mesh, [Shard(0)], shape=param.shape, stride=param.stride(), run_check=False
-                ) if self.world.size > 1 else local  # fmt: skip
+                whole = (
+                    DTensor.from_local(
+                        local,
+                        self.world.mesh,
+                        [Shard(0)],
+                        shape=param.shape,
+                        stride=param.stride(),
+                        run_check=False,
+                    )
+                    if self.world.size > 1
+                    else local
+                )
                 found[f"{name}.{key}"] = whole.full_tensor() if self.world.size > 1 else whole
         return found
 
@@ -179,7 +199,9 @@ def test_resumed_run_with_moments_of_8_bits_is_the_uninterrupted_one(
 def test_moments_of_8_bits_are_quantized_anew_for_another_number_of_processes(
     found: dict[int, dict[str, Any]], folder: Path
 ) -> None:
-    """Steps of the code are at most 2% of a block's largest value for the first moment, 1% for the second; twice half of one."""
+    """Steps of the code are at most 2% of a block's largest value for the first moment, 1% for the
+    second; twice half of one.
+    """
     (other,) = run_distributed(elsewhere, folder / "nf4", folder, world_size=1)
     expected = found[1]["moments"]
     assert other["moments"].keys() == expected.keys() != set()

@@ -1,4 +1,6 @@
-"""The record of a run: its lines, its history, and a summary that counts all steps, logged or not."""
+"""The record of a run: its lines, its history, and a summary that counts all steps, logged or
+not.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,16 @@ from workflow.lib.training.loop import StepMetrics
 from workflow.lib.training.run_record import Journal, trained_tokens
 
 METRICS = StepMetrics(
-    step=1, loss=5.0, grad_norm=1.5, learning_rate=1e-3, trained_tokens=40, tokens=92, tokens_per_s=184.0,
-    peak_bytes=2**30, elapsed_s=0.5,
-)  # fmt: skip
+    step=1,
+    loss=5.0,
+    grad_norm=1.5,
+    learning_rate=1e-3,
+    trained_tokens=40,
+    tokens=92,
+    tokens_per_s=184.0,
+    peak_bytes=2**30,
+    elapsed_s=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +56,45 @@ def test_folder_has_what_the_design_promises(run: Path) -> None:
 
 def test_summary_has_the_fields_of_the_design(summary: dict[str, Any]) -> None:
     assert {
-        "run", "fingerprint", "device", "device_name", "processes", "num_steps", "resumed_from_steps", "global_batch_size",
-        "micro_batch_size", "accumulation_steps", "seq_len", "trainable_parameters", "total_parameters", "final_loss",
-        "first_loss", "tokens", "trained_tokens", "elapsed_s", "tokens_per_s", "peak_bytes", "checks", "provenance",
-    } <= summary.keys()  # fmt: skip
+        "run",
+        "fingerprint",
+        "device",
+        "device_name",
+        "processes",
+        "num_steps",
+        "resumed_from_steps",
+        "global_batch_size",
+        "micro_batch_size",
+        "accumulation_steps",
+        "seq_len",
+        "trainable_parameters",
+        "total_parameters",
+        "final_loss",
+        "first_loss",
+        "tokens",
+        "trained_tokens",
+        "elapsed_s",
+        "tokens_per_s",
+        "peak_bytes",
+        "checks",
+        "provenance",
+    } <= summary.keys()
 
 
 def test_summary_states_the_run(summary: dict[str, Any]) -> None:
     expected = {
-        "run": "demo", "device": "cpu", "device_name": "CPU", "processes": 2, "num_steps": STEPS, "resumed_from_steps": [],
-        "global_batch_size": BATCH, "micro_batch_size": 1, "accumulation_steps": 2, "seq_len": SEQ_LEN,
+        "run": "demo",
+        "device": "cpu",
+        "device_name": "CPU",
+        "processes": 2,
+        "num_steps": STEPS,
+        "resumed_from_steps": [],
+        "global_batch_size": BATCH,
+        "micro_batch_size": 1,
+        "accumulation_steps": 2,
+        "seq_len": SEQ_LEN,
         "tokens": STEPS * BATCH * SEQ_LEN,
-    }  # fmt: skip
+    }
     assert {key: summary[key] for key in expected} == expected
     assert summary["peak_bytes"]["predicted"] == PREDICTED_BYTES
     assert summary["peak_bytes"]["kind"] == "host_rss"

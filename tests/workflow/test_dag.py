@@ -1,4 +1,6 @@
-"""What an edit runs again, and what it leaves alone: dry runs of the real Snakefile over a finished project."""
+"""What an edit runs again, and what it leaves alone: dry runs of the real Snakefile over a finished
+project.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -165,7 +167,9 @@ def test_changed_file_runs_the_stages_that_read_it(
 
 
 def test_edit_in_two_invocations_trains_like_in_one(project: Project) -> None:
-    """`snakemake tokenize` after new rows leaves training for later; it must not be forgotten then."""
+    """`snakemake tokenize` after new rows leaves training for later; it must not be forgotten
+    then.
+    """
     change_training_rows(project)
     project.run("tokenize")
     assert project.planned("all") == once(TRAINING)

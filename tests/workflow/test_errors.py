@@ -1,4 +1,6 @@
-"""Mistakes of a user, through the real Snakefile: stopped before training, by one message, with no traceback."""
+"""Mistakes of a user, through the real Snakefile: stopped before training, by one message, with no
+traceback.
+"""
 
 import json
 import os
@@ -38,7 +40,9 @@ def tokenized(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 
 def refusal(project: Project, *, after: list[str], target: str = "all") -> str:
-    """Run, expect to be refused when exactly the jobs `after` have been started; return what the user sees."""
+    """Run, expect to be refused when exactly the jobs `after` have been started; return what the
+    user sees.
+    """
     done = project.snakemake(target)
     assert done.status == 1, done.output
     assert "Traceback" not in done.output

@@ -1,7 +1,9 @@
-"""The workflow on Kubernetes: Snakemake's plugin, an API that admits what Kubernetes would, an S3 server, and a fresh folder for every pod.
+"""The workflow on Kubernetes: Snakemake's plugin, an API that admits what Kubernetes would, an S3
+server, and a fresh folder for every pod.
 
-Pods are processes here (`kubernetes_cluster`): no container, no image, no GPU. All else is real: the profile, the command
-that the plugin gives to a pod, the sources that travel, S3's protocol (moto), and the stages.
+Pods are processes here (`kubernetes_cluster`): no container, no image, no GPU. All else is real:
+the profile, the command that the plugin gives to a pod, the sources that travel, S3's protocol
+(moto), and the stages.
 """
 
 import json
@@ -142,7 +144,9 @@ def wait_for_checkpoint(cluster: Cluster, process: subprocess.Popen[str]) -> Pod
 
 @dataclass(frozen=True)
 class OnPods:
-    """A finished workflow, its cluster and store; the pod that trained first was lost with its node."""
+    """A finished workflow, its cluster and store; the pod that trained first was lost with its
+    node.
+    """
 
     project: Project
     cluster: Cluster
@@ -180,9 +184,16 @@ def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store
     counts = {
         rule: len(on_pods.cluster.of_rule(rule))
         for rule in (
-            "download_source", "tokenize_dataset", "preflight_run", "quantize_base", "consolidate", "evaluate_run", "write_card", "render_report",
+            "download_source",
+            "tokenize_dataset",
+            "preflight_run",
+            "quantize_base",
+            "consolidate",
+            "evaluate_run",
+            "write_card",
+            "render_report",
         )
-    }  # fmt: skip
+    }
     assert set(counts.values()) == {1}
     assert not (on_pods.project.root / "results").exists()
     assert "results/report/report.html" in on_pods.store.listing()
@@ -231,7 +242,9 @@ def test_secrets_are_in_a_secret_of_the_cluster_and_nowhere_else(on_pods: OnPods
 
 @pytest.fixture(scope="module")
 def gpu_pod(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Pod:
-    """The pod of a stage on a GPU, which waits for a node until the user interrupts; the model is a folder of the store."""
+    """The pod of a stage on a GPU, which waits for a node until the user interrupts; the model is a
+    folder of the store.
+    """
     root = tmp_path_factory.mktemp("gpus")
     for path in (make_project(root / "made").root / "model").iterdir():
         store.put(f"model/{path.name}", path.read_bytes())
@@ -257,7 +270,9 @@ def test_stage_asks_for_its_gpu_with_the_limit_that_kubernetes_demands(gpu_pod: 
 
 
 def test_stage_has_two_cores_for_its_gpu(gpu_pod: Pod) -> None:
-    """Cores are limits there, and the plugin requests 5% less. With one core, what makes the next batch would take turns with what launches kernels."""
+    """Cores are limits there, and the plugin requests 5% less. With one core, what makes the next
+    batch would take turns with what launches kernels.
+    """
     resources = gpu_pod.container["resources"]
     assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1900m", "2000m")
 

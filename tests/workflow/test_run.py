@@ -1,4 +1,6 @@
-"""Real runs of the real Snakefile: what they leave, what interrupts them, and what a repeated command does."""
+"""Real runs of the real Snakefile: what they leave, what interrupts them, and what a repeated
+command does.
+"""
 
 import json
 import os
@@ -105,7 +107,9 @@ def adapter_bytes(project: Project) -> bytes:
 
 
 def without_card(project: Project) -> dict[str, int]:
-    """Modification times of what training and export left; the card stands in the adapter's folder."""
+    """Modification times of what training and export left; the card stands in the adapter's
+    folder.
+    """
     found = times(project.folder("finetune")) | times(project.folder("consolidate"))
     card = project.folder("consolidate") / "adapter" / "README.md"
     return {path: time for path, time in found.items() if path not in (str(card), str(card.parent))}
@@ -183,7 +187,9 @@ def test_new_evaluation_leaves_training_untouched(project: Project) -> None:
 def test_setting_without_effect_on_the_result_continues_from_the_last_checkpoint(
     project: Project,
 ) -> None:
-    """On other hardware too: the plan is made at every start, for one process now instead of two."""
+    """On other hardware too: the plan is made at every start, for one process now instead of
+    two.
+    """
     before = adapter_bytes(project)
     project.edit({"train": {"log_every_steps": 2}, "hardware": {"cpu_processes": 1}})
     project.run("--forcerun", "finetune", "--", "train")  # neither setting asks for it
@@ -212,8 +218,9 @@ def test_merged_model_is_base_and_adapter_without_training_again(project: Projec
     before = logits(nf4)
     expected = logits(load_adapter(nf4, project.folder("consolidate") / "adapter"))
     merged = logits(load(project.folder("consolidate") / "merged"))
-    # bf16 moves every weight by up to 2**-9 of itself, embedding and head too, and the logits by 0.65% of themselves (measured).
-    # The adapter moves them by 113%: a merge that loses or doubles it, or one layer of it, is far outside.
+    # bf16 moves every weight by up to 2**-9 of itself, embedding and head too, and the logits by
+    # 0.65% of themselves (measured). The adapter moves them by 113%: a merge that loses or doubles
+    # it, or one layer of it, is far outside.
     assert rms(merged - expected) < 0.03 * rms(before - expected)
 
 
@@ -230,7 +237,9 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Killed:
-    """What a command said while training went on without Snakemake, and what the end of that training left alive."""
+    """What a command said while training went on without Snakemake, and what the end of that
+    training left alive.
+    """
 
     refused: Finished
     orphans: list[int]
@@ -283,7 +292,9 @@ def press_ctrl_c(project: Project) -> Stopped:
 
 
 def kill(project: Project, *, after: int) -> Killed:
-    """Kill Snakemake alone, as when memory runs out; repeat the command; then kill what Snakemake had started."""
+    """Kill Snakemake alone, as when memory runs out; repeat the command; then kill what Snakemake
+    had started.
+    """
     process = start_and_wait_for_checkpoint(project, after=after)
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -389,7 +400,10 @@ def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
     interrupted: Interrupted,
 ) -> None:
     """After Ctrl-C it does not: that was told."""
-    told = r"the training before this one \(process \d+\) was killed after step (\d+); its newest checkpoint is that of step (\d+)"
+    told = (
+        r"the training before this one \(process \d+\) was killed after step (\d+); its newest "
+        r"checkpoint is that of step (\d+)"
+    )
     ((reached, newest),) = re.findall(told, interrupted.repeated.output)
     _, resumed = interrupted.project.json("finetune", "summary.json")["resumed_from_steps"]
     assert int(reached) >= int(newest) == resumed
@@ -429,7 +443,9 @@ def test_three_faults_at_random_moments_change_no_artifact(
 def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
     finished_project: Project, tmp_path: Path
 ) -> None:
-    """Broken by a rate that no adapter survives; the message is the last thing that the user sees."""
+    """Broken by a rate that no adapter survives; the message is the last thing that the user
+    sees.
+    """
     project = ready_to_train(finished_project, tmp_path / "project")
     rate = {"learning_rate": 1.0, "max_grad_norm": None, "adam_beta2": 0.0}
     project.edit({"train": rate, "lora": {"alpha": 65536.0}})

@@ -1,4 +1,6 @@
-"""The workflow on a real Slurm of two nodes, started here: what it asks for, two nodes that train, preemption, a lost node."""
+"""The workflow on a real Slurm of two nodes, started here: what it asks for, two nodes that train,
+preemption, a lost node.
+"""
 
 import json
 import re
@@ -76,8 +78,15 @@ def test_two_nodes_train_one_run(on_two_nodes: Trained) -> None:
 @pytest.mark.slow
 def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
     assert set(on_two_nodes.jobs) == {
-        "tokenize_dataset", "preflight_run", "quantize_base", "finetune", "consolidate", "evaluate_run", "render_report", "write_card",
-    }  # fmt: skip
+        "tokenize_dataset",
+        "preflight_run",
+        "quantize_base",
+        "finetune",
+        "consolidate",
+        "evaluate_run",
+        "render_report",
+        "write_card",
+    }
 
 
 @pytest.mark.slow
@@ -155,7 +164,9 @@ def test_disturbed_run_has_every_step_once(disturbed: Disturbed) -> None:
 def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     cluster: Cluster, on_two_nodes: Trained
 ) -> None:
-    """Slurm's cards are files, and a driver that is made up knows them; the quantization itself runs on the CPU."""
+    """Slurm's cards are files, and a driver that is made up knows them; the quantization itself
+    runs on the CPU.
+    """
     source = on_two_nodes.project
     project = source.copy(source.root.parent / "gpu")
     (base,) = project.root.glob("results/base/tiny-*")

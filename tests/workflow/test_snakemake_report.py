@@ -1,4 +1,6 @@
-"""Snakemake's own report: made without a network, with a caption and a category for what it shows."""
+"""Snakemake's own report: made without a network, with a caption and a category for what it
+shows.
+"""
 
 import re
 from pathlib import Path

@@ -30,7 +30,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], *, vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer trained on the texts, with at most `vocab_size` tokens, specials included."""
+    """Return a tokenizer trained on the texts, with at most `vocab_size` tokens, specials
+    included.
+    """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -1,4 +1,5 @@
-"""Build the question/answer pairs, the multiple-choice task and the raw corpus from CPython's documentation.
+"""Build the question/answer pairs, the multiple-choice task and the raw corpus from CPython's
+documentation.
 
     python workflow/resources/build_pydocs.py [--output workflow/resources] [--corpus corpus.jsonl]
 
@@ -92,7 +93,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text with LF line ends under a temporary name, then rename; compressed if the name ends with `.gz`."""
+    """Write UTF-8 text with LF line ends under a temporary name, then rename; compressed if the
+    name ends with `.gz`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = text.encode()
     temporary = path.with_name(f".{path.name}.tmp")

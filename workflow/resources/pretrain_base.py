@@ -5,7 +5,8 @@ fine-tuning has something to teach. Documents are `<|begin|>` text `<|end|>`, pa
 other and cut into rows of equal length; attention crosses documents. The weights kept are those
 with the lowest validation loss, on documents that training never sees.
 
-    python workflow/resources/pretrain_base.py --corpus corpus.jsonl --output workflow/resources/base
+    python workflow/resources/pretrain_base.py --corpus corpus.jsonl --output
+    workflow/resources/base
 
 It needs torch, transformers and tokenizers, and no network.
 """
@@ -45,7 +46,9 @@ WARMUP_FRACTION = 0.03
 
 @dataclass
 class Progress:
-    """The weights with the lowest validation loss so far, and the losses on the way (nats per token)."""
+    """The weights with the lowest validation loss so far, and the losses on the way (nats per
+    token).
+    """
 
     best_loss: float = math.inf
     best_step: int = 0
@@ -64,8 +67,8 @@ def positive_int(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     """Return the options.
 
-    The default length ends the cosine where over-fitting began: of 3,500 steps at these settings the
-    1,050th was best (base/training.json of the first run, one H100, 13 ms per step).
+    The default length ends the cosine where over-fitting began: of 3,500 steps at these settings
+    the 1,050th was best (base/training.json of the first run, one H100, 13 ms per step).
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +163,9 @@ def pack_rows(
 
 
 def build_model(tokenizer: transformers.PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Return a Llama of 3.8 million parameters in float32: the most that 8 MB of bfloat16 hold at this vocabulary."""
+    """Return a Llama of 3.8 million parameters in float32: the most that 8 MB of bfloat16 hold at
+    this vocabulary.
+    """
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -242,7 +247,9 @@ def build_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim
 
 
 def learning_rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up, then half a cosine down to `MIN_LEARNING_RATE_FRACTION`; `step` counts from 1."""
+    """Linear warm-up, then half a cosine down to `MIN_LEARNING_RATE_FRACTION`; `step` counts from
+    1.
+    """
     warmup_steps = max(1, round(WARMUP_FRACTION * num_steps))
     if step <= warmup_steps:
         return step / warmup_steps
@@ -271,7 +278,9 @@ def evaluate(
     train_loss: float,
     progress: Progress,
 ) -> None:
-    """Measure the validation loss, note it in `progress`, and keep the weights if it is the lowest."""
+    """Measure the validation loss, note it in `progress`, and keep the weights if it is the
+    lowest.
+    """
     model.eval()
     sums = [batch_loss(model, part) * len(part) for part in rows.split(batch_size)]
     model.train()
@@ -286,7 +295,9 @@ def evaluate(
 def save(
     model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast, output: Path
 ) -> None:
-    """Write the model in bfloat16, its configuration and the tokenizer; refuse weights over `MAX_WEIGHT_BYTES`."""
+    """Write the model in bfloat16, its configuration and the tokenizer; refuse weights over
+    `MAX_WEIGHT_BYTES`.
+    """
     output.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = True
     model.to(torch.bfloat16).save_pretrained(output)

@@ -1,11 +1,15 @@
-"""Measure speed and memory of the training engine, and of its peers, on this machine, with random weights of any shape.
+"""Measure speed and memory of the training engine, and of its peers, on this machine, with random
+weights of any shape.
 
-Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same ones) and becomes
-a line of the output (JSON Lines), also one that cannot run or runs out of memory. Lines of an earlier call are kept, and what they measured is not measured again, nor what
-workers had measured when a call was killed: the same command continues. The random base is written once for all cases of a shape.
+Every case runs in fresh torchrun workers (`--together N`: N of them one after the other in the same
+ones) and becomes a line of the output (JSON Lines), also one that cannot run or runs out of memory.
+Lines of an earlier call are kept, and what they measured is not measured again, nor what
+workers had measured when a call was killed: the same command continues. The random base is written
+once for all cases of a shape.
 
 One call on a host with GPUs and little time:
-    python -m workflow.scripts.benchmark_run --configfile workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
+    python -m workflow.scripts.benchmark_run --configfile
+    workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
         --cases all --time-limit-s 1500 --bases /tmp/bases --output measurements.jsonl
 """
 
@@ -79,7 +83,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
-    """Yield the keys that one start of workers measures: neighbours alike in processes, cap and sharding; peers alone."""
+    """Yield the keys that one start of workers measures: neighbours alike in processes, cap and
+    sharding; peers alone.
+    """
     kinds = groupby(wanted.items(), key=lambda item: _start_kind(item[1]))
     for (peer, *_), group in kinds:
         keys = [key for key, _ in group]
@@ -94,7 +100,9 @@ def _start_kind(request: Request) -> tuple[str | None, int, float | None, object
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure, as one of the workers, one case after the other; a file for each, named by the case's key."""
+    """Measure, as one of the workers, one case after the other; a file for each, named by the
+    case's key.
+    """
     asked = read_json(args.job)
     jobs = [Job(**document) for document in asked.values()]
     for key, measured in zip(asked, measure(jobs), strict=True):
@@ -103,13 +111,17 @@ def work(args: argparse.Namespace) -> None:
 
 
 def kept_folder(args: argparse.Namespace) -> Path:
-    """Where workers leave what they have measured until it is in the output: another call takes it from there if this one is killed."""
+    """Where workers leave what they have measured until it is in the output: another call takes it
+    from there if this one is killed.
+    """
     output: Path = args.output
     return output.with_name(f".{output.name}.kept")
 
 
 def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]:
-    """Return what is asked for: by `--config` (a list of requests), or by a settings file and the options beside it."""
+    """Return what is asked for: by `--config` (a list of requests), or by a settings file and the
+    options beside it.
+    """
     if args.config is not None:
         return [Request.of(document) for document in args.config["requests"]]
     document = (
@@ -147,7 +159,10 @@ def several(
             key = next(iter(ready))
             logger.debug("%s: %s", wanted[key].label, failure)
             status = "out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed"
-            yield key, _prepared_row(ready.pop(key)) | {"status": status, "cause": first_line(failure)}  # fmt: skip
+            yield (
+                key,
+                _prepared_row(ready.pop(key)) | {"status": status, "cause": first_line(failure)},
+            )
 
 
 def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -155,7 +170,10 @@ def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[tuple[str, d
     for key in [key for key in ready if (folder / f"{key}.json").is_file()]:
         prepared, measured = ready.pop(key), read_json(folder / f"{key}.json")
         measured |= utilisation(prepared, measured)
-        yield key, _prepared_row(prepared) | {"status": "measured", "cause": None, "measured": measured}  # fmt: skip
+        yield (
+            key,
+            _prepared_row(prepared) | {"status": "measured", "cause": None, "measured": measured},
+        )
 
 
 def _row(request: Request) -> dict[str, Any]:
@@ -185,7 +203,9 @@ def missing_packages(request: Request) -> list[str]:
 
 
 def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception | None:
-    """Run workers for these requests, which leave what they measure in `kept_folder`; return why one failed, if one did."""
+    """Run workers for these requests, which leave what they measure in `kept_folder`; return why
+    one failed, if one did.
+    """
     first = next(iter(ready.values())).request
     module = "workflow.scripts.benchmark_run" if first.peer is None else PEER
     folder = kept_folder(args)
@@ -281,9 +301,12 @@ def parser() -> argparse.ArgumentParser:
         help="seconds in all: a case that may not end in time is a row 'not run'",
     )  # fmt: skip
     arguments.add_argument(
-        "--case-timeout-s", type=float, default=600.0,
-        help="seconds that loading or a first step may take until a case counts as hung (%(default)g)",
-    )  # fmt: skip
+        "--case-timeout-s",
+        type=float,
+        default=600.0,
+        help="seconds that loading or a first step may take until a case counts as hung "
+        "(%(default)g)",
+    )
     arguments.add_argument(
         "--together", type=int, default=1, metavar="N",
         help="cases that one start of the workers measures, one after the other (%(default)d)",

@@ -1,8 +1,9 @@
-"""What every stage's command line shares: `--config JSON`, `--log FILE`, log set-up, and errors a person can read.
+"""What every stage's command line shares: `--config JSON`, `--log FILE`, log set-up, and errors a
+person can read.
 
-A stage calls `run(main, parser)` and nothing else of this module. A `UserError` becomes one message on
-the terminal and exit status 1; any other exception is a defect, shown with its traceback. Both are
-in the log too.
+A stage calls `run(main, parser)` and nothing else of this module. A `UserError` becomes one message
+on the terminal and exit status 1; any other exception is a defect, shown with its traceback. Both
+are in the log too.
 """
 
 import argparse
@@ -31,14 +32,17 @@ from workflow.lib.system.redaction import redacted, secret_values
 logger = logging.getLogger("workflow")
 
 WAIT_S = 60.0  # for a process that writes the same output
-# A dying process' connections may close before its death can be seen: who lost it waits, so that the launcher sees the cause first.
+# A dying process' connections may close before its death can be seen: who lost it waits, so that
+# the launcher sees the cause first.
 PEER_FIRST_S = 2.0
 
 
 def stage_parser(
     description: str | None, *, config_required: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that every stage has; without a required `--config`, it may be None."""
+    """Return a parser with the options that every stage has; without a required `--config`, it may
+    be None.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +59,9 @@ def run(
     *,
     locks_itself: bool = False,
 ) -> None:
-    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another stage, by Ctrl-C)."""
+    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75
+    (training stopped by a signal) or 130 (another stage, by Ctrl-C).
+    """
     args = parser.parse_args()
     start_log(args.log)
     work = told_to_launcher(main) if is_worker() else main
@@ -96,13 +102,17 @@ def run(
 
 
 def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise `KeyboardInterrupt`, once: the terminal and Snakemake both tell a stage, and what it tidies up must not be cut."""
+    """Raise `KeyboardInterrupt`, once: the terminal and Snakemake both tell a stage, and what it
+    tidies up must not be cut.
+    """
     signal.signal(signum, lambda *_: None)
     raise KeyboardInterrupt
 
 
 def fail() -> NoReturn:
-    """Exit with status 1; a worker at once: what Python and NCCL tidy up at an exit may wait for processes that wait for this one."""
+    """Exit with status 1; a worker at once: what Python and NCCL tidy up at an exit may wait for
+    processes that wait for this one.
+    """
     if not is_worker():
         sys.exit(1)
     with suppress(OSError, ValueError):  # a full disk, a closed pipe
@@ -123,8 +133,8 @@ def told_to_launcher(
 ) -> Callable[[argparse.Namespace], None]:
     """Have torchrun learn which worker failed first, and why. (Only a worker imports torch here.)
 
-    The launcher ends all workers when one dies. One that has failed by then ends by itself: a message cut by that signal
-    would hide whose death it was.
+    The launcher ends all workers when one dies. One that has failed by then ends by itself: a
+    message cut by that signal would hide whose death it was.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -140,7 +150,9 @@ def told_to_launcher(
 
 @contextmanager
 def only_writer(args: argparse.Namespace) -> Iterator[None]:
-    """Keep a process that outlived a killed Snakemake and a repeated command from writing the same output at once."""
+    """Keep a process that outlived a killed Snakemake and a repeated command from writing the same
+    output at once.
+    """
     output: Path | None = getattr(args, "output", None)
     if output is None or is_worker() or follows(os.environ):
         yield
@@ -152,14 +164,17 @@ def only_writer(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-# What a terminal would obey (C0 and C1), spelled instead: a message may quote a name from a hub or a data file.
+# What a terminal would obey (C0 and C1), spelled instead: a message may quote a name from a hub or
+# a data file.
 CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats records, tracebacks included, without the secrets of the environment and of URLs, and without control characters."""
+    """Formats records, tracebacks included, without the secrets of the environment and of URLs, and
+    without control characters.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's text with every secret masked and every control character spelled."""
@@ -175,7 +190,8 @@ def keep_to_file() -> None:
 
 
 def start_log(path: Path | None) -> None:
-    """Send records to the terminal (info and above, short) and, if given, to a file (all, with time and level).
+    """Send records to the terminal (info and above, short) and, if given, to a file (all, with time
+    and level).
 
     Deprecations inside packages are not the user's concern.
     """

@@ -1,8 +1,9 @@
 """Turn the sharded adapter into PEFT's files, and prove that they are the adapter that was trained.
 
-Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat template,
-generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. If the logits of the reloaded adapter
-differ from the trained model's, or its tokenizer writes conversations otherwise, nothing is exported.
+Writes `adapter/` (adapter_model.safetensors, adapter_config.json, the tokenizer with its chat
+template, generation_config.json, SHA256SUMS), `parity.json`, and on request `merged/`. If the
+logits of the reloaded adapter differ from the trained model's, or its tokenizer writes
+conversations otherwise, nothing is exported.
 """
 
 import argparse
@@ -80,7 +81,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[str, Any]:
-    """Reload the exported adapter with stock packages; return the parity record, or raise if it differs."""
+    """Reload the exported adapter with stock packages; return the parity record, or raise if it
+    differs.
+    """
     device = choose_device()
     dtype = resolve_dtype(config.model.compute_dtype, device)
     base = load_base(
@@ -102,15 +105,22 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[st
     if not parity["passed"]:
         values = "its values are the same" if parity["identical_values"] else "its values differ"
         raise UserError(
-            f"the exported adapter is not the trained one: {values}, logits differ by {parity['max_abs_difference']:.3g}, "
-            f"tolerance {parity['tolerance']:.3g} (the adapter itself moves them by {parity['adapter_effect']:.3g}). "
-            "Nothing is exported. If training ran with another model.compute_dtype or on another device type, "
+            f"the exported adapter is not the trained one: {values}, logits differ by "
+            f"{parity['max_abs_difference']:.3g}, "
+            f"tolerance {parity['tolerance']:.3g} (the adapter itself moves them by "
+            f"{parity['adapter_effect']:.3g}). "
+            "Nothing is exported. If training ran with another model.compute_dtype or on another "
+            "device type, "
             "run consolidate there."
         )
     logger.info(
-        "reloaded adapter equals the trained one: the same values, logits within %.2g of %.3g (tolerance %.2g, adapter's effect %.3g)",
-        parity["max_abs_difference"], parity["max_abs_logit"], parity["tolerance"], parity["adapter_effect"],
-    )  # fmt: skip
+        "reloaded adapter equals the trained one: the same values, logits within %.2g of %.3g "
+        "(tolerance %.2g, adapter's effect %.3g)",
+        parity["max_abs_difference"],
+        parity["max_abs_logit"],
+        parity["tolerance"],
+        parity["adapter_effect"],
+    )
     return parity
 
 

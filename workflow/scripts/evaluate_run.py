@@ -1,9 +1,11 @@
-"""Measure the exported adapter, its NF4 base and, if there is one, the merged model: held-out loss, tasks, sample answers.
+"""Measure the exported adapter, its NF4 base and, if there is one, the merged model: held-out loss,
+tasks, sample answers.
 
-Reads exported files only, through stock Transformers and PEFT. What was measured before on the same model under the
-same settings (a folder of results, `--archive`) is not measured again. A process a GPU takes a share of the work, with the
-model on each, or sharded over all of them where it is larger than one. Writes `base.json`, `tuned.json` and, with `--merged`,
-`merged.json`. Works without a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
+Reads exported files only, through stock Transformers and PEFT. What was measured before on the same
+model under the same settings (a folder of results, `--archive`) is not measured again. A process a
+GPU takes a share of the work, with the model on each, or sharded over all of them where it is
+larger than one. Writes `base.json`, `tuned.json` and, with `--merged`, `merged.json`. Works without
+a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
 """
 
 import argparse
@@ -29,7 +31,8 @@ def main(args: argparse.Namespace) -> None:
     settings = EvaluateConfig.model_validate(args.config["evaluate"])
     if args.batch_size is not None:
         settings = settings.model_copy(update={"batch_size": args.batch_size})
-    # Hugging Face libraries read these variables when they are imported, so they are imported after.
+    # Hugging Face libraries read these variables when they are imported, so they are imported
+    # after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
     from workflow.lib.distributed.work_sharing import divide
     from workflow.lib.evaluation.batch_size import restarting
@@ -104,11 +107,18 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         logger.setLevel(logging.DEBUG if world is None or world.is_main else logging.ERROR)
         machine = evaluated_models.machine_facts(options)
         logger.info(
-            "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
-            machine["device"], machine["compute_dtype"], machine["attention"], world.size if world else 1, " that share the weights" if sharded else "",
-            len(questions.losses_of), store.num_heldout_documents, len(questions.prompts),
+            "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: "
+            "%s",
+            machine["device"],
+            machine["compute_dtype"],
+            machine["attention"],
+            world.size if world else 1,
+            " that share the weights" if sharded else "",
+            len(questions.losses_of),
+            store.num_heldout_documents,
+            len(questions.prompts),
             ", ".join(questions.tasks) or "none",
-        )  # fmt: skip
+        )
         asked = parts(questions, world=world)
         archive = Archive(args.archive)
         measured = {}
@@ -122,8 +132,11 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
             )
             logger.info(
                 "%s: measured %s, %d of %d parts known before",
-                SUBJECT_LABELS[model.name], ", ".join(new) or "nothing", len(asked) - len(new), len(asked),
-            )  # fmt: skip
+                SUBJECT_LABELS[model.name],
+                ", ".join(new) or "nothing",
+                len(asked) - len(new),
+                len(asked),
+            )
         if world is None or world.is_main:
             write(args, results.artifacts(measured, questions, run=args.run))
 

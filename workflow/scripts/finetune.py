@@ -1,6 +1,7 @@
 """Train the adapter: FSDP2 + NF4 + LoRA over the processes that preflight planned.
 
-It starts that many torchrun workers, `finetune_worker`, and tells the cause of the one that fails first.
+It starts that many torchrun workers, `finetune_worker`, and tells the cause of the one that fails
+first.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """One process of the training, which `finetune` starts through torchrun.
 
-It reads its slices of the NF4 base, checks the gathered bytes against the checkpoint, continues from the newest
-checkpoint of the same trajectory, and trains. The sharded adapter, metrics and summary are written at the end, all at
-once. It is apart from `finetune`, which needs none of the packages imported here, so that they are imported once.
+It reads its slices of the NF4 base, checks the gathered bytes against the checkpoint, continues
+from the newest checkpoint of the same trajectory, and trains. The sharded adapter, metrics and
+summary are written at the end, all at once. It is apart from `finetune`, which needs none of the
+packages imported here, so that they are imported once.
 """
 
 import argparse
@@ -95,8 +96,14 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
         model = build_training_model(
-            args.base, config, plan, world, compute_dtype=dtype, attention=attention, moved=pulse.moved
-        )  # fmt: skip
+            args.base,
+            config,
+            plan,
+            world,
+            compute_dtype=dtype,
+            attention=attention,
+            moved=pulse.moved,
+        )
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         journal, selected_step = train(args, config, plan, world, store, model, pulse)
@@ -113,7 +120,8 @@ def train(
     model: TrainingModel,
     pulse: Pulse,
 ) -> tuple[Journal, int]:
-    """Train from the newest checkpoint to the end, and leave the selected adapter in the model; return its step too.
+    """Train from the newest checkpoint to the end, and leave the selected adapter in the model;
+    return its step too.
 
     A signal saves one more checkpoint and stops.
     """
@@ -126,8 +134,12 @@ def train(
         args.checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world
     )
     writer = CheckpointWriter(
-        args.checkpoints, keep=settings.keep_checkpoints, identity=identity, world=world, newest=resumed.step
-    )  # fmt: skip
+        args.checkpoints,
+        keep=settings.keep_checkpoints,
+        identity=identity,
+        world=world,
+        newest=resumed.step,
+    )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
     num_steps = plan["num_steps"]
     heldout = open_heldout(
@@ -175,7 +187,9 @@ def train(
 
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
-    """Return the bar of the main process, on a terminal alone; on all others one that shows nothing."""
+    """Return the bar of the main process, on a terminal alone; on all others one that shows
+    nothing.
+    """
     return tqdm(
         total=num_steps, initial=done, desc=run, unit="step", file=sys.stderr,
         disable=None if world.is_main else True,
@@ -183,7 +197,9 @@ def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[
 
 
 def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step: int) -> int:
-    """Put the best adapter back into the model if it is not the last one; return the step of the one that is there."""
+    """Put the best adapter back into the model if it is not the last one; return the step of the
+    one that is there.
+    """
     if best is None or best.step == last_step:
         return last_step
     best.load_(model.training)
@@ -206,13 +222,18 @@ def shown(
         return nullcontext(lambda row: None)
     return live_view(
         tracking_settings(args),
-        folder=args.tracking_folder, run=args.run, identity=args.checkpoints.name, rows=journal.rows,
+        folder=args.tracking_folder,
+        run=args.run,
+        identity=args.checkpoints.name,
+        rows=journal.rows,
         config=config.model_dump(mode="json", include={"model", "lora", "train"}),
-    )  # fmt: skip
+    )
 
 
 def run_identity(args: argparse.Namespace) -> str:
-    """Return what names the run's settings, data and base: its checkpoints' folder name without the run's."""
+    """Return what names the run's settings, data and base: its checkpoints' folder name without the
+    run's.
+    """
     name: str = args.checkpoints.name
     return name.removeprefix(f"{args.run}-")
 
@@ -228,7 +249,9 @@ def write_results(
     checks: list[dict[str, Any]],
     selected_step: int,
 ) -> None:
-    """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as a whole."""
+    """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as
+    a whole.
+    """
     partial = args.output.with_name(f".{args.output.name}.partial")
     if world.is_main:
         shutil.rmtree(partial, ignore_errors=True)
@@ -243,9 +266,19 @@ def write_results(
     write_json(partial / "adapter_config.json", model.adapter_config())
     journal.copy_to(partial / "metrics.jsonl")
     summary = summarize(
-        journal, run=args.run, fingerprint=run_identity(args), config=config, plan=plan, store=store, model=model, world=world,
-        predicted_bytes=read_json(args.preflight)["peak_bytes"], peak_bytes=peak, checks=checks, selected_step=selected_step,
-    )  # fmt: skip
+        journal,
+        run=args.run,
+        fingerprint=run_identity(args),
+        config=config,
+        plan=plan,
+        store=store,
+        model=model,
+        world=world,
+        predicted_bytes=read_json(args.preflight)["peak_bytes"],
+        peak_bytes=peak,
+        checks=checks,
+        selected_step=selected_step,
+    )
     write_json(partial / "summary.json", summary | {"provenance": provenance()})
     put_in_place(partial, args.output)
     logger.info(

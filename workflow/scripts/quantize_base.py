@@ -1,7 +1,8 @@
 """Quantize a base checkpoint to NF4 once, tensor by tensor, for all runs that use it.
 
 Reads a model folder (config.json, safetensors, tokenizer); writes the same model as a pre-quantized
-bitsandbytes checkpoint that stock Transformers loads, and `quantization.json` (sizes, settings, provenance).
+bitsandbytes checkpoint that stock Transformers loads, and `quantization.json` (sizes, settings,
+provenance).
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Render a benchmark's page and figure, named `<model>_<hardware>_<date>`, from the measurements of its cases.
+"""Render a benchmark's page and figure, named `<model>_<hardware>_<date>`, from the measurements of
+its cases.
 
 With --publish FOLDER a copy goes there too, among the pages that are kept:
 

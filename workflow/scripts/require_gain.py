@@ -1,6 +1,8 @@
-"""Fail the workflow if a tuned model is not better than the NF4 base by what `evaluate.require` demands.
+"""Fail the workflow if a tuned model is not better than the NF4 base by what `evaluate.require`
+demands.
 
-Reads finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are met.
+Reads finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when
+all are met.
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Turn a dataset into the tokens folder: token ids, loss masks and positions, packed, and a manifest of facts.
+"""Turn a dataset into the tokens folder: token ids, loss masks and positions, packed, and a
+manifest of facts.
 
-Every row is used or listed with a reason in `rejects.jsonl`; nothing is dropped or cut in silence. The
-same files and settings give the same arrays, byte for byte, whatever the number of processes. What is encoded is
-kept in a work folder beside the output until all is done, so a killed run goes on where it was. If unusable
-rows stop the run, their list is kept beside the output, as `<output>.rejects.jsonl`.
+Every row is used or listed with a reason in `rejects.jsonl`; nothing is dropped or cut in silence.
+The same files and settings give the same arrays, byte for byte, whatever the number of processes.
+What is encoded is kept in a work folder beside the output until all is done, so a killed run goes
+on where it was. If unusable rows stop the run, their list is kept beside the output, as
+`<output>.rejects.jsonl`.
 """
 
 import argparse
@@ -240,7 +242,8 @@ def drop_near_duplicates(
             "refuse",
             f"{len(near.pairs)} held-out rows nearly repeat training rows:\n  "
             + "\n  ".join(shown),
-            "Take them out of the held-out data, set remove, or raise data.near_duplicate_threshold",
+            "Take them out of the held-out data, set remove, or raise "
+            "data.near_duplicate_threshold",
         )
     return drop_documents(heldout, reasons, listing, tokenizer)
 
@@ -258,7 +261,9 @@ def drop_documents(
     listing: Listing,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Split:
-    """Return the split without the rows of these documents, ascending, with their reasons; each row is listed once."""
+    """Return the split without the rows of these documents, ascending, with their reasons; each row
+    is listed once.
+    """
     lost, last = array("Q"), None
     for number, reason in reasons:
         ordinal = int(split.documents.ordinals[number])
@@ -275,10 +280,17 @@ def log_facts(facts: dict[str, Any], *, output: Path) -> None:
     """Log what became of the rows, and what a reader should not miss."""
     for name, split in facts["splits"].items():
         logger.info(
-            "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% trained",
-            name, split["rows_read"], split["rows_kept"], split["rows_dropped"], split["truncated"],
-            facts["seq_len"], split["tokens"], 100 * split["trained_tokens"] / split["tokens"],
-        )  # fmt: skip
+            "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% "
+            "trained",
+            name,
+            split["rows_read"],
+            split["rows_kept"],
+            split["rows_dropped"],
+            split["truncated"],
+            facts["seq_len"],
+            split["tokens"],
+            100 * split["trained_tokens"] / split["tokens"],
+        )
         logger.info(
             "%s: %d rows equal an earlier one, %d nearly do",
             name, split["duplicates"], split["near_duplicates"],
@@ -304,7 +316,8 @@ def log_facts(facts: dict[str, Any], *, output: Path) -> None:
     by_turns = sum(source["rows_by_turns"] for source in facts["sources"])
     if by_turns:
         logger.info(
-            "%d rows became several examples: the template shows turns otherwise once others follow",
+            "%d rows became several examples: the template shows turns otherwise once others "
+            "follow",
             by_turns,
         )
     if facts["pad_token_origin"] == "eos_token":

@@ -1,6 +1,8 @@
-"""Write the model card of an exported adapter, once it is evaluated: data, training, results, limits.
+"""Write the model card of an exported adapter, once it is evaluated: data, training, results,
+limits.
 
-Reads the artifacts of the stages before; writes `README.md` beside the adapter's files, in the Hugging Face hub's format.
+Reads the artifacts of the stages before; writes `README.md` beside the adapter's files, in the
+Hugging Face hub's format.
 """
 
 import argparse
@@ -46,5 +48,6 @@ if __name__ == "__main__":
     parser.add_argument("--base", type=Path, required=True, help="base.json of the evaluation")
     parser.add_argument("--tuned", type=Path, required=True, help="tuned.json of the evaluation")
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
-    # One small file, replaced at once; a lock would stay in the folder of the adapter that people publish.
+    # One small file, replaced at once; a lock would stay in the folder of the adapter that people
+    # publish.
     run(main, parser, locks_itself=True)

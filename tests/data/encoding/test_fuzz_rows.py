@@ -1,6 +1,8 @@
-"""Whatever bytes a data file or a checkpoint has, a person gets rows or a message, never a traceback.
+"""Whatever bytes a data file or a checkpoint has, a person gets rows or a message, never a
+traceback.
 
-Files are whole ones with bytes changed, cut out, doubled and put in; rows go on to samples, tokens and listings.
+Files are whole ones with bytes changed, cut out, doubled and put in; rows go on to samples, tokens
+and listings.
 """
 
 import json
@@ -71,20 +73,33 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 PLACE = st.floats(0, 1, exclude_max=True)
 EDITS = st.lists(
     st.tuples(
-        st.sampled_from(["change", "cut", "double", "insert", "end"]), PLACE, PLACE,
-        st.binary(min_size=1, max_size=6) | st.sampled_from([b'"', b"\n", b"\0", b"\xff", b"[" * 5000, b"1e999", b"NaN", b"\\ud800", b","]),
+        st.sampled_from(["change", "cut", "double", "insert", "end"]),
+        PLACE,
+        PLACE,
+        st.binary(min_size=1, max_size=6)
+        | st.sampled_from(
+            [b'"', b"\n", b"\0", b"\xff", b"[" * 5000, b"1e999", b"NaN", b"\\ud800", b","]
+        ),
     ),
     min_size=1,
     max_size=5,
-)  # fmt: skip
+)
 
 
 def mutated(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
-    """Return `content` after `edits`, each at a place and over a stretch given as shares of the length."""
+    """Return `content` after `edits`, each at a place and over a stretch given as shares of the
+    length.
+    """
     for kind, start, length, new in edits:
         first = int(start * len(content))
         last = first + int(length * min(64, len(content) - first))
-        middle = {"change": new, "cut": b"", "double": content[first:last] * 2, "insert": new + content[first:last], "end": b""}[kind]  # fmt: skip
+        middle = {
+            "change": new,
+            "cut": b"",
+            "double": content[first:last] * 2,
+            "insert": new + content[first:last],
+            "end": b"",
+        }[kind]
         content = content[:first] + middle + (b"" if kind == "end" else content[last:])
     return content
 
@@ -145,20 +160,48 @@ def test_no_bytes_of_a_data_file_end_in_a_traceback(
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "weight", "tool_calls", "function", "from", "value"]), below, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("\ud800"),
+    lambda below: (
+        st.lists(below, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "role",
+                    "content",
+                    "text",
+                    "type",
+                    "weight",
+                    "tool_calls",
+                    "function",
+                    "from",
+                    "value",
+                ]
+            ),
+            below,
+            max_size=3,
+        )
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
+
+
+COLUMNS = ["messages", "prompt", "completion", "text", "instruction", "output", "conversations"]
+COLUMNS += ["tools", "input_ids", "labels", "loss_mask"]
 
 
 @FUZZED
 @given(
     row=st.dictionaries(
-        st.sampled_from(["messages", "prompt", "completion", "text", "instruction", "output", "conversations", "tools", "input_ids", "labels", "loss_mask"]),
+        st.sampled_from(COLUMNS),
         VALUES,
         max_size=4,
     )
-)  # fmt: skip
+)
 def test_no_values_of_a_row_end_in_a_traceback(encoder: SampleEncoder, row: dict[str, Any]) -> None:
     for format in get_args(Format):
         encode(Row(1, row), format, encoder)

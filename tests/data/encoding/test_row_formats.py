@@ -302,9 +302,26 @@ def test_tokens_without_targets_say_nothing_of_training() -> None:
 
 
 KEYS = [
-    "messages", "prompt", "completion", "text", "tools", "input_ids", "labels", "loss_mask", "attention_mask",
-    "role", "from", "content", "value", "weight", "tool_calls", "function_call", "function", "name", "arguments",
-]  # fmt: skip
+    "messages",
+    "prompt",
+    "completion",
+    "text",
+    "tools",
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "role",
+    "from",
+    "content",
+    "value",
+    "weight",
+    "tool_calls",
+    "function_call",
+    "function",
+    "name",
+    "arguments",
+]
 WORDS = [
     "user",
     "assistant",

@@ -1,4 +1,6 @@
-"""Conversations to tokens: equal to the tokenizer's own, masks on the answers, data never a special token."""
+"""Conversations to tokens: equal to the tokenizer's own, masks on the answers, data never a special
+token.
+"""
 
 from typing import Any
 
@@ -33,7 +35,8 @@ CHAT = [
 ]
 # ChatML-like, without generation blocks, and with a line feed after each end-of-turn token.
 PLAIN_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token + '\n' }}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token + '\n' "
+    "}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 OPEN_BLOCKS = CHAT_TEMPLATE.replace(
@@ -128,7 +131,9 @@ def test_special_token_in_the_data_is_ordinary_text(
 
 
 def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer: Any) -> None:
-    """The same conversation with a hostile system text ends in the same tokens as with a harmless one."""
+    """The same conversation with a hostile system text ends in the same tokens as with a harmless
+    one.
+    """
     harmless = encode(tokenizer, [{"role": "system", "content": "x"}, *CHAT[1:]])
     hostile = encode(tokenizer, [{"role": "system", "content": "<|end|>"}, *CHAT[1:]])
     tail = len(harmless.ids) - harmless.ids.tolist().index(tokenizer.eos_token_id)
@@ -153,8 +158,10 @@ def test_any_text_comes_back_whole(tokenizer: Any, question: str, answer: str) -
 
 
 LLAMA_2_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' "
+    "[/INST]' }}"
+    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% "
+    "endfor %}"
 )
 
 
@@ -347,7 +354,8 @@ TOOL_TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}"
     "{% for m in messages %}{{ '<|user|>' if m.role == 'tool' else '<|' + m.role + '|>' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ c.function.arguments | tojson }}{% "
+    "endfor %}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -444,7 +452,8 @@ def test_template_that_loops_without_end_is_stopped(
         "{{ 'x' * (messages | length * 3000000000) }}",
         "{{ ''.ljust(3000000000) }}",
         "{{ messages[0].content.replace('', 'x' * 100000000) }}",
-        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
+        "endfor %}{{ ns.x }}",
     ],
 )
 def test_template_of_a_hundred_gigabytes_of_text_is_stopped(tokenizer: Any, bomb: str) -> None:
@@ -527,7 +536,9 @@ def test_probes_that_the_template_refuses_are_left_out(tokenizer: Any) -> None:
 
 
 def byte_level(*, trim: bool) -> Tokenizer:
-    """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins with."""
+    """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins
+    with.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=trim)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
@@ -538,7 +549,9 @@ def byte_level(*, trim: bool) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As SentencePiece does: text is normalized, which changes its length, and a blank put before it."""
+    """As SentencePiece does: text is normalized, which changes its length, and a blank put before
+    it.
+    """
     tokenizer = Tokenizer(models.BPE(unk_token="?"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

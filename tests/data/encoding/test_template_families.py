@@ -31,8 +31,17 @@ TEMPLATES = Path(__file__).with_name("templates")
 # What each template's tokenizer knows: the end of a sequence, then all other special tokens but
 # those of reasoning.
 CHATML = ["<|im_end|>", "<|im_start|>", "<|im_sep|>"]
-DEEPSEEK = ["<eos>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"]  # fmt: skip
+DEEPSEEK = [
+    "<eos>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+]
 SPECIALS = {
     "qwen3": CHATML,
     "qwen3_5": CHATML,
@@ -269,7 +278,8 @@ CALLS = {
     "deepseek_v3": "<｜tool▁calls▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁calls▁end｜><eos>',
     "gpt_oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
-    "smollm3": '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
+    "smollm3": '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}'
+    "</tool_call><|im_end|>",
 }
 
 

@@ -1,4 +1,6 @@
-"""Reading data files: every row is yielded with its number, whole or broken; other files are refused."""
+"""Reading data files: every row is yielded with its number, whole or broken; other files are
+refused.
+"""
 
 import contextlib
 import gzip

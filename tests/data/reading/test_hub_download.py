@@ -1,4 +1,6 @@
-"""Choice of files, the partial folder, and error messages; whole downloads are in test_download_source.py."""
+"""Choice of files, the partial folder, and error messages; whole downloads are in
+test_download_source.py.
+"""
 
 import errno
 import json

@@ -1,4 +1,6 @@
-"""From settings to files: files, folders, globs and saved datasets; the same rules for a hub's listing."""
+"""From settings to files: files, folders, globs and saved datasets; the same rules for a hub's
+listing.
+"""
 
 import json
 from pathlib import Path

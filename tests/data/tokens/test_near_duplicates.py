@@ -1,4 +1,6 @@
-"""Near-duplicates of splits on disk: the same are found however few keys are in memory at a time."""
+"""Near-duplicates of splits on disk: the same are found however few keys are in memory at a
+time.
+"""
 
 from dataclasses import replace
 from functools import partial

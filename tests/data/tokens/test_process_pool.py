@@ -1,4 +1,6 @@
-"""Work over processes: in order, whatever their number, and a killed one is told apart from a defect."""
+"""Work over processes: in order, whatever their number, and a killed one is told apart from a
+defect.
+"""
 
 import os
 import signal

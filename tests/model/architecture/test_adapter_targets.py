@@ -1,4 +1,6 @@
-"""Which linears get an adapter of which rank and scale: PEFT's own rules, and what it would pass over in silence."""
+"""Which linears get an adapter of which rank and scale: PEFT's own rules, and what it would pass
+over in silence.
+"""
 
 import math
 from typing import Any
@@ -25,9 +27,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "expression": {"target_modules": r"model\.layers\.[02]\..*_proj"},
     "everything": {"target_modules": "all-linear"},
     "ranks": {"rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\.\w+": 3, "up_proj": 5}},
-    "ranks and alphas": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"mlp.*": 11.0, "q_proj": 5.0}},
+    "ranks and alphas": {
+        "rank_pattern": {"q_proj": 7},
+        "alpha_pattern": {"mlp.*": 11.0, "q_proj": 5.0},
+    },
     "rank-stabilized": {"rank_pattern": {"q_proj": 7}, "use_rslora": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +56,14 @@ def test_ranks_and_scales_are_those_that_peft_gives(
     lora = LoraSettings(r=4, alpha=6.0, **settings)
     targets = lora.target_modules
     config = LoraConfig(
-        r=4, lora_alpha=6.0, use_rslora=lora.use_rslora, task_type="CAUSAL_LM",  # type: ignore[arg-type]
+        r=4,
+        lora_alpha=6.0,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",  # type: ignore[arg-type]
         target_modules=targets if isinstance(targets, str) else list(targets),
-        rank_pattern=dict(lora.rank_pattern), alpha_pattern=dict(lora.alpha_pattern),
-    )  # fmt: skip
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+    )
     paths = linears(model)
     with torch.device("meta"):
         adapted = get_peft_model(model, config)  # type: ignore[arg-type]
@@ -96,7 +105,8 @@ def refusal(**settings: Any) -> str:
 @pytest.mark.parametrize("target", ["qkv_proj", "lm_head", "embed_tokens", "mlp.q_proj"])
 def test_name_that_is_no_linear_lists_the_valid_names(target: str) -> None:
     assert refusal(target_modules=("q_proj", target)) == (
-        f"lora.target_modules = {target!r}: no linear layer of the model has this name; it has q_proj, k_proj, v_proj. "
+        f"lora.target_modules = {target!r}: no linear layer of the model has this name; it has "
+        "q_proj, k_proj, v_proj. "
         "Name some of these, or all-linear."
     )
 
@@ -153,7 +163,8 @@ def test_modules_are_found_by_the_end_of_their_path(
 def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None:
     with pytest.raises(
         UserError,
-        match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and embed_in. Name embed_out",
+        match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and "
+        "embed_in. Name embed_out",
     ):
         modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), tied=False, **PATHS)
 

@@ -1,4 +1,6 @@
-"""Every supported model family: loss and adapter gradients of packed rows equal those of stock packages, document by document."""
+"""Every supported model family: loss and adapter gradients of packed rows equal those of stock
+packages, document by document.
+"""
 
 import itertools
 from pathlib import Path
@@ -32,8 +34,14 @@ ROWS, SEQ_LEN = 3, 29
 CPU = torch.device("cpu")
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}  # fmt: skip
-# Family, and what it has that others have not. Windows are shorter than rows, and than some documents.
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.5] * 8,
+    "long_factor": [4.0] * 8,
+}
+# Family, and what it has that others have not. Windows are shorter than rows, and than some
+# documents.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4}),
     "llama 3, scaled positions": ("llama", {"rope_parameters": LLAMA_3}),
@@ -60,13 +68,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one linear.
+# Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one
+# linear.
 PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
 FUSED = {
-    "llama": PLAIN, "mistral": PLAIN, "qwen2": PLAIN, "qwen3": PLAIN | {"norms": 12},
-    "gemma2": {"attentions": 3, "feed_forwards": 3}, "gemma3_text": {"attentions": 3, "feed_forwards": 3}, "phi3": {"norms": 6},
+    "llama": PLAIN,
+    "mistral": PLAIN,
+    "qwen2": PLAIN,
+    "qwen3": PLAIN | {"norms": 12},
+    "gemma2": {"attentions": 3, "feed_forwards": 3},
+    "gemma3_text": {"attentions": 3, "feed_forwards": 3},
+    "phi3": {"norms": 6},
     "olmo2": {"norms": 12, "feed_forwards": 3},
-}  # fmt: skip
+}
 
 
 def base_of(case: str, folder: Path) -> Path:
@@ -74,10 +88,17 @@ def base_of(case: str, folder: Path) -> Path:
     family, special = CASES[case]
     torch.manual_seed(0)
     sizes = {
-        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
-        "initializer_range": 0.2, "pad_token_id": 0,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+    }
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **(sizes | special))
     ).float()
@@ -90,7 +111,9 @@ def base_of(case: str, folder: Path) -> Path:
 
 
 def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) -> dict[str, Any]:
-    """Loss and gradients of all rows in one forward of the training module, every second layer recomputed."""
+    """Loss and gradients of all rows in one forward of the training module, every second layer
+    recomputed.
+    """
     training = adapted(base, attention=attention, r=4, alpha=8).train()
     model = training.peft_model.get_base_model()  # type: ignore[operator]
     if fused:
@@ -117,15 +140,27 @@ def test_a_part_of_each_head_is_found_where_rotary_parameters_are_nested_by_laye
     whole = {"rope_type": "default", "rope_theta": 1e4}
     for share, count in ((1.0, 2), (0.5, 0)):
         config = AutoConfig.for_model(
-            "gemma3_text", hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=VOCAB,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16, layer_types=["sliding_attention", "full_attention"],
-            rope_parameters={"sliding_attention": dict(whole), "full_attention": whole | {"partial_rotary_factor": share}},
-        )  # fmt: skip
+            "gemma3_text",
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            vocab_size=VOCAB,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "sliding_attention": dict(whole),
+                "full_attention": whole | {"partial_rotary_factor": share},
+            },
+        )
         assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
 
 
 def trained(training: Any, store: TokenStore) -> dict[str, Any]:
-    """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is sharded."""
+    """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is
+    sharded.
+    """
     params = trainable_parameters(training)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -133,8 +168,11 @@ def trained(training: Any, store: TokenStore) -> dict[str, Any]:
             start, stop = local_range(param)
             local(param).copy_((0.1 * torch.randn(param.shape, generator=generator))[start:stop])
     batch = make_batch(
-        store.input_ids.astype("int64"), store.position_ids.astype("int64"), store.loss_mask.copy(), device=CPU
-    )  # fmt: skip
+        store.input_ids.astype("int64"),
+        store.position_ids.astype("int64"),
+        store.loss_mask.copy(),
+        device=CPU,
+    )
     loss = training(
         batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
     )
@@ -152,14 +190,21 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """The same by the model of a run over two processes; embeddings sliced and on the host in turn."""
+    """The same by the model of a run over two processes; embeddings sliced and on the host in
+    turn.
+    """
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for number, (case, base) in enumerate(bases.items()):
             plan = {
-                "activation_checkpointing": 2, "reshard_after_forward": True, "gpu_memory_bytes": None,
-                "offload_embedding": number % 2 == 0, "offload_activations": number % 2 == 1, "offload_window_bytes": (None, 4096)[number % 2], "offload_layers": number % 3,
-            }  # fmt: skip
+                "activation_checkpointing": 2,
+                "reshard_after_forward": True,
+                "gpu_memory_bytes": None,
+                "offload_embedding": number % 2 == 0,
+                "offload_activations": number % 2 == 1,
+                "offload_window_bytes": (None, 4096)[number % 2],
+                "offload_layers": number % 3,
+            }
             config = RunConfig(lora=LoraSettings(r=4, alpha=8))
             model = build_training_model(
                 base, config, plan, world, compute_dtype=torch.float32, attention=attention_of(case)
@@ -172,7 +217,9 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def two_rows(rank: int) -> TokenStore:
-    """Rows 0 and 1 for the first process; row 2, and once more without a trained token, for the second."""
+    """Rows 0 and 1 for the first process; row 2, and once more without a trained token, for the
+    second.
+    """
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     rows = [[0, 1], [2, 2]][rank]
     arrays = {
@@ -181,7 +228,9 @@ def two_rows(rank: int) -> TokenStore:
     }
     arrays["train.loss_mask.npy"][1] &= rank == 0
     heldout = {f"heldout.{name}.npy": np.zeros(1) for name in ("input_ids", "loss_mask")}
-    return TokenStore(manifest=store.manifest, arrays=arrays | heldout | {"heldout.offsets.npy": np.array([0, 1])})  # fmt: skip
+    return TokenStore(
+        manifest=store.manifest, arrays=arrays | heldout | {"heldout.offsets.npy": np.array([0, 1])}
+    )
 
 
 def attention_of(case: str) -> str:
@@ -191,7 +240,9 @@ def attention_of(case: str) -> str:
 def stock(
     base: Path, store: TokenStore, attention: str, values: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The same by stock Transformers, bitsandbytes and PEFT, every document in a forward of its own."""
+    """The same by stock Transformers, bitsandbytes and PEFT, every document in a forward of its
+    own.
+    """
     model: Any = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, config).train()
@@ -251,8 +302,12 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         # fp32, sums in another order: rows of documents here, documents there
         largest = float(gradient.abs().max())
         torch.testing.assert_close(
-            found["gradients"][name], gradient, rtol=1e-3, atol=1e-5 * largest, msg=lambda m, n=name: f"{n}: {m}"
-        )  # fmt: skip
+            found["gradients"][name],
+            gradient,
+            rtol=1e-3,
+            atol=1e-5 * largest,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
         assert largest > 0, name
 
 
@@ -275,7 +330,9 @@ def plain_varlen_attn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *_: Any,
     scale: float, window_size: tuple[int, int], **__: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document, `window_size[0]` tokens back."""
+    """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document,
+    `window_size[0]` tokens back.
+    """
     found = []
     for start, stop in itertools.pairwise(bounds.tolist()):
         heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
@@ -291,9 +348,15 @@ def plain_varlen_attn(
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("case", [case for case in CASES if "softcap" not in case])
 def test_varlen_is_told_all_that_a_family_asks_of_its_attention(
-    bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """The kernel is for GPUs, so its definition takes its place; an argument that it does not know would raise."""
+    bases: dict[str, Path],
+    reference: dict[str, dict[str, Any]],
+    case: str,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel is for GPUs, so its definition takes its place; an argument that it does not know
+    would raise.
+    """
     monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen_attn)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     assert_same(ours(bases[case], store, "varlen", fused=fused), reference[case])

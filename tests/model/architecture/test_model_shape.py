@@ -28,7 +28,9 @@ def reject(folder: Path, *parts: str) -> None:
 
 
 def with_config(folder: Path, **changes: Any) -> Path:
-    """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the key."""
+    """Write the tiny checkpoint with other settings in its config.json; a value of ... removes the
+    key.
+    """
     config = {k: v for k, v in (TINY | changes).items() if v is not ...}
     return write_checkpoint(folder, config=config)
 
@@ -334,6 +336,9 @@ def test_longropes_short_factors_reach_as_far_as_in_transformers(
 
 
 def test_longrope_of_one_kind_of_layers_counts() -> None:
-    nested = {"full_attention": LONG | {"original_max_position_embeddings": 37}, "sliding_attention": {"rope_type": "default"}}  # fmt: skip
+    nested = {
+        "full_attention": LONG | {"original_max_position_embeddings": 37},
+        "sliding_attention": {"rope_type": "default"},
+    }
     config = TINY | {"rope_parameters": nested}
     assert shape_of_config(config, origin=Path("model")).short_positions == 37

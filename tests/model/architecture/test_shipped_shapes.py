@@ -1,4 +1,6 @@
-"""The shipped shapes: their parameters add up to what was published, and names are found as people write them."""
+"""The shipped shapes: their parameters add up to what was published, and names are found as people
+write them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ def test_parameters_are_those_published(hub_id: str) -> None:
 
 
 def test_every_name_stands_once() -> None:
-    names = [name for hub_id, entry in ENTRIES.items() for name in (hub_id, *entry.get("same_shape", ()))]  # fmt: skip
+    names = [
+        name for hub_id, entry in ENTRIES.items() for name in (hub_id, *entry.get("same_shape", ()))
+    ]
     assert len(names) == len(set(names)) == len(known_models())
 
 

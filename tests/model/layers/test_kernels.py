@@ -1,6 +1,8 @@
-"""The GPU kernels by Triton's interpreter, where Triton is installed; and what happens where it is not.
+"""The GPU kernels by Triton's interpreter, where Triton is installed; and what happens where it is
+not.
 
-The interpreter cuts off where a GPU rounds to bf16, so values here are fp32; `tests/gpu` has the rest.
+The interpreter cuts off where a GPU rounds to bf16, so values here are fp32; `tests/gpu` has the
+rest.
 """
 
 import os
@@ -18,14 +20,18 @@ import torch
 from tests.support.kernel_cases import SHAPES, decoded
 for shape in SHAPES:
     for block_size, double_quant in ((64, True), (64, False), (256, True)):
-        found, expected = decoded(shape, block_size=block_size, double_quant=double_quant, dtype=torch.float32, device="cpu")
+        found, expected = decoded(
+            shape, block_size=block_size, double_quant=double_quant,
+            dtype=torch.float32, device="cpu",
+        )
         assert torch.equal(found, expected), (shape, block_size, double_quant)
 """
 GATED = """
 import torch
 from tests.support.kernel_cases import ACTIVATIONS, gated_results
 for activation in ACTIVATIONS:
-    product, again, of_gate, of_up, *expected = gated_results(activation, dtype=torch.float32, device="cpu")
+    results = gated_results(activation, dtype=torch.float32, device="cpu")
+    product, again, of_gate, of_up, *expected = results
     torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(product, again)
 """
@@ -47,7 +53,9 @@ torch.testing.assert_close(found[::2], found[1::2], rtol=1e-5, atol=1e-5)
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", claims], env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", claims], env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 

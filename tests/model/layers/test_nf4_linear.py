@@ -1,4 +1,6 @@
-"""The NF4 linear against bitsandbytes' own quantization, decoded by hand, and the fused adapter node against plain autograd."""
+"""The NF4 linear against bitsandbytes' own quantization, decoded by hand, and the fused adapter
+node against plain autograd.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,9 @@ def test_dequantized_weight_is_what_was_quantized_bit_for_bit(
 
 
 def test_dequantized_weight_is_the_code_times_the_scale_of_its_block(tmp_path: Path) -> None:
-    """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq. 4 and 5)."""
+    """By hand: every weight is one of the 16 codes times its block's largest magnitude (QLoRA, eq.
+    4 and 5).
+    """
     weight = random(3, 64, seed=3)
     linear = nf4_linear(tmp_path / "base", weight, double_quant=False)
     scales = weight.abs().amax(dim=1, keepdim=True)
@@ -75,14 +79,18 @@ def padded_sizes() -> dict[str, int]:
 
 
 def test_stored_sizes_are_those_of_the_paper(padded_sizes: dict[str, int]) -> None:
-    """185 weights: 93 bytes of codes, 3 blocks with an 8-bit scale each, one fp32 scale of scales."""
+    """185 weights: 93 bytes of codes, 3 blocks with an 8-bit scale each, one fp32 scale of
+    scales.
+    """
     assert padded_sizes == {"weight": 93, "absmax": 3, "nested_absmax": 4}
     single = NF4Spec(shape=(5, 37), block_size=64, double_quant=False, offset=0.0).sizes
     assert single == {"weight": 93, "absmax": 12}
 
 
 def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path: Path) -> None:
-    """float32: FSDP2 rewrites NaN patterns of bf16 groups on CUDA, and refuses frozen uint8 on torch 2.11."""
+    """float32: FSDP2 rewrites NaN patterns of bf16 groups on CUDA, and refuses frozen uint8 on
+    torch 2.11.
+    """
     linear = nf4_linear(tmp_path / "base", random(5, 37), bias=random(5))
     params = dict(linear.named_parameters())
     assert {name: tuple(p.shape) for name, p in params.items()} == {
@@ -159,7 +167,9 @@ def test_fused_adapter_equals_autograd_of_the_plain_formula(layer: Layer) -> Non
 
 
 def test_fused_adapter_gradients_equal_finite_differences(layer: Layer) -> None:
-    """The output is linear in each of x, A and B, so a central difference is exact whatever its width."""
+    """The output is linear in each of x, A and B, so a central difference is exact whatever its
+    width.
+    """
     inputs = {
         "x": random(4, 13, seed=8).requires_grad_(),
         "A": layer.weights[0],
@@ -207,7 +217,9 @@ def test_input_gradient_of_the_first_layer_is_not_computed(layer: Layer) -> None
 def test_recomputation_stops_before_a_product_whose_result_backward_does_not_need(
     layer: Layer,
 ) -> None:
-    """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it a third time."""
+    """Once in forward, once in backward for the input's gradient; a plain checkpoint would make it
+    a third time.
+    """
     counted = Counted(layer.base)
     x = random(4, 13, seed=8).requires_grad_()
     adapted = Layer(counted, *layer.weights)
@@ -249,7 +261,9 @@ def test_master_gradients_are_float32_under_bfloat16_activations(layer: Layer) -
 
 @pytest.mark.parametrize("nodes", ["one node", "a node each"])
 def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nodes: str) -> None:
-    """Two linears share it; gradients are those of autograd through norm and plain formula, in fp64."""
+    """Two linears share it; gradients are those of autograd through norm and plain formula, in
+    fp64.
+    """
     norm = RmsNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
     x = random(2, 3, 13, seed=8).requires_grad_()
     kept: list[torch.Tensor] = []

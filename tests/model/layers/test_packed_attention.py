@@ -90,11 +90,17 @@ def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
 
 @pytest.mark.parametrize(
     ("told", "named"),
-    [({"s_aux": torch.zeros(2)}, "s_aux"), ({"softcap": 50.0}, "softcap"), ({"is_causal": False}, "is_causal"),
-     ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"), ({"s_aux": 1, "softcap": 2.0}, "s_aux, softcap")],
+    [({"s_aux": torch.zeros(2)}, "s_aux"), ({"softcap": 50.0}, "softcap"), ({"is_causal": False}, (
+        "is_causal"
+    )),
+     ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"), ({"s_aux": 1, "softcap": 2.0}, (
+         "s_aux, softcap"
+     ))],
 )  # fmt: skip
 def test_varlen_refuses_whatever_it_would_leave_out(told: dict[str, Any], named: str) -> None:
-    """Sinks, for instance: the check of the family uses the same attention, so it would not notice."""
+    """Sinks, for instance: the check of the family uses the same attention, so it would not
+    notice.
+    """
     heads = torch.zeros(1, 2, 5, 16)
     bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
     with pytest.raises(UserError) as caught:
@@ -102,7 +108,8 @@ def test_varlen_refuses_whatever_it_would_leave_out(told: dict[str, Any], named:
             torch.nn.Linear(1, 1), heads, heads, heads, **({"attention_mask": None} | bounds | told)
         )
     assert str(caught.value) == (
-        f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot do, and the model would be "
+        f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "
+        "do, and the model would be "
         "trained without. Set it to eager."
     )
 

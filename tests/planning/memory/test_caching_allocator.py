@@ -1,4 +1,6 @@
-"""The model of PyTorch's caching allocator against its rules, by hand, and against what must always hold."""
+"""The model of PyTorch's caching allocator against its rules, by hand, and against what must always
+hold.
+"""
 
 from itertools import pairwise
 

@@ -1,4 +1,6 @@
-"""The closed form against hand-computed numbers, against measurements on GPUs, and against properties it must have."""
+"""The closed form against hand-computed numbers, against measurements on GPUs, and against
+properties it must have.
+"""
 
 import json
 import math
@@ -39,8 +41,9 @@ MEASURED = [
     json.loads(line)
     for line in (Path(__file__).parents[2] / "measured_h200.jsonl").read_text().splitlines()
 ]
-# The closed form has no term for small temporaries (rotary products, LoRA casts): up to 1.1% in these runs.
-# With dropout and recomputation PEFT's fp32 temporaries are taken as all alive at once: 2.8%.
+# The closed form has no term for small temporaries (rotary products, LoRA casts): up to 1.1% in
+# these runs. With dropout and recomputation PEFT's fp32 temporaries are taken as all alive at once:
+# 2.8%.
 TOLERANCE, TOLERANCE_DROPOUT = 0.015, 0.03
 
 tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
@@ -54,14 +57,22 @@ small_shapes = st.builds(
 )  # fmt: skip
 setups = st.builds(
     setup,
-    processes=st.integers(1, 9), micro_batch_size=st.integers(1, 5), seq_len=st.integers(8, 4099),
-    rank=st.integers(1, 67), targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
-    dropout=st.booleans(), block_size=st.sampled_from([64, 256]), double_quant=st.booleans(),
-    activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]), reshard_after_forward=st.booleans(),
-    accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
+    processes=st.integers(1, 9),
+    micro_batch_size=st.integers(1, 5),
+    seq_len=st.integers(8, 4099),
+    rank=st.integers(1, 67),
+    targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
+    dropout=st.booleans(),
+    block_size=st.sampled_from([64, 256]),
+    double_quant=st.booleans(),
+    activation_checkpointing=st.sampled_from([True, False, 1, 2, 3]),
+    reshard_after_forward=st.booleans(),
+    accumulates=st.booleans(),
+    compute_bytes=st.sampled_from([2, 4]),
     attention=st.sampled_from(["flash", "sdpa", "eager"]),
-    fused_layers=st.booleans(), offload_activations=st.sampled_from([False, 1, 2, True]),
-)  # fmt: skip
+    fused_layers=st.booleans(),
+    offload_activations=st.sampled_from([False, 1, 2, True]),
+)
 
 
 def peak(shape: ModelShape, chosen: Setup) -> int:
@@ -85,9 +96,11 @@ def measured_case(row: dict[str, Any]) -> tuple[ModelShape, Setup]:
 
 
 def peak_with_gathered_tables(shape: ModelShape, chosen: Setup) -> int:
-    """The peak of the engine that was measured, which gathered embedding and head whole (E bytes each) on several GPUs.
+    """The peak of the engine that was measured, which gathered embedding and head whole (E bytes
+    each) on several GPUs.
 
-    Its chunks of the loss had 1,024 rows, whatever the vocabulary. Untied, E lay there in the loss and once more as its buffer; tied, once from forward to backward.
+    Its chunks of the loss had 1,024 rows, whatever the vocabulary. Untied, E lay there in the loss
+    and once more as its buffer; tied, once from forward to backward.
     """
     phases = predict(shape, chosen).phases
     totals = {name: sum(terms.values()) for name, terms in phases.items()}
@@ -115,7 +128,9 @@ def test_peak_is_what_was_measured_on_h200(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_no_phase_of_several_processes_holds_a_table(tied: bool) -> None:
-    """What a table of 128,256 rows adds to any phase is less than its slice and the logits of a chunk."""
+    """What a table of 128,256 rows adds to any phase is less than its slice and the logits of a
+    chunk.
+    """
     small, large = (
         predict(replace(llama_70b(vocab=v), tied_embeddings=tied), setup(processes=4))
         for v in (4, 128256)
@@ -150,7 +165,8 @@ def test_llama_2_70b_on_two_gpus_is_what_another_engine_measured() -> None:
 
 
 def test_stored_terms_of_a_tiny_model_by_hand() -> None:
-    # 101 x 30 embedding and head, 3 layers, 2 processes, bf16; every tensor is rounded up to 512 bytes.
+    # 101 x 30 embedding and head, 3 layers, 2 processes, bf16; every tensor is rounded up to 512
+    # bytes.
     # Packed weights are float32 views: q, o 900 weights = 450 bytes = 113 elements, 57 on rank 0
     # = 228 bytes -> 512; k, v 300 -> 512; gate, up, down 1380 -> 690 bytes -> 512: 7 x 512 a layer.
     # Adapters r = 2: A (2, 30) one row = 120 bytes, B (30, 2) 15 rows = 120 bytes, all -> 512.
@@ -170,7 +186,9 @@ def test_stored_terms_of_a_tiny_model_by_hand() -> None:
 
 
 def test_trained_tables_take_16_bytes_a_weight_of_their_slices_by_hand() -> None:
-    """Two slices of 51 x 30: 6120 -> 6144 bytes in fp32; three more times of it are gradients and moments."""
+    """Two slices of 51 x 30: 6120 -> 6144 bytes in fp32; three more times of it are gradients and
+    moments.
+    """
     for chosen, tables in (
         (setup(processes=2, trains_head=True), 1),
         (setup(processes=2, trains_head=True, trains_embedding=True), 2),
@@ -195,8 +213,10 @@ def test_gradient_of_a_trained_head_is_made_while_that_of_earlier_micro_batches_
 
 @settings(deadline=None)
 @given(
-    shape=small_shapes, chosen=setups, modules=st.sampled_from([(True, False), (False, True), (True, True)])
-)  # fmt: skip
+    shape=small_shapes,
+    chosen=setups,
+    modules=st.sampled_from([(True, False), (False, True), (True, True)]),
+)
 def test_trained_modules_never_take_less_and_are_explained(
     shape: ModelShape, chosen: Setup, modules: tuple[bool, bool]
 ) -> None:
@@ -384,7 +404,9 @@ def test_recomputing_fewer_layers_takes_more_memory() -> None:
 
 
 def test_every_third_of_seven_layers_keeps_its_input_alone() -> None:
-    """Layers 0, 3 and 6 are recomputed; the last one of them just then, in backward's first phase."""
+    """Layers 0, 3 and 6 are recomputed; the last one of them just then, in backward's first
+    phase.
+    """
     shape = llama_70b(layers=7)
     chosen = setup(activation_checkpointing=3)
     terms = predict(shape, chosen).phases["backward_first_layer"]
@@ -393,7 +415,9 @@ def test_every_third_of_seven_layers_keeps_its_input_alone() -> None:
 
 
 def test_fused_layers_keep_a_third_for_norms_and_two_wide_tensors_less() -> None:
-    """In bf16: two norms' inputs of 8,192 at 2 instead of 4 bytes, and not their outputs; activation and product of 28,672."""
+    """In bf16: two norms' inputs of 8,192 at 2 instead of 4 bytes, and not their outputs;
+    activation and product of 28,672.
+    """
     chosen = setup(activation_checkpointing=False)
     stock, fused = (
         saved_activations(llama_70b(), replace(chosen, fused_layers=flag)) for flag in (False, True)
@@ -431,7 +455,9 @@ def test_offloading_never_takes_more_where_all_layers_are_recomputed(
 
 
 def test_moments_of_8_bits_take_a_byte_each_and_their_scales() -> None:
-    """Llama-2-70B, rank 16, one process: 80 layers of q, o (2 x 16 x 8192), k, v (16 x 9216), and 3 x 16 x 36864."""
+    """Llama-2-70B, rank 16, one process: 80 layers of q, o (2 x 16 x 8192), k, v (16 x 9216), and 3
+    x 16 x 36864.
+    """
     chosen = setup(processes=1, rank=16, optimizer="adamw_8bit")
     elements = 80 * 16 * (2 * 2 * 8192 + 2 * 9216 + 3 * 36864)
     here, there = moment_bytes(llama_70b(), chosen)
@@ -477,7 +503,9 @@ def test_replicas_take_what_as_many_fewer_processes_take(shape: ModelShape, chos
 def test_405b_is_predicted_by_a_few_hundred_calls() -> None:
     """No loop over what there are thousands of: layers, documents, tokens."""
     predictions = []
-    calls = num_calls(lambda: predictions.append(predict(llama_405b(), setup(processes=8, seq_len=8191))))  # fmt: skip
+    calls = num_calls(
+        lambda: predictions.append(predict(llama_405b(), setup(processes=8, seq_len=8191)))
+    )
     assert calls < 3000
     assert math.isfinite(predictions[0].peak_bytes)
 

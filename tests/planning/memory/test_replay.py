@@ -1,4 +1,6 @@
-"""The replay of a plan's allocations against measurements on GPUs, the closed form, and properties that it must have."""
+"""The replay of a plan's allocations against measurements on GPUs, the closed form, and properties
+that it must have.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,17 +45,32 @@ def test_page_shows_the_measurements_beside_what_is_predicted_now(measured: list
 
 @pytest.mark.parametrize("rank", [4, 16])
 def test_soft_capped_attention_is_predicted_no_lower_than_a_gpu_measured(rank: int) -> None:
-    """10 layers of Gemma 2 27B, all activations kept, 2 rows of 3,072 tokens, one H200: 70.0 GiB."""
+    """10 layers of Gemma 2 27B, all activations kept, 2 rows of 3,072 tokens, one H200: 70.0
+    GiB.
+    """
     config = {
-        "model_type": "gemma2", "hidden_size": 4608, "intermediate_size": 36864, "num_hidden_layers": 10,
-        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000,
-        "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    }  # fmt: skip
+        "model_type": "gemma2",
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
     shape = shape_of_config(config, origin=Path("gemma-2-27b"))
     chosen = setup(
-        processes=1, micro_batch_size=2, seq_len=3072, rank=rank, attention="eager", fused_layers=True,
+        processes=1,
+        micro_batch_size=2,
+        seq_len=3072,
+        rank=rank,
+        attention="eager",
+        fused_layers=True,
         activation_checkpointing=False,
-    )  # fmt: skip
+    )
     exact = replay(shape, chosen).allocated_bytes
     assert 70.0 * GIB <= exact <= 1.01 * 70.0 * GIB
     assert exact <= predict(shape, chosen).peak_bytes <= 1.02 * exact
@@ -62,15 +79,26 @@ def test_soft_capped_attention_is_predicted_no_lower_than_a_gpu_measured(rank: i
 tiny = llama_shape(layers=3, hidden=96, feed_forward=160, heads=3, kv_heads=1, vocab=1009)
 setups = st.builds(
     setup,
-    processes=st.sampled_from([1, 2, 4, 9]), micro_batch_size=st.integers(1, 3), seq_len=st.sampled_from([64, 96]),
-    rank=st.integers(1, 9), targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
-    dropout=st.booleans(), dora=st.booleans(), double_quant=st.booleans(),
-    activation_checkpointing=st.sampled_from([True, False, 2]), reshard_after_forward=st.booleans(),
-    accumulates=st.booleans(), compute_bytes=st.sampled_from([2, 4]),
-    attention=st.sampled_from(["flash", "sdpa", "eager"]), fused_layers=st.booleans(),
-    offload_activations=st.sampled_from([False, 1, 2, True]), offload_embedding=st.booleans(), offload_layers=st.integers(0, 3),
-    trains_head=st.booleans(), trains_embedding=st.booleans(),
-)  # fmt: skip
+    processes=st.sampled_from([1, 2, 4, 9]),
+    micro_batch_size=st.integers(1, 3),
+    seq_len=st.sampled_from([64, 96]),
+    rank=st.integers(1, 9),
+    targets=st.sampled_from([SEVEN, ("q_proj",), ("down_proj", "k_proj")]),
+    dropout=st.booleans(),
+    dora=st.booleans(),
+    double_quant=st.booleans(),
+    activation_checkpointing=st.sampled_from([True, False, 2]),
+    reshard_after_forward=st.booleans(),
+    accumulates=st.booleans(),
+    compute_bytes=st.sampled_from([2, 4]),
+    attention=st.sampled_from(["flash", "sdpa", "eager"]),
+    fused_layers=st.booleans(),
+    offload_activations=st.sampled_from([False, 1, 2, True]),
+    offload_embedding=st.booleans(),
+    offload_layers=st.integers(0, 3),
+    trains_head=st.booleans(),
+    trains_embedding=st.booleans(),
+)
 
 
 def possible(chosen: Setup, *, tied: bool = False) -> Setup:
@@ -85,7 +113,9 @@ def possible(chosen: Setup, *, tied: bool = False) -> Setup:
 @settings(deadline=None, max_examples=60)
 @given(setups, st.sampled_from(["llama", "olmo2", "gemma2"]), st.booleans())
 def test_whatever_is_made_in_training_is_released(chosen: Setup, family: str, tied: bool) -> None:
-    """After the second step only parameters, moments, workspaces, one batch of inputs and fetched layers are there."""
+    """After the second step only parameters, moments, workspaces, one batch of inputs and fetched
+    layers are there.
+    """
     norms = 4 if family == "gemma2" else 2
     shape = replace(
         tiny, family=family, hidden_norms=norms, tied_embeddings=tied, attention_softcap=norms == 4
@@ -96,8 +126,19 @@ def test_whatever_is_made_in_training_is_released(chosen: Setup, family: str, ti
         if isinstance(event, int):
             assert (event >= 0) != (~event in left), "made once, released once"
             left ^= {event if event >= 0 else ~event}
-    stay = {"nf4_weights", "nf4_scales", "nf4_tables", "embedding_and_head", "norms_and_biases",
-            "lora_weights", "module_weights", "adam_moments", "cublas_workspace", "inputs", "fetched_layers"}  # fmt: skip
+    stay = {
+        "nf4_weights",
+        "nf4_scales",
+        "nf4_tables",
+        "embedding_and_head",
+        "norms_and_biases",
+        "lora_weights",
+        "module_weights",
+        "adam_moments",
+        "cublas_workspace",
+        "inputs",
+        "fetched_layers",
+    }
     assert {tape.terms[tensor] for tensor in left} <= stay
 
 
@@ -112,13 +153,24 @@ def test_terms_are_explained_and_sum_to_the_peak(chosen: Setup) -> None:
 
 @pytest.mark.parametrize(
     "lever",
-    [{}, {"fused_layers": True}, {"activation_checkpointing": False}, {"activation_checkpointing": 3},
-     {"processes": 8}, {"reshard_after_forward": False}, {"accumulates": True}, {"attention": "sdpa"},
-     {"offload_embedding": True}, {"double_quant": False}, {"trains_head": True}, {"trains_embedding": True},
-     {"trains_head": True, "trains_embedding": True, "accumulates": True},
-     {"trains_head": True, "trains_embedding": True, "accumulates": True, "processes": 1}],
+    [
+        {},
+        {"fused_layers": True},
+        {"activation_checkpointing": False},
+        {"activation_checkpointing": 3},
+        {"processes": 8},
+        {"reshard_after_forward": False},
+        {"accumulates": True},
+        {"attention": "sdpa"},
+        {"offload_embedding": True},
+        {"double_quant": False},
+        {"trains_head": True},
+        {"trains_embedding": True},
+        {"trains_head": True, "trains_embedding": True, "accumulates": True},
+        {"trains_head": True, "trains_embedding": True, "accumulates": True, "processes": 1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_closed_form_agrees_with_the_replay(lever: dict[str, object]) -> None:
     shape: ModelShape = llama_70b(layers=12)
     chosen = setup(micro_batch_size=2, **lever)

@@ -1,4 +1,6 @@
-"""The traced allocations against those of the engine itself, recorded on the CPU as it trains a tiny model."""
+"""The traced allocations against those of the engine itself, recorded on the CPU as it trains a
+tiny model.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -96,8 +98,14 @@ def adapted_in_bf16(base: Path, lora: LoraSettings = RANK_4, *, every: int = 0) 
 
 
 def recorded(
-    base: Path, *, targets: tuple[str, ...], dora: bool, every: int, modules: tuple[str, ...] = (), batches: int = 1
-) -> int:  # fmt: skip
+    base: Path,
+    *,
+    targets: tuple[str, ...],
+    dora: bool,
+    every: int,
+    modules: tuple[str, ...] = (),
+    batches: int = 1,
+) -> int:
     """The peak of so many micro-batches on the CPU in bf16 above what lies there before, bytes."""
     lora = LoraSettings(r=4, target_modules=targets, use_dora=dora, modules_to_save=modules)
     training = adapted_in_bf16(base, lora, every=every)
@@ -175,9 +183,15 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
 ) -> None:
     source, base = gemma
     chosen = setup(
-        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={}, targets=SEVEN,
+        processes=1,
+        micro_batch_size=ROWS,
+        seq_len=SEQ_LEN,
+        rank=4,
+        attention="eager",
+        fixed={},
+        targets=SEVEN,
         activation_checkpointing=every,
-    )  # fmt: skip
+    )
     found = traced(read_shape(source), chosen)
     measured = recorded(base, targets=SEVEN, dora=False, every=every)
     assert found == pytest.approx(measured, rel=0.02)
@@ -190,9 +204,15 @@ def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_trace_keeps(
     source, base = gemma
     shape = read_shape(source)
     chosen = setup(
-        processes=1, micro_batch_size=ROWS, seq_len=SEQ_LEN, rank=4, attention="eager", fixed={}, targets=SEVEN,
+        processes=1,
+        micro_batch_size=ROWS,
+        seq_len=SEQ_LEN,
+        rank=4,
+        attention="eager",
+        fixed={},
+        targets=SEVEN,
         activation_checkpointing=False,
-    )  # fmt: skip
+    )
     tape = step_trace(shape, chosen, checked=False)
     forward = tape.events[tape.events.index("forward") : tape.events.index("loss")]
     made = [event for event in forward if isinstance(event, int) and event >= 0]
@@ -203,7 +223,9 @@ def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_trace_keeps(
 
 
 def saved_bytes(base: Path) -> int:
-    """Bytes of all that autograd keeps of the decoder layers of one micro-batch in bf16, weights and tables left out."""
+    """Bytes of all that autograd keeps of the decoder layers of one micro-batch in bf16, weights
+    and tables left out.
+    """
     training = adapted_in_bf16(base)
     batch = random_batch()
     there = {t.untyped_storage().data_ptr() for t in (*training.parameters(), *training.buffers())}
@@ -221,7 +243,9 @@ def saved_bytes(base: Path) -> int:
     decoder = training.peft_model.get_base_model().model
     decoder.layers[0].register_forward_pre_hook(of_layers)
     last: list[int] = []
-    decoder.norm.register_forward_pre_hook(lambda *_: last.append(sum(s.nbytes() for s in kept.values())))  # fmt: skip
+    decoder.norm.register_forward_pre_hook(
+        lambda *_: last.append(sum(s.nbytes() for s in kept.values()))
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
     return last[0]

@@ -1,4 +1,6 @@
-"""The choice of the micro-batch, the verdict, and what a user is told when a run cannot work or does not fit."""
+"""The choice of the micro-batch, the verdict, and what a user is told when a run cannot work or
+does not fit.
+"""
 
 import re
 from dataclasses import replace
@@ -93,7 +95,9 @@ def message(**arguments: Any) -> str:
 
 
 def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
-    """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all weights freed."""
+    """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all
+    weights freed.
+    """
     speed = speed_of(machine(), calibration=None)
     choices = Choices(sizes=[1, 2, 4], levels=levels, offload=[False], reshard=[True])
     question = Question(llama_8b, machine(), speed, limits, rows=4, trained_share=1.0)
@@ -138,7 +142,8 @@ def test_fixed_micro_batch_is_respected() -> None:
 def test_fixed_micro_batch_that_does_not_divide_lists_the_valid() -> None:
     text = message(train={"global_batch_size": 20, "micro_batch_size": 3})
     assert text == (
-        "train.micro_batch_size = 3: must divide the 10 rows that each of 2 processes has of a step. "
+        "train.micro_batch_size = 3: must divide the 10 rows that each of 2 processes has of a "
+        "step. "
         "Set it to 1, 2, 5, 10, or auto."
     )
 
@@ -146,7 +151,8 @@ def test_fixed_micro_batch_that_does_not_divide_lists_the_valid() -> None:
 def test_global_batch_that_processes_cannot_share_names_the_nearest() -> None:
     text = message(on=machine(processes=3), train={"global_batch_size": 16})
     assert text == (
-        "train.global_batch_size = 16: must be a multiple of the 3 processes, which share its rows equally. "
+        "train.global_batch_size = 16: must be a multiple of the 3 processes, which share its rows "
+        "equally. "
         "Set it to 15 or 18, or change hardware.gpus (hardware.cpu_processes on the CPU)."
     )
 
@@ -255,7 +261,9 @@ def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
 
 
 def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
-    """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such thing."""
+    """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such
+    thing.
+    """
     settings = {"data": {"seq_len": 512}, "train": {"global_batch_size": 8}}
     tokens = manifest(seq_len=512)
     kept = [
@@ -514,7 +522,11 @@ def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
         lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": wanted}
     )
     setup = found.chosen.setup
-    assert (setup.offload_embedding, setup.trains_embedding, setup.trains_head) == (False, True, False)  # fmt: skip
+    assert (setup.offload_embedding, setup.trains_embedding, setup.trains_head) == (
+        False,
+        True,
+        False,
+    )
     assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.setup.offload_embedding
 
 
@@ -618,7 +630,8 @@ def test_groups_that_leave_a_process_over_are_refused() -> None:
     with pytest.raises(UserError) as caught:
         shard_size(4, processes=6)
     assert str(caught.value) == (
-        "hardware.shard_size = 4: must divide the 6 processes of the run into equal groups. Set it to 2, 3, 6, or auto."
+        "hardware.shard_size = 4: must divide the 6 processes of the run into equal groups. Set it "
+        "to 2, 3, 6, or auto."
     )
 
 
@@ -657,7 +670,9 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
-@pytest.mark.parametrize(("wanted", "levels"), [(True, [True]), (False, [False]), (3, [3]), ("auto", [*LEVELS])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "levels"), [(True, [True]), (False, [False]), (3, [3]), ("auto", [*LEVELS])]
+)
 def test_recomputation_that_is_set_is_respected(
     wanted: bool | int | str, levels: list[bool | int]
 ) -> None:
@@ -738,9 +753,12 @@ def test_rows_whose_documents_longrope_would_rotate_by_another_ones_length_are_r
     with pytest.raises(UserError) as caught:
         check_tokens(manifest(seq_len=2048), run_config(), shape)
     assert str(caught.value) == (
-        "data.seq_len = 2048: this model's LongRoPE rotates every position of a micro-batch by its long factors as soon "
-        "as one position is beyond original_max_position_embeddings, which is 2047: shorter documents beside a long one, "
-        "or beside a long padding tail, would be trained with other positions than they are used with. Set it to 2047 or "
+        "data.seq_len = 2048: this model's LongRoPE rotates every position of a micro-batch by its "
+        "long factors as soon "
+        "as one position is beyond original_max_position_embeddings, which is 2047: shorter "
+        "documents beside a long one, "
+        "or beside a long padding tail, would be trained with other positions than they are used "
+        "with. Set it to 2047 or "
         "below, or choose a model without LongRoPE."
     )
     check_tokens(manifest(seq_len=2048), run_config(), replace(llama_8b, short_positions=2048))
@@ -770,12 +788,24 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"modules_to_save": ["norm"]}}, "lora.modules_to_save = 'norm': only the output"),
     ({"hardware": {"gpu_model": "H900"}}, "hardware.gpu_model = 'H900': no GPU of the name"),
     ({"train": {"global_batch_size": 3}, "hardware": TWO}, "train.global_batch_size = 3: must be"),
-    ({"train": {"micro_batch_size": 3}, "hardware": TWO}, "train.micro_batch_size = 3: must divide"),
+    (
+        {"train": {"micro_batch_size": 3}, "hardware": TWO},
+        "train.micro_batch_size = 3: must divide",
+    ),
     ({"hardware": {"gpus": 4, "shard_size": 3}}, "hardware.shard_size = 3: must divide"),
-    ({"hardware": {"gpus": 2, "offload_layers": 81}}, "hardware.offload_layers = 81: the model has 80"),
-    ({"hardware": {"gpus": 0, "offload_layers": 1}}, "hardware.offload_layers = 1: this run is on CPUs"),
-    ({"hardware": {"gpus": 2, "nodes": 3}}, "train.global_batch_size = 16: must be a multiple of the 6"),
-]  # fmt: skip
+    (
+        {"hardware": {"gpus": 2, "offload_layers": 81}},
+        "hardware.offload_layers = 81: the model has 80",
+    ),
+    (
+        {"hardware": {"gpus": 0, "offload_layers": 1}},
+        "hardware.offload_layers = 1: this run is on CPUs",
+    ),
+    (
+        {"hardware": {"gpus": 2, "nodes": 3}},
+        "train.global_batch_size = 16: must be a multiple of the 6",
+    ),
+]
 
 
 @pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)

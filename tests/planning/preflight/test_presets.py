@@ -1,4 +1,5 @@
-"""The presets: they load, contain only what differs, and fit the GPUs that they name, by preflight's own reckoning.
+"""The presets: they load, contain only what differs, and fit the GPUs that they name, by
+preflight's own reckoning.
 
 The public models are written here as the part of their config.json that decides the shape.
 """
@@ -36,18 +37,33 @@ HOST_BYTES = 128 * GIB
 DISK_BYTES = 2**42
 
 LLAMA_3_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 LLAMA_2_70B = {
-    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 32000, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
 LLAMA_3_70B = LLAMA_2_70B | {"vocab_size": 128256, "max_position_embeddings": 8192}
 LLAMA_3_405B = {
-    "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128,
-    "num_key_value_heads": 8, "intermediate_size": 53248, "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "hidden_size": 16384,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,9 @@ def shape_of(model: dict[str, int]) -> ModelShape:
 
 
 def machine_of(promise: Promise) -> Machine:
-    """Return the machine of a promise, without the flash-attn package: attention then takes more memory."""
+    """Return the machine of a promise, without the flash-attn package: attention then takes more
+    memory.
+    """
     return Machine(
         device="cuda",
         processes=promise.num_gpus,
@@ -133,7 +151,8 @@ def promised(name: str) -> str:
     offloaded = f"{' and '.join(away)} on the host, " if away else ""
     return (
         f"# Predicted for {promise.num_gpus} x {promise.card}, not run there: "
-        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, {offloaded}{needed / GIB:.1f} of "
+        f"micro-batch {chosen.micro_batch_size}, recomputation of {chosen.recomputation}, "
+        f"{offloaded}{needed / GIB:.1f} of "
         f"{limits.capacity_bytes / GIB:.1f} GiB."
     )
 

@@ -27,7 +27,16 @@ def refused(*words: str) -> str:
 
 
 def test_llama_2_70b_fits_two_cards_of_24_gb_with_short_rows(tmp_path: Path) -> None:
-    words = ("--gpus", "2x4090", "--seq-len", "1024", "--rank", "8", "--output", str(tmp_path / "p.json"))  # fmt: skip
+    words = (
+        "--gpus",
+        "2x4090",
+        "--seq-len",
+        "1024",
+        "--rank",
+        "8",
+        "--output",
+        str(tmp_path / "p.json"),
+    )
     answer = ask("--model", "meta-llama/Llama-2-70b-hf", *words)
     assert answer.returncode == 0
     found = json.loads((tmp_path / "p.json").read_text())
@@ -71,9 +80,13 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
         (("--model", "$NOWHERE/model", "--gpus", "4090"), "$NAME are not expanded in settings"),
         (("--model", "Qwen3-88B", "--gpus", "4090"), "Did you mean Qwen/Qwen3-8B"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--rows", "0"), "--rows = 0"),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--seq-len", "99999"), "max_position_embeddings is 40960"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--seq-len", "99999"), (
+            "max_position_embeddings is 40960"
+        )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.r"), "--set = 'lora.r'"),
-        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), "offload_layers = -1: must be 0 to 10000"),
+        (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "hardware.offload_layers=-1"), (
+            "offload_layers = -1: must be 0 to 10000"
+        )),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.rr=3"), "lora.rr"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),

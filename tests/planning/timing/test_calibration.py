@@ -1,4 +1,6 @@
-"""The time model against every timing that there is, and constants fitted to a machine's own measurements."""
+"""The time model against every timing that there is, and constants fitted to a machine's own
+measurements.
+"""
 
 import json
 import statistics
@@ -37,7 +39,8 @@ from workflow.lib.system.gpu_models import BY_NAME
 GPU = BY_NAME["NVIDIA H200"]
 EARLY = Path(__file__).parents[2] / "measured_h200.jsonl"
 FOLDER = Path(__file__).parents[2] / "gpu" / "measurements"
-# What the shipped constants are fitted to; timings of a later engine need another fit, so they are named here with it.
+# What the shipped constants are fitted to; timings of a later engine need another fit, so they are
+# named here with it.
 FITTED = (
     "llama2-70b-wide_2xh200_2026-11-22.jsonl", "llama2-70b-wide-again_2xh200_2026-11-22.jsonl",
     "llama-70b_2xh200-capped_2026-11-22.jsonl", "llama2-70b-wide_1xh200_2026-11-22.jsonl",
@@ -45,16 +48,23 @@ FITTED = (
 )  # fmt: skip
 # 2, 4 and 8 GPUs of one host; nothing is fitted to these.
 MORE_GPUS = "weak-scaling_2-4-8xh200_2026-11-22.jsonl"
-# Left out: activations on the host when bytes that two nodes saved still travelled twice, and a step that Python decided, whose
-# launches have become fewer.
+# Left out: activations on the host when bytes that two nodes saved still travelled twice, and a
+# step that Python decided, whose launches have become fewer.
 OTHERWISE_NOW = {("offloaded", "e6a3b18"), ("offloaded_half", "e6a3b18"), ("flash", "e854bc4", 1)}
-# Of an engine without kernels of its own. Its constants are other ones; that one half of its timings tells the other is a
-# statement about the model.
+# Of an engine without kernels of its own. Its constants are other ones; that one half of its
+# timings tells the other is a statement about the model.
 BEFORE = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
 START = Constants(
-    product_share=0.881, attention_share=0.438, dequantization_share=0.292, elementwise_traffic=18.0, launch_s=2.71e-3,
-    sharded_launch_s=1.16e-3, gather_traffic=17.0, host_share=0.705, lookup_bandwidth=12.6e9,
-)  # fmt: skip
+    product_share=0.881,
+    attention_share=0.438,
+    dequantization_share=0.292,
+    elementwise_traffic=18.0,
+    launch_s=2.71e-3,
+    sharded_launch_s=1.16e-3,
+    gather_traffic=17.0,
+    host_share=0.705,
+    lookup_bandwidth=12.6e9,
+)
 WORST, MEDIAN = 0.10, 0.03
 SURELY = 1.3  # as long as Python launches the GPU must compute: elsewhere Python decides, unevenly
 SURELY_BEFORE = 2.2
@@ -77,10 +87,15 @@ def early_timings() -> list[Timing]:
     """Those of `measured_h200.jsonl`, without eager attention, for which nobody waits."""
     rows = [json.loads(line) for line in EARLY.read_text().splitlines()]
     return [
-        timing("-".join(str(v) for v in row.values()), *measured_case(row), step_s=row["step_s"], micro_batches=row["accum"])
+        timing(
+            "-".join(str(v) for v in row.values()),
+            *measured_case(row),
+            step_s=row["step_s"],
+            micro_batches=row["accum"],
+        )
         for row in rows
         if row["attn"] != "eager"
-    ]  # fmt: skip
+    ]
 
 
 def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
@@ -136,7 +151,9 @@ def test_step_takes_what_it_took_on_h200(measured: Timing) -> None:
     ids=lambda found: found.label,
 )
 def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured: Timing) -> None:
-    """Also with activations on the one host that they share. Not where Python has its say (4 GPUs, one row each: 17 to 75% longer)."""
+    """Also with activations on the one host that they share. Not where Python has its say (4 GPUs,
+    one row each: 17 to 75% longer).
+    """
     assert measured.error(GPU, H200) == pytest.approx(0, abs=WORST)
 
 
@@ -168,15 +185,22 @@ def test_constants_of_one_machine_and_engine_predict_those_of_another_day() -> N
 
 
 def made_up(constants: Constants, *, seconds: float = 0.0) -> list[Timing]:
-    """Steps of many kinds that take exactly what the constants say, the last one longer by `seconds`."""
+    """Steps of many kinds that take exactly what the constants say, the last one longer by
+    `seconds`.
+    """
     found = [
         timing(f"{chosen}", shape, chosen, step_s=1.0)
         for shape in (llama_70b(layers=8), llama_70b(layers=3, vocab=128256))
         for chosen in (
-            setup(processes=1), setup(processes=1, seq_len=128), setup(seq_len=128), setup(seq_len=8192),
-            setup(micro_batch_size=8), setup(activation_checkpointing=False), setup(processes=1, dropout=True),
+            setup(processes=1),
+            setup(processes=1, seq_len=128),
+            setup(seq_len=128),
+            setup(seq_len=8192),
+            setup(micro_batch_size=8),
+            setup(activation_checkpointing=False),
+            setup(processes=1, dropout=True),
         )
-    ]  # fmt: skip
+    ]
     exact = [
         replace(each, step_s=gpu_seconds(each.work, GPU, constants=constants, traffic=each.traffic))
         for each in found

@@ -1,4 +1,6 @@
-"""Many GPUs: traffic by hand and against measurements, and the sharding of 405B over 512 simulated processes."""
+"""Many GPUs: traffic by hand and against measurements, and the sharding of 405B over 512 simulated
+processes.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +117,9 @@ def fake_group(*, rank: int, size: int) -> Iterator[None]:
 
 
 def build_405b(*, layers: int) -> CausalLMForTraining:
-    """Build the training module of Llama 3.1 405B, or of its first layers, on meta, as `build.build_training_model` does."""
+    """Build the training module of Llama 3.1 405B, or of its first layers, on meta, as
+    `build.build_training_model` does.
+    """
     config = LlamaConfig.from_dict(known_config(EXAMPLE_MODEL) | {"num_hidden_layers": layers})
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -155,7 +159,13 @@ def test_first_of_512_ranks_holds_of_405b_what_the_memory_model_counts(
 ) -> None:
     shape = replace(example_shape(), num_layers=layers)
     terms = stored_terms(shape, example_setup(shape, processes=512, shards=shards))
-    parameters = ("nf4_weights", "nf4_scales", "embedding_and_head", "norms_and_biases", "lora_weights")  # fmt: skip
+    parameters = (
+        "nf4_weights",
+        "nf4_scales",
+        "embedding_and_head",
+        "norms_and_biases",
+        "lora_weights",
+    )
     counted = sum(terms[name] for name in parameters)
     found = sum(sharded(rank=0, shards=shards, layers=layers).values())
     assert found == pytest.approx(counted, rel=ROUNDING_SHARE)

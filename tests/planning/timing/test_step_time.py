@@ -1,4 +1,6 @@
-"""The time model against what was measured on H200, by hand, and where things run beside each other."""
+"""The time model against what was measured on H200, by hand, and where things run beside each
+other.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,14 @@ WORK = Work(4e12, 1e12, 3e9, 5e9, 9, 1 / 3)
 
 
 def estimated(work: Work = WORK, **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"basis": "a table", "num_gpus": 1, "tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": None}  # fmt: skip
+    settings: dict[str, Any] = {
+        "basis": "a table",
+        "num_gpus": 1,
+        "tokens": 61,
+        "accumulation_steps": 3,
+        "num_steps": 7,
+        "price_per_gpu_hour": None,
+    }
     return estimate(gpu_parts(work, BY_NAME[H200]), **(settings | changes))
 
 

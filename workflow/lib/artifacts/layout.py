@@ -1,9 +1,9 @@
 """From settings to artifacts: which folder a run's stage uses, and which settings each stage reads.
 
-A shared artifact's folder carries a key: the short hash of everything that it depends on, so two runs
-with equal data settings share one tokenization. A stage receives exactly its sections, as one JSON
-string with sorted keys. Snakemake compares such a string too (`recorded_json`) to decide whether to run
-the stage again; keys that cannot change the result are at their defaults in it.
+A shared artifact's folder carries a key: the short hash of everything that it depends on, so two
+runs with equal data settings share one tokenization. A stage receives exactly its sections, as one
+JSON string with sorted keys. Snakemake compares such a string too (`recorded_json`) to decide
+whether to run the stage again; keys that cannot change the result are at their defaults in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,14 @@ from workflow.lib.settings.config import EvaluateConfig, ReportConfig, RunConfig
 from workflow.lib.system.files import canonical_json, file_sha256, short_hash
 
 RESULTS = PurePosixPath("results")
-# Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs before a job.
+# Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs
+# before a job.
 EVALUATIONS = str(RESULTS / "evaluations")
 # Random models of the benchmark, undeclared for the same reason.
 BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
 
-# Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are edited.
+# Keys of `train` that cannot change the trained adapter: a checkpoint stays valid when they are
+# edited.
 OPERATIONAL_KEYS = frozenset(
     {
         "micro_batch_size",
@@ -46,7 +48,8 @@ PREDICTED_KEYS = frozenset({"micro_batch_size", "activation_checkpointing", "kee
 
 
 def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig:
-    """Return the settings with every key `WITHOUT_EFFECT` (`but` these) at its default: equal results have equal ones.
+    """Return the settings with every key `WITHOUT_EFFECT` (`but` these) at its default: equal
+    results have equal ones.
 
     A default, not nothing: what was made before such a key existed stays up to date.
     """
@@ -70,7 +73,9 @@ def dataset_key(run: RunConfig) -> str:
 
 
 def tokens_key(run: RunConfig) -> str:
-    """Short hash of all that the tokens depend on: the data settings and the tokenizer's identity."""
+    """Short hash of all that the tokens depend on: the data settings and the tokenizer's
+    identity.
+    """
     data = effective(run).data.model_dump(mode="json")
     return short_hash([data, run.model.source, run.model.revision])
 
@@ -100,7 +105,8 @@ def dataset_dir(run: RunConfig) -> str | None:
 
 
 def data_files(run: RunConfig) -> list[str]:
-    """Paths of the raw data files, in the order in which they are read; of a hub dataset, its folder.
+    """Paths of the raw data files, in the order in which they are read; of a hub dataset, its
+    folder.
 
     Raises `UserError` if a local path names no file.
     """
@@ -142,7 +148,9 @@ TASK_PATTERNS = ("*.yaml", "*.yml", "*.json", "*.jsonl", "*.csv", "*.parquet", "
 
 
 def local_files(folder: str, patterns: Sequence[str]) -> list[str]:
-    """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet (a download)."""
+    """Return the files of `folder` that match, sorted; the folder itself if it does not exist yet
+    (a download).
+    """
     path = Path(folder)
     if PurePosixPath(folder).is_relative_to(RESULTS):
         return [folder]
@@ -167,7 +175,8 @@ def base_dir(run: RunConfig) -> str:
 def calibration_hash(run: RunConfig) -> str | None:
     """Return the SHA-256 of the measurements that predicted times are fitted to; None without any.
 
-    They are no input of a rule: they may be the benchmark's output, which would then be made again for a prediction.
+    They are no input of a rule: they may be the benchmark's output, which would then be made again
+    for a prediction.
     """
     path = run.hardware.calibration
     return None if path is None else file_sha256(Path(path))
@@ -179,7 +188,9 @@ def stage_dir(name: str, stage: str) -> str:
 
 
 def fingerprint(run: RunConfig) -> str:
-    """Short hash of what defines the training trajectory: a checkpoint of another one is never resumed."""
+    """Short hash of what defines the training trajectory: a checkpoint of another one is never
+    resumed.
+    """
     train = run.train.model_dump(mode="json", exclude=set(OPERATIONAL_KEYS))
     compute = run.model.compute_dtype
     return short_hash(
@@ -188,11 +199,14 @@ def fingerprint(run: RunConfig) -> str:
 
 
 def checkpoint_dir(name: str, run: RunConfig) -> str:
-    """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of failed jobs."""
+    """Folder of a run's checkpoints. No rule declares it: Snakemake deletes declared outputs of
+    failed jobs.
+    """
     return str(RESULTS / "checkpoints" / f"{name}-{fingerprint(run)}")
 
 
-# What each stage reads. A section not listed for a stage can be edited without running the stage again.
+# What each stage reads. A section not listed for a stage can be edited without running the stage
+# again.
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "tokenize_dataset": ("data",),
     "quantize_base": ("quantize",),
@@ -224,7 +238,9 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
 
 
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
-    """Return the settings that a stage receives: exactly its sections, less the keys that it does not read."""
+    """Return the settings that a stage receives: exactly its sections, less the keys that it does
+    not read.
+    """
     settings: dict[str, Any] = run.model_dump(
         mode="json", include=set(STAGE_SECTIONS[stage]), exclude=UNREAD_KEYS.get(stage)
     )
@@ -237,9 +253,11 @@ def stage_json(stage: str, run: RunConfig) -> str:
 
 
 def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
-    """Return what `tokenize_dataset` and `download_source` hold against the model before their work, of all runs that wait for it.
+    """Return what `tokenize_dataset` and `download_source` hold against the model before their
+    work, of all runs that wait for it.
 
-    It changes none of their outputs. Defaults are left out: a command's argument has at most 128 KiB.
+    It changes none of their outputs. Defaults are left out: a command's argument has at most 128
+    KiB.
     """
     sections = set(STAGE_SECTIONS["preflight_run"])
     changed = {
@@ -250,13 +268,17 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
 
 
 def recorded_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_json` of the `effective` settings, which Snakemake compares to decide whether the stage runs again."""
+    """Return `stage_json` of the `effective` settings, which Snakemake compares to decide whether
+    the stage runs again.
+    """
     but = PREDICTED_KEYS if stage == "preflight_run" else frozenset[str]()
     return stage_json(stage, effective(run, but=but))
 
 
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
-    """Return what `render_report` receives: its section, and of every run the settings that differ from the defaults (but who watches it)."""
+    """Return what `render_report` receives: its section, and of every run the settings that differ
+    from the defaults (but who watches it).
+    """
     changed = {
         name: run.model_dump(mode="json", exclude_defaults=True, exclude={"tracking"})
         for name, run in runs.items()

@@ -1,4 +1,6 @@
-"""Files and folders of this disk that the settings name: they are looked for before anything starts."""
+"""Files and folders of this disk that the settings name: they are looked for before anything
+starts.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,9 @@ from workflow.lib.system.errors import UserError, setting_error
 
 
 def check_local_paths(name: str, run: RunConfig) -> None:
-    """Raise `UserError` if a local path that the run names does not exist. Hub ids are not looked up."""
+    """Raise `UserError` if a local path that the run names does not exist. Hub ids are not looked
+    up.
+    """
     paths = {
         "data.chat_template": run.data.chat_template,
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
@@ -18,7 +22,8 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         paths["model.source"] = run.model.source
         if run.model.revision is not None:
             raise UserError(
-                f"model.revision = {run.model.revision!r} (run {name}): model.source = {run.model.source!r} "
+                f"model.revision = {run.model.revision!r} (run {name}): model.source = "
+                f"{run.model.source!r} "
                 "is a local directory, which has no revision. Remove revision, or name a hub id."
             )
     if run.data.source is not None:

@@ -1,4 +1,6 @@
-"""Reading the report's inputs, with an error that names the file and the field of whatever is wrong."""
+"""Reading the report's inputs, with an error that names the file and the field of whatever is
+wrong.
+"""
 
 import itertools
 from pathlib import Path
@@ -13,12 +15,16 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def read_record(path: Path, model: type[RecordT]) -> RecordT:
-    """Read a JSON artifact; raises `UserError` naming the file, and the field if one is missing or wrong."""
+    """Read a JSON artifact; raises `UserError` naming the file, and the field if one is missing or
+    wrong.
+    """
     return _parse(_read(path), model, where=str(path))
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Read `metrics.jsonl`: at least one line, steps ascending; raises `UserError` naming file, line and field."""
+    """Read `metrics.jsonl`: at least one line, steps ascending; raises `UserError` naming file,
+    line and field.
+    """
     lines = [line for line in _read(path).split("\n") if line.strip()]
     if not lines:
         raise UserError(f"{path}: has no line, so there is no curve to draw. Run finetune again.")

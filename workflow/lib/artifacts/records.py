@@ -1,7 +1,8 @@
 """The artifacts that the report reads: one type per file, exactly the fields that are shown.
 
 The fields and their meanings are those of `docs/artifacts.md`; an artifact may hold more. Types are
-strict and numbers finite, and values are kept as they are: no rounding, no conversion. Reading is in `read_records`.
+strict and numbers finite, and values are kept as they are: no rounding, no conversion. Reading is
+in `read_records`.
 """
 
 from typing import Annotated, Any, Literal
@@ -48,7 +49,9 @@ class PeakBytes(Record):
 
 
 class ModelSettings(Record, extra="allow"):
-    """Section `model` as it was trained; `source` is the folder or hub id of the base, `name` its label."""
+    """Section `model` as it was trained; `source` is the folder or hub id of the base, `name` its
+    label.
+    """
 
     name: str
     source: str
@@ -239,7 +242,9 @@ class Task(Record):
 
 
 class Sample(Record):
-    """A held-out prompt with the answer of one subject; `drawn` at `evaluate.sample_temperature`, if that is set."""
+    """A held-out prompt with the answer of one subject; `drawn` at `evaluate.sample_temperature`,
+    if that is set.
+    """
 
     document: int
     prompt: str
@@ -249,7 +254,9 @@ class Sample(Record):
 
 
 class MetricDifference(Record):
-    """Paired difference of a task metric, tuned - NF4 base; `gained` and `lost` count items where right is 1 and wrong 0."""
+    """Paired difference of a task metric, tuned - NF4 base; `gained` and `lost` count items where
+    right is 1 and wrong 0.
+    """
 
     difference: float
     difference_ci95: Interval | None
@@ -260,7 +267,9 @@ class MetricDifference(Record):
 
 
 class LossDifference(Record):
-    """Paired difference over documents, NF4 base - tuned, so positive is better; None where nothing was measured."""
+    """Paired difference over documents, NF4 base - tuned, so positive is better; None where nothing
+    was measured.
+    """
 
     loss_difference: float | None
     loss_difference_ci95: Interval | None
@@ -293,13 +302,17 @@ class TunedEvaluation(Evaluation):
 
 
 class MergedEvaluation(TunedEvaluation):
-    """`evaluate_run/merged.json`, where `export.merged` is set; `merging` compares with tuned: what merging cost."""
+    """`evaluate_run/merged.json`, where `export.merged` is set; `merging` compares with tuned: what
+    merging cost.
+    """
 
     merging: Comparison
 
 
 class Source(Record):
-    """A raw data file; its counts are of what was kept, `token_share` is its part of its split's tokens."""
+    """A raw data file; its counts are of what was kept, `token_share` is its part of its split's
+    tokens.
+    """
 
     file: str
     sha256: str
@@ -321,7 +334,9 @@ class Percentiles(Record):
 
 
 class Histogram(Record):
-    """Documents by length, tokens: `counts[i]` have at least `edges[i]` and fewer than `edges[i + 1]`."""
+    """Documents by length, tokens: `counts[i]` have at least `edges[i]` and fewer than `edges[i +
+    1]`.
+    """
 
     edges: list[int]
     counts: list[int]
@@ -336,7 +351,9 @@ class LongRow(Record):
 
 
 class Split(Record):
-    """Counts of one split; of its rows, `near_duplicates` resemble an earlier one and do not equal it."""
+    """Counts of one split; of its rows, `near_duplicates` resemble an earlier one and do not equal
+    it.
+    """
 
     rows_read: int
     rows_kept: int
@@ -392,7 +409,8 @@ class Manifest(Record):
     train_heldout_overlap: int | None = None
     """Held-out rows that were dropped because their tokens equal those of a training row."""
     train_heldout_near_duplicates: int | None = None
-    """Held-out rows that resemble a training row; removed, or kept, as `data.near_duplicates` says."""
+    """Held-out rows that resemble a training row; removed, or kept, as `data.near_duplicates`
+    says."""
     files: TokenFiles
     samples: list[list[tuple[str, bool]]]
     provenance: Provenance

@@ -1,4 +1,5 @@
-"""The complete list of settings, rendered from their models: a table for people, a schema for editors.
+"""The complete list of settings, rendered from their models: a table for people, a schema for
+editors.
 
 `python -m workflow.scripts.write_settings_pages` writes both again; a test fails when they are not
 what this renders. `config.yaml` shows the settings that most people change, and is written by hand.
@@ -26,12 +27,13 @@ TABLE = ROOT / "workflow" / "docs" / "configuration.md"
 TABLE_HEAD = """\
 # Settings
 
-Every key that [`config.yaml`](../../config.yaml) may have, with its type, bounds, default and effect. Written by
-`python -m workflow.scripts.write_settings_pages` from the models in [`workflow/lib/settings/config.py`](../lib/settings/config.py).
+Every key that [`config.yaml`](../../config.yaml) may have, with its type, bounds, default and
+effect. Written by `python -m workflow.scripts.write_settings_pages` from the models in
+[`workflow/lib/settings/config.py`](../lib/settings/config.py).
 
-Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override any
-setting of any section except `report` and `benchmark`. A stage runs again when a section that it reads changes, or a
-file that it reads; changing `hardware` or `tracking` never trains again.
+Settings are checked before anything runs; an unknown key is an error. `runs.<name>` may override
+any setting of any section except `report` and `benchmark`. A stage runs again when a section that
+it reads changes, or a file that it reads; changing `hardware` or `tracking` never trains again.
 """
 
 # Readers of the sections that belong to no run.
@@ -56,14 +58,18 @@ _BOUNDS = {
 
 
 def configuration_md() -> str:
-    """Return the reference as Markdown: a table of key, value, default and effect for each section."""
+    """Return the reference as Markdown: a table of key, value, default and effect for each
+    section.
+    """
     return "\n".join([TABLE_HEAD, *(_section_md(*section) for section in _sections(Config))])
 
 
 def schema_json() -> str:
-    """Return the JSON schema of `config.yaml` for editors, which knows the keys of `runs.<name>` too."""
+    """Return the JSON schema of `config.yaml` for editors, which knows the keys of `runs.<name>`
+    too.
+    """
     schema = json_schema()
-    run = RunConfig.model_json_schema()
+    run = json_schema(RunConfig)
     schema["$defs"]["RunConfig"] = {key: run[key] for key in run if key != "$defs"}
     runs = schema["properties"]["runs"]
     runs["additionalProperties"] = {"anyOf": [{"$ref": "#/$defs/RunConfig"}, {"type": "null"}]}
@@ -91,7 +97,10 @@ def _section_md(name: str, field: FieldInfo) -> str:
     lines = [f"## {name}\n", f"{_description(field)} Read by {', '.join(readers)}.\n"]
     free = [f"`{key}`" for key in _model(field).model_fields if key in WITHOUT_EFFECT.get(name, ())]
     if free:
-        lines.append(f"What is finished, and every checkpoint, stays valid when these change: {', '.join(free)}.\n")  # fmt: skip
+        lines.append(
+            "What is finished, and every checkpoint, stays valid when these change: "
+            f"{', '.join(free)}.\n"
+        )
     lines += ["| key | value | default | effect |", "|---|---|---|---|", *_rows(field, prefix="")]
     return "\n".join(lines) + "\n"
 
@@ -127,7 +136,10 @@ def spell_type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if "minimum" in schema and "maximum" in schema:
-        return f"{_TYPES[schema['type']]}, {_number(schema['minimum'])} to {_number(schema['maximum'])}"
+        return (
+            f"{_TYPES[schema['type']]}, {_number(schema['minimum'])} to "
+            f"{_number(schema['maximum'])}"
+        )
     bounds = [words.format(_number(schema[key])) for key, words in _BOUNDS.items() if key in schema]
     return ", ".join([_TYPES[schema["type"]], *bounds])
 
@@ -149,7 +161,7 @@ def _model(field: FieldInfo) -> type[Section]:
 
 def _description(field: FieldInfo) -> str:
     assert field.description is not None, "a test guarantees a description of every setting"
-    return field.description
+    return " ".join(field.description.split())
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,7 +1,8 @@
-"""Why a workflow stopped: the last error of every stage's log, to be said once more where a user looks, at the end.
+"""Why a workflow stopped: the last error of every stage's log, to be said once more where a user
+looks, at the end.
 
-A stage writes `BEGUN` first and `ENDED` last, unless it ends in trouble. Where neither an end nor trouble comes last, it
-was killed.
+A stage writes `BEGUN` first and `ENDED` last, unless it ends in trouble. Where neither an end nor
+trouble comes last, it was killed.
 """
 
 import re
@@ -19,9 +20,11 @@ BEGUN, ENDED = "the stage has begun", "the stage has ended"
 
 
 def failure_causes(folder: Path, *, since: float) -> list[str]:
-    """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends in trouble, or in the middle.
+    """Return one line per log below `folder` that was written after `since` (Unix seconds) and ends
+    in trouble, or in the middle.
 
-    Of a message of several lines (a table, a traceback) the first and the last are kept. A log that is from the future is not of this
+    Of a message of several lines (a table, a traceback) the first and the last are kept. A log that
+    is from the future is not of this
     invocation: the clock has jumped.
     """
     until = time.time() + CLOCKS_DIFFER_S
@@ -31,14 +34,18 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
 
 
 def from_the_future(paths: Iterable[Path]) -> str | None:
-    """Return the message for files, among and below `paths`, that are newer than now; None if there is none: the clock was put back."""
+    """Return the message for files, among and below `paths`, that are newer than now; None if there
+    is none: the clock was put back.
+    """
     until = time.time() + CLOCKS_DIFFER_S
     late = [path for path in paths if any(f.stat().st_mtime > until for f in _files(path))]
     if not late:
         return None
     return (
-        f"files of {', '.join(map(str, late))} are from the future: the clock was put back, or another machine's is ahead. Snakemake refuses what "
-        f"is made from them. This mends it: find -L {shlex.join(map(str, late))} -type f -exec touch {{}} +"
+        f"files of {', '.join(map(str, late))} are from the future: the clock was put back, or "
+        "another machine's is ahead. Snakemake refuses what "
+        f"is made from them. This mends it: find -L {shlex.join(map(str, late))} -type f -exec "
+        f"touch {{}} +"
     )
 
 
@@ -53,16 +60,19 @@ def _cause(records: list[tuple[str, list[str]]]) -> str | None:
     if marks[-1:] != [BEGUN]:
         return None
     return (
-        f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was killed from outside, or by the "
-        "kernel for lack of memory (`dmesg` tells). Repeat the command to continue from what is finished."
+        f"the stage ended without a word; the last was: {_shortened(records[-1][1])}. It was "
+        "killed from outside, or by the "
+        "kernel for lack of memory (`dmesg` tells). Repeat the command to continue from what is "
+        "finished."
     )
 
 
 def _first_hand(records: list[tuple[str, list[str]]]) -> list[str]:
-    """Return the last error since the stage began that is not another machine's consequence, or else what comes last.
+    """Return the last error since the stage began that is not another machine's consequence, or
+    else what comes last.
 
-    The launchers of several machines share a log: that of the machine that failed may not be the last to write there, and
-    the others may be told to stop because of it.
+    The launchers of several machines share a log: that of the machine that failed may not be the
+    last to write there, and the others may be told to stop because of it.
     """
     begins = [n for n, (_, lines) in enumerate(records) if lines[0] == BEGUN]
     since = records[begins[-1] :] if begins else records[-1:]

@@ -1,8 +1,10 @@
-"""Runs whose models and data lie in an object store: what their settings may name, and what travels with the sources.
+"""Runs whose models and data lie in an object store: what their settings may name, and what travels
+with the sources.
 
-Where no disk is shared, Snakemake fetches the inputs of a job from the store and brings its outputs there. A path of the
-settings is then one below the store's prefix. Chat templates, task files and measurements are part of the workflow instead: Snakemake
-packs what Git tracks, and every job unpacks that.
+Where no disk is shared, Snakemake fetches the inputs of a job from the store and brings its outputs
+there. A path of the settings is then one below the store's prefix. Chat templates, task files and
+measurements are part of the workflow instead: Snakemake packs what Git tracks, and every job
+unpacks that.
 """
 
 import subprocess
@@ -17,9 +19,11 @@ from workflow.lib.system.files import file_sha256, short_hash
 
 
 def check_stored_paths(name: str, run: RunConfig, *, sent_from_here: bool) -> None:
-    """Raise `UserError` if a path of the run cannot be one in the object store, or a file cannot travel.
+    """Raise `UserError` if a path of the run cannot be one in the object store, or a file cannot
+    travel.
 
-    sent_from_here: this is the Snakemake that sends the jobs, so Git can be asked; a job has no repository.
+    sent_from_here: this is the Snakemake that sends the jobs, so Git can be asked; a job has no
+    repository.
     """
     if not is_hub_id(run.model.source):
         _check_stored("model.source", run.model.source, name)
@@ -33,7 +37,9 @@ def check_stored_paths(name: str, run: RunConfig, *, sent_from_here: bool) -> No
 
 
 def travelling_files(run: RunConfig, *, tasks: bool) -> str:
-    """Return a short hash of the chat template, and with `tasks` of the task files too, that travel with the sources."""
+    """Return a short hash of the chat template, and with `tasks` of the task files too, that travel
+    with the sources.
+    """
     roots = [Path(path) for _, path in _travellers(run, tasks=tasks)]
     files = sorted(file for root in roots for file in [root, *root.rglob("*")] if file.is_file())
     return short_hash([[str(file), file_sha256(file)] for file in files])
@@ -47,7 +53,9 @@ def _travellers(run: RunConfig, *, tasks: bool) -> list[tuple[str, str]]:
 
 
 def _check_stored(key: str, path: str, name: str) -> None:
-    """Refuse what names nothing in a store: an absolute path, a way out, a glob; and what only looks like a hub id."""
+    """Refuse what names nothing in a store: an absolute path, a way out, a glob; and what only
+    looks like a hub id.
+    """
     parts = PurePosixPath(path).parts
     setting = f"{key} (run {name})"
     if path.startswith(("/", "~", "-")) or ".." in parts:

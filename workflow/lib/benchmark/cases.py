@@ -1,7 +1,8 @@
-"""The cases of the benchmark: a list in YAML, chosen by the settings, each with every number of processes.
+"""The cases of the benchmark: a list in YAML, chosen by the settings, each with every number of
+processes.
 
-A case is data: a name and the settings that differ. It becomes a `Request`, which names all that a measurement
-depends on but the machine.
+A case is data: a name and the settings that differ. It becomes a `Request`, which names all that a
+measurement depends on but the machine.
 """
 
 import difflib
@@ -116,14 +117,18 @@ def on_gpus(benchmark: BenchmarkConfig, *, num_gpus: int) -> bool:
 
 
 def benchmark_folder(benchmark: BenchmarkConfig) -> str:
-    """Return the name of the folder of results: the model, and a key of all sizes that the cases share."""
+    """Return the name of the folder of results: the model, and a key of all sizes that the cases
+    share.
+    """
     shared = benchmark.model_dump(mode="json", exclude=set(CHOICE - {"device"}))
     model = Path(benchmark.model).name.lower()
     return f"{model}-{short_hash(shared)}"
 
 
 def read_cases(path: str | None) -> dict[str, CaseEntry]:
-    """Return the entries of a list of cases by name (None: the shipped one); raises `UserError` if it cannot be read."""
+    """Return the entries of a list of cases by name (None: the shipped one); raises `UserError` if
+    it cannot be read.
+    """
     file = SHIPPED if path is None else Path(path)
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -150,7 +155,9 @@ def _entry(name: str, entry: Any, file: Path) -> CaseEntry:
         raise UserError(f"case {name} of {file}:\n  " + "\n  ".join(lines)) from None
     wrong = sorted(CHOICE & found.benchmark.keys())
     if wrong:
-        raise UserError(f"case {name} of {file}: benchmark.{wrong[0]} is not a case's own. Remove it.")  # fmt: skip
+        raise UserError(
+            f"case {name} of {file}: benchmark.{wrong[0]} is not a case's own. Remove it."
+        )
     return found
 
 
@@ -182,7 +189,9 @@ def _request(name: str, entry: CaseEntry, benchmark: BenchmarkConfig, *, process
 
 
 def run_settings(request: Request, *, device: str) -> RunConfig:
-    """Return the settings of the run that a request measures; raises `UserError` for one that no run may have."""
+    """Return the settings of the run that a request measures; raises `UserError` for one that no
+    run may have.
+    """
     sizes, count = request.sizes, request.processes
     document: dict[str, Any] = {
         "data": {"seq_len": sizes.seq_len},
@@ -211,7 +220,9 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
 
 
 def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
-    """Return the config.json of the measured shape; raises `UserError` if there is no such model."""
+    """Return the config.json of the measured shape; raises `UserError` if there is no such
+    model.
+    """
     path = Path(sizes.model) / "config.json"
     config = read_bounded(path) if path.is_file() else known_config(sizes.model)
     if config is None:

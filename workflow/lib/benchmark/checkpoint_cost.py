@@ -1,7 +1,8 @@
-"""What a checkpoint costs a training: blocks of steps with one checkpoint and blocks with none, alternating in one run.
+"""What a checkpoint costs a training: blocks of steps with one checkpoint and blocks with none,
+alternating in one run.
 
-A block with a checkpoint ends when that is on disk, as if the next one were due at once. The order within pairs
-alternates, and medians are taken, so that a change of the machine's load meets both.
+A block with a checkpoint ends when that is on disk, as if the next one were due at once. The order
+within pairs alternates, and medians are taken, so that a change of the machine's load meets both.
 """
 
 import shutil
@@ -32,7 +33,8 @@ def measure_checkpoints(
 ) -> dict[str, Any]:
     """Take `2 * pairs * block` steps; return what one checkpoint cost, as `cost`. Collective.
 
-    stepping: takes a step each time, and tells its number. folder: to be made, on the disk in question; it is
+    stepping: takes a step each time, and tells its number. folder: to be made, on the disk in
+    question; it is
     deleted in the end. saving: called before a checkpoint is waited for.
     """
     blocks: dict[bool, list[float]] = {True: [], False: []}
@@ -62,7 +64,9 @@ def measure_checkpoints(
 
 
 def cost(with_one: list[float], without: list[float], *, block: int) -> dict[str, Any]:
-    """Return the median step and what a checkpoint adds to a block (median of the pairs), seconds, and the blocks."""
+    """Return the median step and what a checkpoint adds to a block (median of the pairs), seconds,
+    and the blocks.
+    """
     added = (one - other for one, other in zip(with_one, without, strict=True))
     return {
         "step_s": statistics.median(without) / block,

@@ -1,6 +1,8 @@
-"""One case of the benchmark in its worker processes: built and trained by the very functions that `finetune` uses.
+"""One case of the benchmark in its worker processes: built and trained by the very functions that
+`finetune` uses.
 
-What is recorded of all processes is the same for other software that a benchmark compares with (`Observed`).
+What is recorded of all processes is the same for other software that a benchmark compares with
+(`Observed`).
 """
 
 import gc
@@ -36,8 +38,16 @@ from workflow.lib.training.startup_checks import startup_checks
 
 STEP_S = 60.0  # a later step may always take so long
 OUT_OF_MEMORY = "out of GPU memory"
-# Of what processes have seen, the row has the largest value of these, and that of the main process of those.
-LARGEST = ("allocated_bytes", "reserved_bytes", "setup_allocated_bytes", "host_bytes", "load_s", "bytes_read")  # fmt: skip
+# Of what processes have seen, the row has the largest value of these, and that of the main process
+# of those.
+LARGEST = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "setup_allocated_bytes",
+    "host_bytes",
+    "load_s",
+    "bytes_read",
+)
 OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "profile", "checkpoint", "checks")
 GEMM_REPEATS = 5
 GEMM_IN_A_ROW = 10  # so that what Python takes to start one is hidden, as in training
@@ -107,7 +117,8 @@ class Observed:
 
 
 def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any]:
-    """Return the measurement over all processes: the largest peaks, the slowest load, the speed of the main process.
+    """Return the measurement over all processes: the largest peaks, the slowest load, the speed of
+    the main process.
 
     tokens_per_step: of one process. Speed is the median over the last two thirds of the steps.
     """
@@ -125,9 +136,11 @@ def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any
 
 
 def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
-    """Build, check and train each job's model; yield the measurement on the main process, None on others. Collective.
+    """Build, check and train each job's model; yield the measurement on the main process, None on
+    others. Collective.
 
-    All jobs have the same device, shard size and timeout. Raises `UserError` if GPU memory runs out.
+    All jobs have the same device, shard size and timeout. Raises `UserError` if GPU memory runs
+    out.
     """
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
@@ -179,8 +192,11 @@ def _train(
         softcapped=softcaps_attention(base), dropout=attention_dropout(base),
     )  # fmt: skip
     store = random_rows(
-        rows=job.rows, seq_len=config.data.seq_len, documents=job.documents, vocab_size=job.vocab_size,
-    )  # fmt: skip
+        rows=job.rows,
+        seq_len=config.data.seq_len,
+        documents=job.documents,
+        vocab_size=job.vocab_size,
+    )
     began = time.monotonic()
     model = build_training_model(
         base, config, plan, world, compute_dtype=dtype, attention=seen.attention
@@ -229,10 +245,11 @@ def _watched(training: Iterator[StepMetrics], pulse: Pulse) -> Iterator[int]:
 def gemm_rate(
     products: list[list[int]], *, rows: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Return the FLOP/s at which this device multiplies `rows` rows by the model's weights, and gradients by them.
+    """Return the FLOP/s at which this device multiplies `rows` rows by the model's weights, and
+    gradients by them.
 
-    products: [out_features, in_features, how many]. What the training step is held against: the same machine, the
-    same shapes, nothing else. Frees what it takes.
+    products: [out_features, in_features, how many]. What the training step is held against: the
+    same machine, the same shapes, nothing else. Frees what it takes.
     """
     flops = seconds = 0.0
     warm_up_s = GEMM_WARM_UP_S

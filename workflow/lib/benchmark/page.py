@@ -1,4 +1,5 @@
-"""The page and the figure of a benchmark, from its measurements: conditions, a table, ratios, and what could not run.
+"""The page and the figure of a benchmark, from its measurements: conditions, a table, ratios, and
+what could not run.
 
 Numbers are those of the measurements, formatted; every ratio is between rows of the same page.
 """
@@ -18,14 +19,34 @@ from workflow.lib.system.units import GIB, MIB
 
 Row = dict[str, Any]
 DATE_CHARS = len("2026-11-21")
-CONDITIONS = ("seq_len", "micro_batch_size", "accumulation", "documents", "rank", "steps", "layers", "vocab_size")  # fmt: skip
-SHOWN_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn", "accelerate", "trl", "liger_kernel")  # fmt: skip
+CONDITIONS = (
+    "seq_len",
+    "micro_batch_size",
+    "accumulation",
+    "documents",
+    "rank",
+    "steps",
+    "layers",
+    "vocab_size",
+)
+SHOWN_PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "flash_attn",
+    "accelerate",
+    "trl",
+    "liger_kernel",
+)
 SHOWN_CAUSE_CHARS = 240
 CHECKPOINT_EVERY: int = TrainConfig.model_fields["checkpoint_every_steps"].default
 
 
 def page_name(rows: Sequence[Row]) -> str:
-    """Return `<model>_<hardware>_<date>`: the name of the page without its ending; the date is the newest row's."""
+    """Return `<model>_<hardware>_<date>`: the name of the page without its ending; the date is the
+    newest row's.
+    """
     plain = hardware(rows).lower()
     for word in ("nvidia ", "geforce ", " process"):
         plain = plain.replace(word, "")
@@ -54,7 +75,9 @@ def common_sizes(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def hardware(rows: Sequence[Row]) -> str:
-    """Return what it ran on in words: `2x NVIDIA H200`; of several numbers of processes, all of them."""
+    """Return what it ran on in words: `2x NVIDIA H200`; of several numbers of processes, all of
+    them.
+    """
     counts = "-".join(str(n) for n in sorted({row["processes"] for row in rows}))
     names = {name for row in rows for name in row.get("gpu_names") or ()}
     return f"{counts}x {' and '.join(sorted(names)) or 'CPU process'}"
@@ -66,7 +89,15 @@ def render_page(rows: Sequence[Row], *, figure: str) -> str:
     title = f"{_model(rows)}, {hardware(rows)}, {_date(rows)}"
     parts = [f"# {title}\n", _conditions(rows)]
     if done:
-        parts += [_table(done), _ratios(done), _scaling(done), _memory(done), _profiles(done), _checkpoints(done), f"![Speed and memory of every case]({figure})\n"]  # fmt: skip
+        parts += [
+            _table(done),
+            _ratios(done),
+            _scaling(done),
+            _memory(done),
+            _profiles(done),
+            _checkpoints(done),
+            f"![Speed and memory of every case]({figure})\n",
+        ]
     parts += [_causes([row for row in rows if not row["measured"]]), _repeat()]
     return "\n".join(part for part in parts if part)
 
@@ -77,9 +108,14 @@ def _conditions(rows: Sequence[Row]) -> str:
     packages = rows[0]["provenance"]["packages"]
     versions = [f"{name} {packages[name]}" for name in SHOWN_PACKAGES if name in packages]
     commit = rows[0]["provenance"]["commit"]
-    checked = "Every gathered tensor was compared with the checkpoint before the steps." if sizes["check_bytes"] else "The byte check was left out."  # fmt: skip
+    checked = (
+        "Every gathered tensor was compared with the checkpoint before the steps."
+        if sizes["check_bytes"]
+        else "The byte check was left out."
+    )
     return (
-        f"Shape of `{sizes['model']}`, random weights and rows, every token trained. {', '.join(known)}; where a case "
+        f"Shape of `{sizes['model']}`, random weights and rows, every token trained. "
+        f"{', '.join(known)}; where a case "
         f"differs, it says so. Speed: median over the last two thirds of the steps. {checked}\n"
         f"{', '.join(versions)}; commit {commit}.\n"
     )
@@ -87,7 +123,8 @@ def _conditions(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     head = (
-        "| case | processes | attention | tokens/s per process | model FLOP utilisation | peak allocated | predicted | "
+        "| case | processes | attention | tokens/s per process | model FLOP utilisation | peak "
+        "allocated | predicted | "
         "peak reserved | host peak | loss, first to last | gradient norm, first to last |"
     )
     lines, common = [head, "|---" * 11 + "|"], common_sizes(rows)
@@ -109,8 +146,10 @@ def _table(rows: Sequence[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     note = (
-        "\nModel FLOP utilisation: 4 FLOP per weight and token, with head and attention, over the rate at which the same process "
-        f"multiplied matrices of the model's own shapes ({_gemm(rows)}). Predicted: allocated, on a CPU the whole process.\n"
+        "\nModel FLOP utilisation: 4 FLOP per weight and token, with head and attention, over the "
+        "rate at which the same process "
+        f"multiplied matrices of the model's own shapes ({_gemm(rows)}). Predicted: allocated, on "
+        "a CPU the whole process.\n"
     )
     return "\n".join(lines) + "\n" + note
 
@@ -136,19 +175,30 @@ def _gemm(rows: Sequence[Row]) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> str:
-    """Every case over every peer of as many processes: speed, and memory allocated and reserved at the peak."""
+    """Every case over every peer of as many processes: speed, and memory allocated and reserved at
+    the peak.
+    """
     peers = [row for row in rows if row["peer"]]
     ours = [row for row in rows if not row["peer"]]
     if not peers or not ours:
         return ""
-    head = "| times the peer's: speed, peak allocated, peak reserved | " + " | ".join(f"`{_label(peer)}`" for peer in peers) + " |"  # fmt: skip
+    head = (
+        "| times the peer's: speed, peak allocated, peak reserved | "
+        + " | ".join(f"`{_label(peer)}`" for peer in peers)
+        + " |"
+    )
     lines = [head, "|---" * (len(peers) + 1) + "|"]
-    lines += [f"| `{_label(row)}` | " + " | ".join(_over(row, peer) for peer in peers) + " |" for row in ours]  # fmt: skip
+    lines += [
+        f"| `{_label(row)}` | " + " | ".join(_over(row, peer) for peer in peers) + " |"
+        for row in ours
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _over(row: Row, peer: Row) -> str:
-    """Return the ratios of a case to a peer, or a dash if they had different numbers of processes."""
+    """Return the ratios of a case to a peer, or a dash if they had different numbers of
+    processes.
+    """
     if row["processes"] != peer["processes"]:
         return "-"
     mine, theirs = row["measured"], peer["measured"]
@@ -161,7 +211,9 @@ def _scaling(rows: Sequence[Row]) -> str:
     """Weak scaling: tokens/s per process of more processes over that of the fewest."""
     lines = []
     for name in dict.fromkeys(row["case"] for row in rows):
-        same = sorted((row for row in rows if row["case"] == name), key=lambda row: row["processes"])  # fmt: skip
+        same = sorted(
+            (row for row in rows if row["case"] == name), key=lambda row: row["processes"]
+        )
         first = same[0]["measured"]["tokens_per_s_per_process"]
         for row in same[1:]:
             kept = share(row["measured"]["tokens_per_s_per_process"] / first)
@@ -180,7 +232,10 @@ def _memory(rows: Sequence[Row]) -> str:
     if not pairs:
         return ""
     error, case = max(pairs, key=lambda pair: abs(pair[0]))
-    return f"Predicted against measured allocation: at most {100 * error:+.1f}% (`{case}`), {len(pairs)} cases.\n"
+    return (
+        f"Predicted against measured allocation: at most {100 * error:+.1f}% (`{case}`), "
+        f"{len(pairs)} cases.\n"
+    )
 
 
 def _profiles(rows: Sequence[Row]) -> str:
@@ -190,9 +245,16 @@ def _profiles(rows: Sequence[Row]) -> str:
     if not profiles:
         return ""
     kinds = list(dict.fromkeys(kind for profile in profiles.values() for kind in profile["kinds"]))
-    lines = ["| one profiled step, ms | all | " + " | ".join(kinds) + " | GPU idle |", "|---" * (len(kinds) + 3) + "|"]  # fmt: skip
+    lines = [
+        "| one profiled step, ms | all | " + " | ".join(kinds) + " | GPU idle |",
+        "|---" * (len(kinds) + 3) + "|",
+    ]
     for label, profile in profiles.items():
-        seconds = [profile["step_s"], *(profile["kinds"].get(kind, 0.0) for kind in kinds), profile["idle_s"]]  # fmt: skip
+        seconds = [
+            profile["step_s"],
+            *(profile["kinds"].get(kind, 0.0) for kind in kinds),
+            profile["idle_s"],
+        ]
         lines.append(f"| `{label}` | " + " | ".join(f"{1000 * s:.1f}" for s in seconds) + " |")
     note = "\nKinds on several streams overlap, so they may add up to more than the step.\n"
     return "\n".join(lines) + "\n" + note
@@ -202,7 +264,8 @@ def _checkpoints(rows: Sequence[Row]) -> str:
     """What a checkpoint costs, of the cases that measured it."""
     costs = {_label(row): row["measured"].get("checkpoint") for row in rows}
     lines = [
-        f"| `{label}` | {gib(found['bytes'])} | {found['step_s']:.3f} | {found['cost_s']:.3f} | {found['still_s']:.3f} "
+        f"| `{label}` | {gib(found['bytes'])} | {found['step_s']:.3f} | {found['cost_s']:.3f} | "
+        f"{found['still_s']:.3f} "
         f"| {share(max(0.0, found['cost_s']) / (CHECKPOINT_EVERY * found['step_s']))} |"
         for label, found in costs.items()
         if found
@@ -210,10 +273,14 @@ def _checkpoints(rows: Sequence[Row]) -> str:
     if not lines:
         return ""
     head = (
-        "| checkpoints | size | a step without, s | a checkpoint adds, s | of that training stands still, s "
+        "| checkpoints | size | a step without, s | a checkpoint adds, s | of that training stands "
+        "still, s "
         f"| share of the time with one every {CHECKPOINT_EVERY} steps |\n|---|---|---|---|---|---|"
     )
-    note = "\nMedians of alternating blocks of steps with and without one; it is waited for until it is on disk, as training does not.\n"
+    note = (
+        "\nMedians of alternating blocks of steps with and without one; it is waited for until "
+        "it is on disk, as training does not.\n"
+    )
     return "\n".join([head, *lines]) + "\n" + note
 
 
@@ -229,7 +296,8 @@ def _causes(rows: Sequence[Row]) -> str:
 
 def _repeat() -> str:
     return (
-        "Repeat: `snakemake --cores all benchmark` with these settings in section `benchmark`; every number of this page, and "
+        "Repeat: `snakemake --cores all benchmark` with these settings in section `benchmark`; "
+        "every number of this page, and "
         "more, stands in `measurements.jsonl`.\n"
     )
 
@@ -244,9 +312,17 @@ def benchmark_figure(rows: Sequence[Row]) -> Figure:
     speed.set_xlabel("tokens/s per process")
     used = [(one["allocated_bytes"] or one["host_bytes"]) / GIB for one in found]
     memory.barh([n - 0.2 for n in places], used, height=0.4, color=COLORS[0], label="measured")
-    shown = [(n, row["predicted"]["peak_bytes"] / GIB) for n, row in enumerate(done) if row["predicted"]]  # fmt: skip
+    shown = [
+        (n, row["predicted"]["peak_bytes"] / GIB) for n, row in enumerate(done) if row["predicted"]
+    ]
     if shown:
-        memory.barh([n + 0.2 for n, _ in shown], [size for _, size in shown], height=0.4, color=COLORS[4], label="predicted")  # fmt: skip
+        memory.barh(
+            [n + 0.2 for n, _ in shown],
+            [size for _, size in shown],
+            height=0.4,
+            color=COLORS[4],
+            label="predicted",
+        )
     memory.set_xlabel("peak memory, GiB")
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure

@@ -1,6 +1,8 @@
-"""A measurement before it is made: the run that it is, what preflight plans and predicts for it, and its work in FLOP.
+"""A measurement before it is made: the run that it is, what preflight plans and predicts for it,
+and its work in FLOP.
 
-Preflight's own decision gives the plan, so a lever that it knows needs nothing here. Nothing here imports torch.
+Preflight's own decision gives the plan, so a lever that it knows needs nothing here. Nothing here
+imports torch.
 """
 
 from dataclasses import asdict, dataclass
@@ -35,7 +37,9 @@ class Prepared:
 
 
 def prepare(request: Request, *, num_gpus: int) -> Prepared:
-    """Plan and predict a request on this machine; raises `UserError` if it cannot run here, whatever its memory."""
+    """Plan and predict a request on this machine; raises `UserError` if it cannot run here,
+    whatever its memory.
+    """
     device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
     if device == "cuda" and request.processes > num_gpus:
         bound = f"this machine shows {num_gpus} GPU(s), one for each process"
@@ -90,7 +94,9 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
 
 
 def imagined_manifest(request: Request, shape: ModelShape) -> dict[str, Any]:
-    """Return what preflight wants to know of the random rows: all tokens are trained but the first of a document."""
+    """Return what preflight wants to know of the random rows: all tokens are trained but the first
+    of a document.
+    """
     sizes = request.sizes
     rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
     documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))
@@ -105,9 +111,10 @@ def imagined_manifest(request: Request, shape: ModelShape) -> dict[str, Any]:
 def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) -> float:
     """Return the least work that a trained token is: what model FLOP utilisation counts.
 
-    4 FLOP per frozen weight of the layers and of the head (forward, and the gradient of the input; frozen weights have
-    none of their own), and causal attention within documents: S q a layer and product forward, twice that backward.
-    Recomputation, dequantization and the adapters (0.3% at rank 16) do not count.
+    4 FLOP per frozen weight of the layers and of the head (forward, and the gradient of the input;
+    frozen weights have none of their own), and causal attention within documents: S q a layer and
+    product forward, twice that backward. Recomputation, dequantization and the adapters (0.3% at
+    rank 16) do not count.
     """
     document = seq_len / documents
     attention = 6 * document * shape.num_heads * shape.head_dim * shape.num_layers

@@ -1,7 +1,8 @@
 """Where the time of a training step goes on a GPU: kernels by kind, as torch's profiler sees them.
 
-Kinds are told by the names of kernels. Those on other streams (communication, copies) run beside the computing ones, so the kinds may
-add up to more than the step; `idle` is what is left of the step when nothing at all runs.
+Kinds are told by the names of kernels. Those on other streams (communication, copies) run beside
+the computing ones, so the kinds may add up to more than the step; `idle` is what is left of the
+step when nothing at all runs.
 """
 
 import time
@@ -27,9 +28,11 @@ NAME_CHARS = 120
 
 
 def profiled(work: Callable[[], Any], *, device: torch.device) -> dict[str, Any]:
-    """Return where the time of `work` goes on this GPU, seconds: `step_s`, `idle_s`, `kinds`, `kernels`.
+    """Return where the time of `work` goes on this GPU, seconds: `step_s`, `idle_s`, `kinds`,
+    `kernels`.
 
-    kernels: [name, seconds, calls] of those that take longest together. On the CPU `kinds` and `kernels` are empty.
+    kernels: [name, seconds, calls] of those that take longest together. On the CPU `kinds` and
+    `kernels` are empty.
     """
     on_gpu = device.type == "cuda"  # alone, because recording what the host does slows it
     with profile(

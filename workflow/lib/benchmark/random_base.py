@@ -1,7 +1,8 @@
-"""An NF4 base of any shape with random weights, and random rows: what speed and memory are measured on.
+"""An NF4 base of any shape with random weights, and random rows: what speed and memory are measured
+on.
 
-All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the CPU; each lies
-in the files for itself, so that loading reads as many bytes as of a real model.
+All linears of one size share one random tensor, so 70B parameters are quantized in seconds, on the
+CPU; each lies in the files for itself, so that loading reads as many bytes as of a real model.
 """
 
 import math
@@ -36,9 +37,11 @@ def write_random_base(
     *,
     float_storage: bool = False,
 ) -> None:
-    """Write an NF4 checkpoint of the shape of `config` (a config.json) to `folder`, which appears as a whole.
+    """Write an NF4 checkpoint of the shape of `config` (a config.json) to `folder`, which appears
+    as a whole.
 
-    float_storage: packed weights as bf16 views (`bnb_4bit_quant_storage`), which other software needs to shard them.
+    float_storage: packed weights as bf16 views (`bnb_4bit_quant_storage`), which other software
+    needs to shard them.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -82,7 +85,9 @@ def as_bfloat16(packed: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(*, rows: int, seq_len: int, documents: int, vocab_size: int) -> TokenStore:
-    """Return `rows` full rows of `documents` documents each; all tokens are trained but the first of a document."""
+    """Return `rows` full rows of `documents` documents each; all tokens are trained but the first
+    of a document.
+    """
     ids = np.random.default_rng(SEED).integers(0, vocab_size, (rows, seq_len)).astype(np.uint32)
     positions = np.tile(np.arange(seq_len, dtype=np.int32), (rows, 1)) % (seq_len // documents)
     return TokenStore(

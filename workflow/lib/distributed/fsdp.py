@@ -1,14 +1,15 @@
 """Sharding over the processes of a run (`world`), applied to a finished model from outside.
 
 `shard_` is the one place that decides what is shared and
-how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by rows of the
-vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
+how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by
+rows of the vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
 
-With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and gradients are summed
-over the groups too.
+With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and
+gradients are summed over the groups too.
 
-FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision policy is set, and
-gradients are summed, not averaged, because the loss is already divided by the global number of trained tokens.
+FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision
+policy is set, and gradients are summed, not averaged, because the loss is already divided by the
+global number of trained tokens.
 """
 
 from collections.abc import Iterator
@@ -32,10 +33,11 @@ def shard_(
     reshard_after_forward: bool,
     ignored: set[nn.Parameter] | None = None,
 ) -> list[FSDPModule]:
-    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a meta-device model.
+    """Shard parameters over `mesh`; return the FSDP units, inner ones first. Collective; call on a
+    meta-device model.
 
-    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to backward. ignored:
-    parameters of decoder layers to leave as they are (`layer_offload`).
+    `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to
+    backward. ignored: parameters of decoder layers to leave as they are (`layer_offload`).
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = share_vocabulary_(training, mesh)
@@ -56,7 +58,8 @@ def shard_(
 
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after each unit's forward.
+    """Shard a whole Transformers model over `mesh`, adapters in it too; weights are freed after
+    each unit's forward.
 
     Collective; call on a meta-device model. Every forward gathers all weights once, unit by unit.
     """
@@ -71,7 +74,8 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def forward_only(training: nn.Module) -> Iterator[None]:
-    """Within the block forward keeps nothing for backward; after it a process holds its shards alone.
+    """Within the block forward keeps nothing for backward; after it a process holds its shards
+    alone.
 
     FSDP2 leaves it to backward to free the root, and with `reshard_after_forward=False` all layers.
     """

@@ -1,12 +1,15 @@
-"""Signs of life: what each process is doing, told once a second, and who holds up the others when nothing moves.
+"""Signs of life: what each process is doing, told once a second, and who holds up the others when
+nothing moves.
 
-A worker's `Pulse` is a thread that writes a small file. Its main thread names the phase it is in, and says within a long
-one that it moves (`moved`). If nothing moves for some seconds, the file also tells the line of Python at which the main
-thread is, whether it waits there for others, and the last collective of torch's flight recorder (for gloo and NCCL alike).
+A worker's `Pulse` is a thread that writes a small file. Its main thread names the phase it is in,
+and says within a long one that it moves (`moved`). If nothing moves for some seconds, the file also
+tells the line of Python at which the main thread is, whether it waits there for others, and the
+last collective of torch's flight recorder (for gloo and NCCL alike).
 
-Every phase has a bound of its own: seconds without a move. The launcher's `Watch` reads the files of all its workers. A
-process hangs if its bound is over and it does not wait for others; if its thread does not even beat; or if all wait. The
-one that has begun fewer phases and collectives than the others is the one that they wait for.
+Every phase has a bound of its own: seconds without a move. The launcher's `Watch` reads the files
+of all its workers. A process hangs if its bound is over and it does not wait for others; if its
+thread does not even beat; or if all wait. The one that has begun fewer phases and collectives than
+the others is the one that they wait for.
 """
 
 import json
@@ -41,8 +44,9 @@ class Pulse:
     def __init__(
         self, *, rank: int, start_s: float, step_s: float, quiet_s: float = QUIET_S
     ) -> None:
-        """Take the least bounds: start_s of the start (all must have joined) and of the first step, which may compile;
-        step_s of a later step; quiet_s of all else, and of a process without any sign of life.
+        """Take the least bounds: start_s of the start (all must have joined) and of the first step,
+        which may compile; step_s of a later step; quiet_s of all else, and of a process without any
+        sign of life.
         """
         folder = os.environ.get(FOLDER_VARIABLE)
         self._path = Path(folder) / f"rank-{rank}.json" if folder else None
@@ -70,7 +74,8 @@ class Pulse:
     def phase(self, name: str, *, num_bytes: int = 0, least_s: float = 0.0) -> None:
         """Say what begins now, outside steps (`saving`), and what may pass there between two moves.
 
-        num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A forward pass always fits.
+        num_bytes: read or written, on a slow disk; least_s: a bound that is longer anyway. A
+        forward pass always fits.
         """
         self._end_step()
         pass_s = WARM_UP * max(self._longest_s or 0.0, self._first_s)
@@ -90,7 +95,9 @@ class Pulse:
         self._moves, self._since_s = self._moves + 1, time.monotonic()
 
     def _end_step(self) -> None:
-        """Learn how long a step takes; the first one, which compiles and allocates, says nothing of later ones."""
+        """Learn how long a step takes; the first one, which compiles and allocates, says nothing of
+        later ones.
+        """
         if not self._phase.startswith("step"):
             return
         took_s = time.monotonic() - self._since_s
@@ -111,7 +118,8 @@ class Pulse:
     def _tell(self) -> None:
         if self._path is None:
             return
-        # when the launcher has gone, its folder has gone with it; this process will be told otherwise
+        # when the launcher has gone, its folder has gone with it; this process will be told
+        # otherwise
         with self._telling, suppress(OSError):
             partial = self._path.with_suffix(".partial")
             partial.write_text(json.dumps(self._facts()), encoding="utf-8")
@@ -119,9 +127,14 @@ class Pulse:
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
-            "rank": self._rank, "pid": os.getpid(), "phase": self._phase, "number": self._number, "moves": self._moves,
-            "limit_s": self._limit_s, "silent_s": min(self._limit_s, self._quiet_s),
-        }  # fmt: skip
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "phase": self._phase,
+            "number": self._number,
+            "moves": self._moves,
+            "limit_s": self._limit_s,
+            "silent_s": min(self._limit_s, self._quiet_s),
+        }
         if time.monotonic() - self._since_s >= LASTING_S:
             stack = _stack(self._main)
             facts |= {"at": _place(stack), "waits": _waits(stack), "collective": last_collective()}
@@ -143,12 +156,16 @@ def _place(stack: list[traceback.FrameSummary]) -> str:
 
 
 def _waits(stack: list[traceback.FrameSummary]) -> bool:
-    """Tell whether a thread is within torch's communication: others may take as long as they need, then."""
+    """Tell whether a thread is within torch's communication: others may take as long as they need,
+    then.
+    """
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
 def last_collective() -> dict[str, Any] | None:
-    """Return number and name of the newest collective in torch's flight recorder, None without one."""
+    """Return number and name of the newest collective in torch's flight recorder, None without
+    one.
+    """
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
@@ -183,7 +200,9 @@ class Watch:
     """
 
     def __init__(self, folder: Path, *, ranks: range, size: int) -> None:
-        """Take the folder of beats, the ranks of the workers that beat there, if they beat at all, and how many all machines have."""
+        """Take the folder of beats, the ranks of the workers that beat there, if they beat at all,
+        and how many all machines have.
+        """
         self._folder, self._ranks, self._size = folder, ranks, size
         self._seen: dict[int, _Seen] = {}
         self._looked_s: float | None = None
@@ -204,7 +223,9 @@ class Watch:
         return None
 
     def _notes(self, passed_s: float) -> Iterator[tuple[int, _Seen]]:
-        """Yield rank and state of the workers that run; whose end is seen elsewhere holds up nobody."""
+        """Yield rank and state of the workers that run; whose end is seen elsewhere holds up
+        nobody.
+        """
         for rank in self._ranks:
             try:
                 path = self._folder / f"rank-{rank}.json"
@@ -225,8 +246,10 @@ class Watch:
         missing = [rank for rank in self._ranks if rank not in self._seen]
         if missing and late.facts["phase"] in (STARTING, JOINING):
             return (
-                f"process {missing[0]} of {self._size} hangs before it has begun its work: the others have waited "
-                f"for it for {quiet_s:.0f} s. A disk that does not answer while Python starts, or a stopped process?"
+                f"process {missing[0]} of {self._size} hangs before it has begun its work: the "
+                "others have waited "
+                f"for it for {quiet_s:.0f} s. A disk that does not answer while Python starts, or "
+                "a stopped process?"
             )
         culprit = self._culprit()
         if len(self._ranks) < self._size and all(s.facts.get("waits") for s in self._seen.values()):
@@ -236,7 +259,10 @@ class Watch:
         head = f"{who} hangs in {culprit.facts['phase']}: nothing has moved for {quiet_s:.0f} s"
         if len(self._ranks) < self._size and not culprit.silent:
             # a process that waits for its GPU, and so perhaps for others, looks like one that works
-            head += ". (If another machine says the same of its own, the process with the fewest collectives holds up all)"
+            head += (
+                ". (If another machine says the same of its own, the process with the fewest "
+                "collectives holds up all)"
+            )
         others = [
             f"process {rank} {_state(seen)}"
             for rank, seen in sorted(self._seen.items())
@@ -250,7 +276,13 @@ class Watch:
         def order(seen: _Seen) -> tuple[Any, ...]:
             collective = seen.facts.get("collective") or {"number": 0}
             waits = seen.facts.get("waits", False)
-            return (-seen.beat_s if seen.beat_s >= SILENT_S else 0.0, waits, seen.facts["number"], collective["number"], -seen.lasted_s)  # fmt: skip
+            return (
+                -seen.beat_s if seen.beat_s >= SILENT_S else 0.0,
+                waits,
+                seen.facts["number"],
+                collective["number"],
+                -seen.lasted_s,
+            )
 
         return min(self._seen.values(), key=order)
 
@@ -269,7 +301,10 @@ def _has_ended(pid: int) -> bool:
 
 def _state(seen: _Seen) -> str:
     if seen.beat_s >= SILENT_S:
-        return f"does not run (no sign of life for {seen.beat_s:.0f} s; stopped, or its machine is overloaded)"
+        return (
+            f"does not run (no sign of life for {seen.beat_s:.0f} s; stopped, or its machine "
+            "is overloaded)"
+        )
     collective = seen.facts.get("collective")
     last = f", last collective {collective['name']} #{collective['number']}" if collective else ""
     return f"is at {seen.facts.get('at', seen.facts['phase'])}{last}"

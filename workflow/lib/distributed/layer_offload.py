@@ -1,10 +1,12 @@
-"""Packed weights of some decoder layers kept in host memory, and brought to the device for the layer's own forward and backward.
+"""Packed weights of some decoder layers kept in host memory, and brought to the device for the
+layer's own forward and backward.
 
-Each process keeps its slice of a layer's packed bytes in page-locked memory. While the layer before (in backward the one
-behind) computes, a stream of its own copies the slice and gathers all slices into one buffer; the layer's parameters are
-views of it, so nothing is copied once more. Adapters, their gradients, norms and biases stay where they are: FSDP2's own
-offloading moves whole groups with their gradients, and copies on the computing stream where it is asked to by hand.
-With one process there is nothing to gather. On the CPU the same is done without streams: for tests.
+Each process keeps its slice of a layer's packed bytes in page-locked memory. While the layer before
+(in backward the one behind) computes, a stream of its own copies the slice and gathers all slices
+into one buffer; the layer's parameters are views of it, so nothing is copied once more. Adapters,
+their gradients, norms and biases stay where they are: FSDP2's own offloading moves whole groups
+with their gradients, and copies on the computing stream where it is asked to by hand. With one
+process there is nothing to gather. On the CPU the same is done without streams: for tests.
 """
 
 import math
@@ -56,11 +58,17 @@ class _Part:
 
 
 class _HostedLayer:
-    """The packed weights of one layer: this process's slice of them on the host, all of them on the device while in use."""
+    """The packed weights of one layer: this process's slice of them on the host, all of them on the
+    device while in use.
+    """
 
     def __init__(
-        self, linears: list[tuple[str, NF4Linear]], *, world: World, stream: "torch.cuda.Stream | None"
-    ) -> None:  # fmt: skip
+        self,
+        linears: list[tuple[str, NF4Linear]],
+        *,
+        world: World,
+        stream: "torch.cuda.Stream | None",
+    ) -> None:
         self._parts = list(_laid_out(linears))
         last = self._parts[-1]
         share = math.ceil((last.start + last.num_bytes) / world.shard_size)
@@ -72,7 +80,9 @@ class _HostedLayer:
         self._fetched: torch.cuda.Event | None = None
 
     def empty_(self) -> None:
-        """Take the packed parameters from a meta-device model: nothing shards, allocates or loads them then."""
+        """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
+        them then.
+        """
         for part in self._parts:
             nothing = torch.empty(0, device="meta")
             setattr(part.linear, part.name, nn.Parameter(nothing, requires_grad=False))
@@ -101,10 +111,13 @@ class _HostedLayer:
         """Start to bring the weights to the device, unless they are there. Collective."""
         if self._buffer is not None:
             return
-        # Memory of the computing stream, which waits for the copy before it uses the bytes or frees them.
+        # Memory of the computing stream, which waits for the copy before it uses the bytes or frees
+        # them.
         device, shards = self._world.device, self._world.shard_size
         self._buffer = torch.empty(shards * self.slice_bytes, dtype=torch.uint8, device=device)
-        self._mine = self._buffer if shards == 1 else torch.empty_like(self._buffer[: self.slice_bytes])  # fmt: skip
+        self._mine = (
+            self._buffer if shards == 1 else torch.empty_like(self._buffer[: self.slice_bytes])
+        )
         with self._beside():
             self._mine.copy_(self._host, non_blocking=True)
             if shards > 1:
@@ -123,7 +136,9 @@ class _HostedLayer:
         self._fetched = self._stream.record_event()
 
     def unshard(self) -> None:
-        """Give the parameters their values; what is computed from now on waits for them. Collective."""
+        """Give the parameters their values; what is computed from now on waits for them.
+        Collective.
+        """
         self.fetch()
         self._wait()
         assert self._buffer is not None
@@ -145,7 +160,9 @@ class _HostedLayer:
         self._fetched = self._mine = None
 
     def differences(self, reader: CheckpointReader) -> list[str]:
-        """Return the packed tensors that differ from the checkpoint, bit by bit, while they are on the device."""
+        """Return the packed tensors that differ from the checkpoint, bit by bit, while they are on
+        the device.
+        """
         linears = {part.path: part.linear for part in self._parts}
         return [
             name for path, x in linears.items() for name in different_parts(x, path, reader)
@@ -168,8 +185,9 @@ def _aligned(num_bytes: int) -> int:
 class HostedLayers:
     """`count` decoder layers of a model, spread evenly, whose packed weights wait in host memory.
 
-    Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's), filled by `load_`.
-    Follows the model's forward and backward by hooks: at most the layer in use and the next one are on the device.
+    Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's),
+    filled by `load_`. Follows the model's forward and backward by hooks: at most the layer in use
+    and the next one are on the device.
     """
 
     def __init__(self, model: PreTrainedModel, *, count: int, world: World) -> None:
@@ -197,11 +215,15 @@ class HostedLayers:
         return len(self._hosted)
 
     def parameters(self) -> set[nn.Parameter]:
-        """Return the packed parameters of these layers, which hold nothing while they are not in use."""
+        """Return the packed parameters of these layers, which hold nothing while they are not in
+        use.
+        """
         return set().union(*(layer.parameters() for layer in self._hosted.values()))
 
     def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
-        """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer; return the bytes read."""
+        """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;
+        return the bytes read.
+        """
         read = 0
         with CheckpointReader(folder) as reader:
             for layer in self._hosted.values():
@@ -212,7 +234,8 @@ class HostedLayers:
     def mismatched(
         self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
     ) -> list[str]:
-        """Bring every layer to the device and compare it with the checkpoint; return the tensors that differ.
+        """Bring every layer to the device and compare it with the checkpoint; return the tensors
+        that differ.
 
         Each layer is compared on one process; after each, all call `moved`. Collective.
         """
@@ -247,7 +270,9 @@ class HostedLayers:
             self._enter(number, following=number - 1)
 
     def _enter(self, number: int, *, following: int) -> None:
-        """Have the weights of layer `number` there, those of the following one on their way, and no others."""
+        """Have the weights of layer `number` there, those of the following one on their way, and no
+        others.
+        """
         self._keep(number, following)
         if number in self._hosted:
             self._hosted[number].unshard()

@@ -1,8 +1,8 @@
 """Where the workers of one machine meet: a store that only this machine can reach.
 
-torchrun's own rendezvous listens on every interface, so anybody in the network could join a run or read
-its keys. Here the store is given a socket that is bound to the loopback interface already; gloo and
-NCCL are told to use that interface too. A run over several machines needs torchrun's own.
+torchrun's own rendezvous listens on every interface, so anybody in the network could join a run or
+read its keys. Here the store is given a socket that is bound to the loopback interface already;
+gloo and NCCL are told to use that interface too. A run over several machines needs torchrun's own.
 """
 
 import os
@@ -77,7 +77,9 @@ def loopback_store() -> TCPStore:
 
 
 def use_loopback() -> None:
-    """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the user chose."""
+    """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the
+    user chose.
+    """
     rendezvous_handler_registry.register(LOOPBACK, _create)
     for name, interface in INTERFACE.items():
         os.environ.setdefault(name, interface)

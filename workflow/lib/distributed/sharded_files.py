@@ -1,10 +1,12 @@
-"""Sharded tensors on disk: a safetensors file per process, and an index that says where each piece belongs.
+"""Sharded tensors on disk: a safetensors file per process, and an index that says where each piece
+belongs.
 
 `index.json` is written last. It holds the size and SHA-256 of every other file, and one of its own
 content, so a folder whose index agrees with itself and its files is whole. Pieces are placed by
-their offset in the whole tensor (DTensor's own chunk list), so any number
-of processes can read what any other number wrote. Nothing is pickled: torch's distributed checkpoint keeps its
-`.metadata` as a pickle, which could run code when read, and its safetensors storage has no checksums.
+their offset in the whole tensor (DTensor's own chunk list), so any number of processes can read
+what any other number wrote. Nothing is pickled: torch's distributed checkpoint keeps its
+`.metadata` as a pickle, which could run code when read, and its safetensors storage has no
+checksums.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +43,9 @@ class WriteError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process holds of a tensor: `local` lies at `offset` of the whole, of shape `shape`."""
+    """What one process holds of a tensor: `local` lies at `offset` of the whole, of shape
+    `shape`.
+    """
 
     local: torch.Tensor
     offset: tuple[int, ...]
@@ -55,7 +59,9 @@ class Piece:
 
 
 def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
-    """Return this process's part of a tensor; a tensor that is not distributed is written by rank 0."""
+    """Return this process's part of a tensor; a tensor that is not distributed is written by rank
+    0.
+    """
     if not isinstance(tensor, DTensor):
         whole = tensor.detach()
         return Piece(whole, (0,) * whole.dim(), tuple(whole.shape), mine=rank == 0)
@@ -76,10 +82,11 @@ def write_sharded(
     facts: Mapping[str, Any],
     companions: Iterable[Path] = (),
 ) -> None:
-    """Write every process's pieces and, on the group's first process, the index with `facts`; all synced. Collective.
+    """Write every process's pieces and, on the group's first process, the index with `facts`; all
+    synced. Collective.
 
-    folder: exists. companions: files in it that rank 0 has written, to be covered by checksums. Raises `WriteError` on all processes if
-    one of them fails.
+    folder: exists. companions: files in it that rank 0 has written, to be covered by checksums.
+    Raises `WriteError` on all processes if one of them fails.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = f"shard-{rank:05d}-of-{size:05d}.safetensors"
@@ -157,7 +164,9 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _check_names(index: dict[str, Any]) -> None:
-    """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one that has a checksum."""
+    """Raise `DamagedError` unless all files lie in the folder itself, and every piece is in one
+    that has a checksum.
+    """
     try:
         files = set(index["files"])
         used = {piece["file"] for entry in index["tensors"].values() for piece in entry["pieces"]}
@@ -169,7 +178,9 @@ def _check_names(index: dict[str, Any]) -> None:
 
 
 def check_files(folder: Path, index: dict[str, Any], *, share: slice = slice(None)) -> None:
-    """Compare size and SHA-256 of the index's files (of a share of them); raises `DamagedError` at the first that differs."""
+    """Compare size and SHA-256 of the index's files (of a share of them); raises `DamagedError` at
+    the first that differs.
+    """
     for name in sorted(index["files"])[share]:
         expected = index["files"][name]
         try:

@@ -1,6 +1,8 @@
-"""Stopping a run on request: a signal to any process becomes one decision of all, taken between two steps.
+"""Stopping a run on request: a signal to any process becomes one decision of all, taken between two
+steps.
 
-SIGTERM and SIGUSR1 are what a cluster sends before it takes a machine back, SIGINT is Ctrl-C, SIGHUP a lost terminal.
+SIGTERM and SIGUSR1 are what a cluster sends before it takes a machine back, SIGINT is Ctrl-C,
+SIGHUP a lost terminal.
 """
 
 import signal
@@ -43,7 +45,9 @@ class StopRequest:
 
 
 def on_any(flags: Sequence[bool], *, group: dist.ProcessGroup) -> list[bool]:
-    """Return for each flag whether it is set on any process, so that all decide alike. Collective."""
+    """Return for each flag whether it is set on any process, so that all decide alike.
+    Collective.
+    """
     shared = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in shared]

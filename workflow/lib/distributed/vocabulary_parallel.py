@@ -1,9 +1,11 @@
-"""A vocabulary that processes share: each holds a slice of the rows of embedding and output head, and no table is ever gathered.
+"""A vocabulary that processes share: each holds a slice of the rows of embedding and output head,
+and no table is ever gathered.
 
-What travels instead are rows: hidden states of trained tokens to all slices of the head, and their gradients back; token
-ids to the owners of their embeddings, and the rows back. So the largest buffer is one chunk of rows, whatever the
-vocabulary. The parallel cross-entropy is that of Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of
-processes that share the data too. All functions that communicate are collective over `group`, the processes that share the vocabulary.
+What travels instead are rows: hidden states of trained tokens to all slices of the head, and their
+gradients back; token ids to the owners of their embeddings, and the rows back. So the largest
+buffer is one chunk of rows, whatever the vocabulary. The parallel cross-entropy is that of
+Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of processes that share the data too.
+All functions that communicate are collective over `group`, the processes that share the vocabulary.
 """
 
 from dataclasses import replace
@@ -34,8 +36,9 @@ NOBODY = -1  # the target of a row that is only padding
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Cut embedding and head into slices; return these parameters, which FSDP must leave alone.
 
-    mesh: its last dimension are the processes that share a copy of the model, of which neighbours share the vocabulary
-    (`vocabulary_slices`). Call on a meta-device model. A tied table stays one parameter; an embedding without rows stays as it is.
+    mesh: its last dimension are the processes that share a copy of the model, of which neighbours
+    share the vocabulary (`vocabulary_slices`). Call on a meta-device model. A tied table stays one
+    parameter; an embedding without rows stays as it is.
     """
     mesh = _slices_mesh(mesh)
     model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
@@ -67,20 +70,34 @@ def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a meta-device table as a parameter of which this process holds rows, cut as FSDP2 cuts."""
+    """Return a meta-device table as a parameter of which this process holds rows, cut as FSDP2
+    cuts.
+    """
     placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     whole = DTensor.from_local(
-        table.detach()[:0], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
-    )  # fmt: skip
+        table.detach()[:0],
+        mesh,
+        placements,
+        run_check=False,
+        shape=table.shape,
+        stride=table.stride(),
+    )
     start, stop = local_range(whole)
     mine = DTensor.from_local(
-        table.detach()[start:stop], mesh, placements, run_check=False, shape=table.shape, stride=table.stride()
-    )  # fmt: skip
+        table.detach()[start:stop],
+        mesh,
+        placements,
+        run_check=False,
+        shape=table.shape,
+        stride=table.stride(),
+    )
     return nn.Parameter(mine, requires_grad=table.requires_grad)
 
 
 class SlicedHead(nn.Module):
-    """A linear head of whose rows this process holds a slice: `weight` (vocab, hidden) and `bias` (vocab,) are DTensors."""
+    """A linear head of whose rows this process holds a slice: `weight` (vocab, hidden) and `bias`
+    (vocab,) are DTensors.
+    """
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup
@@ -90,13 +107,17 @@ class SlicedHead(nn.Module):
         self._group = group
 
     def slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this process's part (rows, slice) of the logits of hidden states (rows, hidden)."""
+        """Return this process's part (rows, slice) of the logits of hidden states (rows,
+        hidden).
+        """
         bias = None if self.bias is None else local(self.bias).to(hidden.dtype)
         return nn.functional.linear(hidden, local(self.weight).to(hidden.dtype), bias)
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return all logits (..., vocab) of this process's hidden states (..., hidden), for checks: without gradients. Collective."""
+        """Return all logits (..., vocab) of this process's hidden states (..., hidden), for checks:
+        without gradients. Collective.
+        """
         size, vocab = self._group.size(), self.weight.shape[0]
         mine = hidden.flatten(0, -2)
         rows = agreed_most(len(mine))
@@ -116,9 +137,11 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         self._group = group
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None. Collective.
+        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
+        Collective.
 
-        hidden: (rows, hidden_size); targets: (rows,) int64. Processes may have different numbers of rows, or none.
+        hidden: (rows, hidden_size); targets: (rows,) int64. Processes may have different numbers of
+        rows, or none.
         """
         if targets is None:
             return self.head.logits(hidden)
@@ -174,7 +197,8 @@ def _chunk(
     trained: TrainedHead | None,
     wants_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed loss of this process's rows, and their gradient; add that of the head to `trained`.
+    """Return the summed loss of this process's rows, and their gradient; add that of the head to
+    `trained`.
 
     All processes give equally many rows.
     """
@@ -207,7 +231,9 @@ def _chunk(
 
 
 class _Places:
-    """Where this process's slice, rows `start` to `stop` of the vocabulary, has the targets (rows,) of all processes."""
+    """Where this process's slice, rows `start` to `stop` of the vocabulary, has the targets (rows,)
+    of all processes.
+    """
 
     def __init__(self, targets: torch.Tensor, ranges: tuple[int, int]) -> None:
         start, stop = ranges
@@ -231,16 +257,20 @@ class _Places:
 def _over_slices(
     logits: torch.Tensor, places: _Places, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of which has `logits` of its own."""
+    """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of
+    which has `logits` of its own.
+    """
     mine = torch.stack([logits.logsumexp(dim=1), places.chosen(logits)])
     parts = _gathered(mine, group).view(group.size(), *mine.shape)
     return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
 
 
 class ExchangedRows:
-    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each adds the rows that it has.
+    """Rows of an embedding whose table (vocab, hidden) is sliced over `group`: ids go to all, each
+    adds the rows that it has.
 
-    Of a trained table backward sends the rows' gradients the same way, and the owners of the rows add them up in fp32.
+    Of a trained table backward sends the rows' gradients the same way, and the owners of the rows
+    add them up in fp32.
     """
 
     def __init__(self, embedding: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -249,7 +279,9 @@ class ExchangedRows:
         self._padding = getattr(embedding, "padding_idx", None)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and so is the backward of trained ones."""
+        """Return the rows (n, hidden) of ids (n,), equally many on all processes. Collective, and
+        so is the backward of trained ones.
+        """
         table = self._embedding.weight
         assert isinstance(table, DTensor)
         if table.requires_grad:
@@ -261,7 +293,9 @@ class ExchangedRows:
     def looked_up(
         self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the rows of ids, of which this process has those of `ranges` in `table`. Collective."""
+        """Return the rows of ids, of which this process has those of `ranges` in `table`.
+        Collective.
+        """
         return torch.cat([self._chunk(table, chunk, ranges) for chunk in self._split(ids)])
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -285,7 +319,8 @@ class ExchangedRows:
     def gradient(
         self, grad: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
-        """Return the gradient (stop - start, hidden) fp32 of this process's rows of the table. Collective.
+        """Return the gradient (stop - start, hidden) fp32 of this process's rows of the table.
+        Collective.
 
         grad: (n, hidden), of this process's rows of ids (n,).
         """
@@ -320,7 +355,9 @@ class _TrainedRows(torch.autograd.Function):
 
 
 def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids (n,) lie outside of the rows `ranges`, and the place of each among them (any, if outside)."""
+    """Return which ids (n,) lie outside of the rows `ranges`, and the place of each among them
+    (any, if outside).
+    """
     start, stop = ranges
     return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
 
@@ -336,7 +373,9 @@ def _add_rows_(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) ->
 
 
 def agreed_most(count: int) -> int:
-    """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's queue. Collective over all processes."""
+    """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's
+    queue. Collective over all processes.
+    """
     most = torch.tensor(count)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)

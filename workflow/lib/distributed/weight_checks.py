@@ -1,4 +1,6 @@
-"""Proof at start that the weights that the processes gather are those of the checkpoint, byte by byte."""
+"""Proof at start that the weights that the processes gather are those of the checkpoint, byte by
+byte.
+"""
 
 from collections.abc import Callable
 from itertools import chain
@@ -32,7 +34,9 @@ def local_bytes(training: nn.Module) -> tuple[int, int]:
 
 
 def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
-    """Return the bytes that each of `shards` processes with one copy of the model should hold of it, but for uneven cuts."""
+    """Return the bytes that each of `shards` processes with one copy of the model should hold of
+    it, but for uneven cuts.
+    """
     sliced = {id(p): p for p in _vocabulary_parameters(training)}.values()
     tables = sum(p.numel() * p.element_size() for p in sliced)
     _, total = local_bytes(training)
@@ -55,10 +59,12 @@ def mismatched_tensors(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the tensors that differ.
+    """Gather every unit through FSDP and compare it bit by bit with the checkpoint; return the
+    tensors that differ.
 
-    Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by itself, so the checkpoint is
-    read about once in total. Calls `moved` after each. Collective; FSDP must have run a forward. Without units (one process) the whole model is compared.
+    Unit i is compared on rank i mod world size, and each process's slices of the vocabulary by
+    itself, so the checkpoint is read about once in total. Calls `moved` after each. Collective;
+    FSDP must have run a forward. Without units (one process) the whole model is compared.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     if not units:
@@ -81,7 +87,9 @@ def everyones(names: list[str], world: World) -> list[str]:
 
 
 def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
-    """Compare all parameters that are whole at this moment (gathered, or never sharded) with the checkpoint."""
+    """Compare all parameters that are whole at this moment (gathered, or never sharded) with the
+    checkpoint.
+    """
     wrong = []
     for path, linear in nf4_linears(model):
         wrong += different_parts(linear, checkpoint_name(path), reader)
@@ -95,9 +103,11 @@ def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
 
 
 def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> list[str]:
-    """Compare the packed parameters of a linear that are whole at this moment with the checkpoint; return those that differ.
+    """Compare the packed parameters of a linear that are whole at this moment with the checkpoint;
+    return those that differ.
 
-    Ones without elements wait elsewhere (`layer_offload`) and are left out. path: of the linear in the checkpoint.
+    Ones without elements wait elsewhere (`layer_offload`) and are left out. path: of the linear in
+    the checkpoint.
     """
     wrong = []
     for part, size in linear.spec.sizes.items():
@@ -111,7 +121,9 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
 
 
 def _different_slices(training: CausalLMForTraining, reader: CheckpointReader) -> list[str]:
-    """Compare this process's slices of embedding and head, which are never gathered, with the checkpoint."""
+    """Compare this process's slices of embedding and head, which are never gathered, with the
+    checkpoint.
+    """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     sliced = set(map(id, _vocabulary_parameters(training)))
     wrong = []

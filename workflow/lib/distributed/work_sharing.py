@@ -1,10 +1,10 @@
 """Several processes that share one evaluation, or the hashing of files: every n-th item each.
 
 In an evaluation each process has a whole copy of the model, or a slice of one.
-Answers are gathered in the order of the items, so what is computed from them cannot depend on the number of
-processes. A model larger than one GPU is sharded over all of them (`sharded`), and then every forward is collective:
-`in_step` has each process announce its forwards, and one that has done its share forwards a single token, for nobody,
-as long as another still works.
+Answers are gathered in the order of the items, so what is computed from them cannot depend on the
+number of processes. A model larger than one GPU is sharded over all of them (`sharded`), and then
+every forward is collective: `in_step` has each process announce its forwards, and one that has done
+its share forwards a single token, for nobody, as long as another still works.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,8 @@ from workflow.lib.system.errors import UserError, setting_error
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-# Of a GPU's memory, what the weights may take if each process is to have a copy; the rest is for activations.
+# Of a GPU's memory, what the weights may take if each process is to have a copy; the rest is for
+# activations.
 WEIGHTS_SHARE = 0.6
 # The same for a slice: no other GPUs are to be had, and batches shrink to what is left.
 SLICE_SHARE = 0.9
@@ -49,10 +50,12 @@ def divide(
 ) -> Division:
     """Return how an evaluation is divided; `processes` and `shard` are the settings of these names.
 
-    `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as all cores work for one
-    process already. folders: the models, in safetensors files; gpu_bytes: the memory of each GPU, none for the CPU.
-    Raises `UserError` if a number asks for more than the GPUs or for copies that do not fit on one, and if there is
-    nothing to shard over, or too little.
+    `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as
+    all cores work for one
+    process already. folders: the models, in safetensors files; gpu_bytes: the memory of each GPU,
+    none for the CPU.
+    Raises `UserError` if a number asks for more than the GPUs or for copies that do not fit on one,
+    and if there is nothing to shard over, or too little.
     """
     largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
@@ -64,7 +67,8 @@ def divide(
         raise setting_error(
             "evaluate.processes",
             processes,
-            f"{largest / 2**30:.1f} GiB of weights leave room for {most} process(es) on {len(gpu_bytes)} GPU(s)",
+            f"{largest / 2**30:.1f} GiB of weights leave room for {most} process(es) on "
+            f"{len(gpu_bytes)} GPU(s)",
             "Lower it, or set auto",
         )
     if sharded:
@@ -84,7 +88,8 @@ def _check_shards(largest: int, *, count: int, gpu_bytes: Sequence[int]) -> None
         raise setting_error(
             "evaluate.processes",
             count,
-            f"a slice of {largest / count / 2**30:.1f} GiB leaves a GPU of {min(gpu_bytes) / 2**30:.1f} GiB too little",
+            f"a slice of {largest / count / 2**30:.1f} GiB leaves a GPU of "
+            f"{min(gpu_bytes) / 2**30:.1f} GiB too little",
             "Use more GPUs, or do not export a merged model (export.merged)",
         )
 
@@ -96,10 +101,11 @@ def shared_out(
     world: World | None,
     model: nn.Module | None = None,
 ) -> list[ResultT]:
-    """Return `compute(items)`, one result an item, each process computing its share. Collective; None = alone.
+    """Return `compute(items)`, one result an item, each process computing its share. Collective;
+    None = alone.
 
-    `compute` gets a list (it may be empty) and must not depend on which items come together. model: what it calls, if
-    that may be sharded.
+    `compute` gets a list (it may be empty) and must not depend on which items come together. model:
+    what it calls, if that may be sharded.
     """
     if world is None or world.size == 1:
         return list(compute(list(items)))
@@ -120,7 +126,8 @@ def is_sharded(model: nn.Module | None) -> bool:
 
 @contextmanager
 def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
-    """Let processes run different numbers of forwards of a sharded model within the block. Collective.
+    """Let processes run different numbers of forwards of a sharded model within the block.
+    Collective.
 
     A process leaves when all have done theirs. Nothing happens for a model that is not sharded.
     """
@@ -179,9 +186,11 @@ def check_recorded(
 
 @contextmanager
 def main_first(world: World | None) -> Iterator[None]:
-    """Let the main process go through the block before all others: files that it makes are there for them.
+    """Let the main process go through the block before all others: files that it makes are there
+    for them.
 
-    Where it fails, the others raise `UserError` without going through the block. Collective; None = alone.
+    Where it fails, the others raise `UserError` without going through the block. Collective; None =
+    alone.
     """
     if world is not None and not world.is_main:
         if not agreed(True, world=world):

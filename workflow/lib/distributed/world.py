@@ -1,4 +1,6 @@
-"""The processes of a run: how a torchrun worker joins the others, what it knows of them, and when it ends with its launcher."""
+"""The processes of a run: how a torchrun worker joins the others, what it knows of them, and when
+it ends with its launcher.
+"""
 
 import ctypes
 import datetime
@@ -42,11 +44,14 @@ class World:
 def process_group(
     device_type: str, *, timeout_s: float, shard_size: int | None = None
 ) -> Iterator[World]:
-    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...); leave it at the end.
+    """Join the process group that torchrun's environment describes (`RANK`, `WORLD_SIZE`, ...);
+    leave it at the end.
 
-    After an error it is not left: NCCL would wait there for processes that know nothing of the error. The process has to end then.
-    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the model, all if None.
-    Neighbouring ranks, so those of one node, share one. The process dies with its launcher. Collective.
+    After an error it is not left: NCCL would wait there for processes that know nothing of the
+    error. The process has to end then.
+    device_type: `cuda` (NCCL) or `cpu` (gloo); shard_size: processes that share a copy of the
+    model, all if None. Neighbouring ranks, so those of one node, share one. The process dies with
+    its launcher. Collective.
     """
     die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -77,9 +82,11 @@ def _mesh(device_type: str, *, size: int, shard_size: int) -> DeviceMesh:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions of their own.
+    """Ask the kernel to kill this process when its parent dies: torchrun's workers live in sessions
+    of their own.
 
-    If the launcher has died before, while this process was importing, nobody is left to die: then it ends here.
+    If the launcher has died before, while this process was importing, nobody is left to die: then
+    it ends here.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):

@@ -1,7 +1,8 @@
-"""How many sequences go through the model at once: estimated from free memory, then halved until they fit.
+"""How many sequences go through the model at once: estimated from free memory, then halved until
+they fit.
 
-The estimate keeps most out-of-memory errors from happening; what it misses (fragmentation, kernels' workspace) is
-caught, and the batch halved. Rounding aside, no number depends on the batch size.
+The estimate keeps most out-of-memory errors from happening; what it misses (fragmentation, kernels'
+workspace) is caught, and the batch halved. Rounding aside, no number depends on the batch size.
 """
 
 import gc
@@ -25,9 +26,11 @@ USABLE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; on a CPU other proc
 def fitting_batch_size(
     setting: int | str, *, config: Any, device: torch.device, tokens: int, keeps_cache: bool = False
 ) -> int:
-    """Return how many sequences of `tokens` tokens to try first: `setting` itself, or for `auto` what should fit.
+    """Return how many sequences of `tokens` tokens to try first: `setting` itself, or for `auto`
+    what should fit.
 
-    config: the model's. `keeps_cache`: generation, which keeps keys and values of every layer. A power of two.
+    config: the model's. `keeps_cache`: generation, which keeps keys and values of every layer. A
+    power of two.
     """
     if setting != "auto":
         return int(setting)
@@ -39,8 +42,9 @@ def fitting_batch_size(
 def token_bytes(config: Any, *, keeps_cache: bool) -> int:
     """Return about how many bytes one token needs in an evaluation forward, weights left out.
 
-    4 bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer; logits, their
-    log-softmax and one temporary (a task scores every position); keys and values of all layers where they are kept.
+    4 bytes a value: six vectors of the hidden size and three of the MLP's live at once in a layer;
+    logits, their log-softmax and one temporary (a task scores every position); keys and values of
+    all layers where they are kept.
     """
     text = config.get_text_config()
     layer = 6 * text.hidden_size + 3 * (text.intermediate_size or 4 * text.hidden_size)
@@ -60,10 +64,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def halving(compute: Callable[[int], T], *, start: int, what: str, collective: bool = False) -> T:
-    """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out of memory.
+    """Return `compute(batch size)` for the first of start, start / 2, ..., 1 that does not run out
+    of memory.
 
-    what: the part of the evaluation, for the log. collective: forwards are, so that the others wait within the one
-    that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if one sequence does not fit.
+    what: the part of the evaluation, for the log. collective: forwards are, so that the others wait
+    within the one
+    that failed here: `BatchMemoryError` asks `restarting` for a new start. Raises `UserError` if
+    one sequence does not fit.
     """
     size = start
     while True:
@@ -78,7 +85,8 @@ def halving(compute: Callable[[int], T], *, start: int, what: str, collective: b
                 "evaluate.batch_size",
                 1,
                 f"{what} runs out of memory with a single sequence ({reason})",
-                "Shorten documents (data.seq_len) or answers (evaluate.max_new_tokens), or use more GPUs",
+                "Shorten documents (data.seq_len) or answers (evaluate.max_new_tokens), or use "
+                "more GPUs",
             )
         if collective:
             raise BatchMemoryError(size)
@@ -89,7 +97,8 @@ def halving(compute: Callable[[int], T], *, start: int, what: str, collective: b
 
 
 def restarting(launch: Callable[[int | None], None]) -> None:
-    """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at most.
+    """Call `launch(None)`, and if processes in step run out of memory, again with half the batch at
+    most.
 
     What they finished before is archived, so only the rest is measured again.
     """

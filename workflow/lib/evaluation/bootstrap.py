@@ -1,9 +1,10 @@
 """Bootstrap over documents or items: 95% intervals of ratios of sums, and of paired differences.
 
-Resampling whole documents, with replacement, keeps the tokens of one document together: they are not
-independent. The statistic is sum(numerators) / sum(denominators), so a long document weighs as in the
-loss itself. Base and tuned see the same documents, and their difference resamples as one numerator:
-the variation that both share cancels. Intervals are percentiles (Efron and Tibshirani 1993, ch. 13).
+Resampling whole documents, with replacement, keeps the tokens of one document together: they are
+not independent. The statistic is sum(numerators) / sum(denominators), so a long document weighs as
+in the loss itself. Base and tuned see the same documents, and their difference resamples as one
+numerator: the variation that both share cancels. Intervals are percentiles (Efron and Tibshirani
+1993, ch. 13).
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ def estimate_ratio(
 ) -> Estimate:
     """Estimate sum(numerators) / sum(denominators) over independent units (documents, items).
 
-    Both of shape (units,), at least two units, denominators positive. The p-value is twice the smaller
-    share of resamples on either side of 0, counting the sample itself: never below 2 / (resamples + 1).
+    Both of shape (units,), at least two units, denominators positive. The p-value is twice the
+    smaller share of resamples on either side of 0, counting the sample itself: never below 2 /
+    (resamples + 1).
     """
     tops = np.asarray(numerators, dtype=np.float64)
     bottoms = np.asarray(denominators, dtype=np.float64)

@@ -1,7 +1,8 @@
-"""The models that are evaluated, each loaded from exported files when a part of its evaluation is not archived yet.
+"""The models that are evaluated, each loaded from exported files when a part of its evaluation is
+not archived yet.
 
-Base and tuned are one copy of the weights with the adapter switched off and on. The merged model takes the
-place of that copy.
+Base and tuned are one copy of the weights with the adapter switched off and on. The merged model
+takes the place of that copy.
 """
 
 import gc
@@ -33,7 +34,9 @@ MEASURING = ("torch", "transformers", "peft", "bitsandbytes", "flash_attn")
 
 
 def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> dict[str, Any]:
-    """Return how models are loaded on `device`: the keyword arguments of `stock_models.load_base`."""
+    """Return how models are loaded on `device`: the keyword arguments of
+    `stock_models.load_base`.
+    """
     dtype = resolve_dtype(settings.compute_dtype, device)
     attention = resolve_attention(
         settings.attention, device, compute_dtype=dtype, softcapped=softcaps_attention(base)
@@ -42,7 +45,9 @@ def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> 
 
 
 def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what every number depends on besides model and question, as JSON; the number of processes is not in it."""
+    """Return what every number depends on besides model and question, as JSON; the number of
+    processes is not in it.
+    """
     return {
         "device": options["device"].type,
         "compute_dtype": str(options["compute_dtype"]).removeprefix("torch."),
@@ -61,7 +66,8 @@ def subjects(
 ) -> list[Subject]:
     """Return base, tuned and, if there is one, merged, in this order; nothing is loaded yet.
 
-    options: of `load_options`; shards: the processes over which the weights are sharded, None for a whole copy.
+    options: of `load_options`; shards: the processes over which the weights are sharded, None for a
+    whole copy.
     Raises `UserError` if a folder is not finished.
     """
 
@@ -92,7 +98,9 @@ def subjects(
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:
-    """Return the subject, with what happens to it told to `pulse`: that it is loaded (from some of `folders`), and every forward pass."""
+    """Return the subject, with what happens to it told to `pulse`: that it is loaded (from some of
+    `folders`), and every forward pass.
+    """
     files = [path for folder in folders for path in folder.glob("*.safetensors")]
     num_bytes = sum(path.stat().st_size for path in files)
 
@@ -118,7 +126,9 @@ def _computing(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _called(tuned: PeftModel) -> Model:
-    """Return what is called for a forward. PEFT's wrapper would go past the hooks by which FSDP gathers weights."""
+    """Return what is called for a forward. PEFT's wrapper would go past the hooks by which FSDP
+    gathers weights.
+    """
     inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]  # PEFT declares any module
     return inner if is_sharded(inner) else tuned
 

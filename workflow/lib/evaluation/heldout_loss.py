@@ -1,8 +1,10 @@
-"""Loss on held-out documents through the model's own forward, so that it is what any user of the export would measure.
+"""Loss on held-out documents through the model's own forward, so that it is what any user of the
+export would measure.
 
-Documents are not packed. A batch is padded on the right: in a causal model nothing sees what follows it,
-so padding needs no mask and changes no loss. Only positions that predict a trained token get logits
-(`logits_to_keep`), and a batch closes early where those would outgrow `LOGITS_BYTES`.
+Documents are not packed. A batch is padded on the right: in a causal model nothing sees what
+follows it, so padding needs no mask and changes no loss. Only positions that predict a trained
+token get logits (`logits_to_keep`), and a batch closes early where those would outgrow
+`LOGITS_BYTES`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +34,9 @@ def heldout_losses(
 ) -> list[tuple[float, int]]:
     """Return (summed -log p in nats, predicted tokens) of each document, in order.
 
-    `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size` (documents, or `auto`)
-    bounds memory and changes results by rounding only; it is halved where memory runs out. Every document has
-    trained tokens.
+    `model` is a causal LM in evaluation mode whose inputs belong on `device`. `batch_size`
+    (documents, or `auto`) bounds memory and changes results by rounding only; it is halved where
+    memory runs out. Every document has trained tokens.
     """
     if not documents:
         return []
@@ -73,7 +75,9 @@ def _losses(
 def _batches(
     documents: Sequence[Document], *, batch_size: int, most_rows: int
 ) -> Iterator[list[int]]:
-    """Group documents of similar length, longest first: what does not fit in memory fails at once."""
+    """Group documents of similar length, longest first: what does not fit in memory fails at
+    once.
+    """
     batch: list[int] = []
     longest = 0
     for number in sorted(range(len(documents)), key=lambda n: -len(documents[n][0])):
@@ -86,7 +90,8 @@ def _batches(
         yield batch
 
 
-@torch.no_grad()  # FSDP gathers into the same buffers in every mode, and inference mode would mark them
+# FSDP gathers into the same buffers in every mode, and inference mode would mark them
+@torch.no_grad()
 def _batch_losses(
     model: nn.Module, documents: Sequence[Document], *, device: torch.device
 ) -> list[float]:
@@ -119,7 +124,9 @@ def _token_losses(
     columns: np.ndarray[tuple[int], np.dtype[np.int64]],
     targets: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return -log softmax(logits[row, column])[target] of each triple, computed in fp32 by chunks."""
+    """Return -log softmax(logits[row, column])[target] of each triple, computed in fp32 by
+    chunks.
+    """
     places = [torch.from_numpy(index).to(logits.device) for index in (rows, columns, targets)]
     parts = [
         nn.functional.cross_entropy(logits[row, column].float(), target, reduction="none").cpu()

@@ -1,7 +1,8 @@
-"""The harness's view of a loaded model (lm_eval 0.4.13): its requests shared by processes, in batches that fit.
+"""The harness's view of a loaded model (lm_eval 0.4.13): its requests shared by processes, in
+batches that fit.
 
-All processes hold all requests, and each asks the model for its share; the harness itself knows of one process only,
-so its scores are computed from the same answers whatever their number.
+All processes hold all requests, and each asks the model for its share; the harness itself knows of
+one process only, so its scores are computed from the same answers whatever their number.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ WINDOWS = 64
 
 
 class SharingHFLM(HFLM):  # type: ignore[misc]
-    """The harness's model on a share of the requests, in batches that fit; `Progress` takes the place of its bars."""
+    """The harness's model on a share of the requests, in batches that fit; `Progress` takes the
+    place of its bars.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         )
 
     def _model_generate(self, context: Any, *args: Any, **options: Any) -> Any:
-        """Generate without Transformers' own way to keep sharded processes in step, which needs equal numbers of calls."""
+        """Generate without Transformers' own way to keep sharded processes in step, which needs
+        equal numbers of calls.
+        """
         made = super()._model_generate(context, *args, synced_gpus=False, **options)
         self._count(len(context))
         return made
@@ -105,8 +110,13 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             self._progress.add(requests)
 
     def _in_batches(
-        self, compute: Callable[[], list[Any]], *, requests: int, tokens: int, keeps_cache: bool = False
-    ) -> list[Any]:  # fmt: skip
+        self,
+        compute: Callable[[], list[Any]],
+        *,
+        requests: int,
+        tokens: int,
+        keeps_cache: bool = False,
+    ) -> list[Any]:
         def with_size(size: int) -> list[Any]:
             self.batch_size_per_gpu = size
             with Progress("tasks", total=requests, unit="requests") as self._progress:

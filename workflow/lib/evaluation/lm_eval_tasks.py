@@ -1,8 +1,9 @@
 """Tasks of the LM Evaluation Harness (lm_eval 0.4.13) on a model that is loaded already.
 
 Local task files come first; the thousands of shipped ones are indexed only if a task is not local.
-Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which others run.
-All subjects run the same task objects with the same seeds, so their items pair up one to one.
+Each name of `evaluate.tasks` is loaded and run by itself, so a task's score cannot depend on which
+others run. All subjects run the same task objects with the same seeds, so their items pair up one
+to one.
 """
 
 import hashlib
@@ -42,11 +43,12 @@ def load_tasks(
     tokenizer: PreTrainedTokenizerBase,
     trained_template_sha256: str | None,
 ) -> dict[str, LoadedTasks]:
-    """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its name.
+    """Load every task of `evaluate.tasks` with its data; a group's or tag's members come under its
+    name.
 
-    `trained_template_sha256`: digest of the chat template that made the tokens; None for plain text. Raises
-    `UserError` for an unknown task, one whose file or data cannot be loaded, and one that cannot
-    run as the settings say.
+    `trained_template_sha256`: digest of the chat template that made the tokens; None for plain
+    text. Raises `UserError` for an unknown task, one whose file or data cannot be loaded, and one
+    that cannot run as the settings say.
     """
     check_interfaces("lm_eval")
     sandbox_task_templates()
@@ -71,10 +73,11 @@ def load_tasks(
 def task_facts(
     tasks: LoadedTasks, *, settings: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return what the scores of loaded tasks depend on besides the model: a JSON value for `archive`.
+    """Return what the scores of loaded tasks depend on besides the model: a JSON value for
+    `archive`.
 
-    Definitions and items count by content, so a task file or its data edited in place is run again; so do Python files
-    of `evaluate.tasks_dir`, whose functions a definition may call.
+    Definitions and items count by content, so a task file or its data edited in place is run again;
+    so do Python files of `evaluate.tasks_dir`, whose functions a definition may call.
     """
     folder = settings.tasks_dir
     code = sorted(Path(folder).rglob("*.py")) if folder else []
@@ -108,7 +111,9 @@ def _text(value: Any) -> bytes:
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | None) -> None:
-    """Raise `UserError` if the tokenizer has no chat template, or another than the one trained on."""
+    """Raise `UserError` if the tokenizer has no chat template, or another than the one trained
+    on.
+    """
     template = tokenizer.chat_template
     if template is None:
         raise setting_error(
@@ -122,7 +127,8 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | No
         raise setting_error(
             "evaluate.apply_chat_template",
             True,
-            "the tokens were made with another chat template than the one that would wrap the task items",
+            "the tokens were made with another chat template than the one that would wrap the task "
+            "items",
             "Give that template as --chat-template (data.chat_template), or set it to false",
         )
 
@@ -130,7 +136,9 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, trained_sha256: str | No
 def _load(
     name: str, manager: TaskManager, settings: EvaluateConfig, shipped: list[str]
 ) -> LoadedTasks:
-    """Load definitions and data; whatever a task file or its data set raises is the user's to mend."""
+    """Load definitions and data; whatever a task file or its data set raises is the user's to
+    mend.
+    """
     try:
         return dict(manager.load([name]))
     except UserError:  # of a template that was stopped, or of any reader of ours
@@ -140,7 +148,10 @@ def _load(
             f"{name}: shipped tasks load their data from the Hugging Face hub. Run where it can be "
             "reached once, or put a task file with local data into evaluate.tasks_dir"
             if name in shipped
-            else f"Mend the task's file in {settings.tasks_dir}; paths in it count from the folder you run in"
+            else (
+                f"Mend the task's file in {settings.tasks_dir}; paths in it count from the "
+                "folder you run in"
+            )
         )
         raise setting_error(
             "evaluate.tasks",
@@ -151,7 +162,9 @@ def _load(
 
 
 def _refuse_unrunnable(name: str, task: Any, settings: EvaluateConfig) -> None:
-    """Raise `UserError` for what the harness would refuse only after the model ran, or would silently ignore."""
+    """Raise `UserError` for what the harness would refuse only after the model ran, or would
+    silently ignore.
+    """
     lacks = {
         "it runs code that the model writes": getattr(task, "UNSAFE_CODE", False),
         "it needs images or sound": getattr(task, "MULTIMODAL", False),
@@ -175,7 +188,8 @@ def run_tasks(
     settings: EvaluateConfig,
     world: World | None = None,
 ) -> TaskScores:
-    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by `evaluate.seed`.
+    """Run the tasks on `model` as it is now (adapter on or off); the order and the draws are set by
+    `evaluate.seed`.
 
     Collective over `world`, whose processes share the requests; None = alone.
     """
@@ -217,7 +231,9 @@ def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _metrics(
     task: str, result: dict[str, Any], *, higher_is_better: dict[str, bool | None]
 ) -> dict[str, dict[str, Any]]:
-    """Return {metric: {value, stderr, higher_is_better}} of one task from the harness's `metric,filter` keys."""
+    """Return {metric: {value, stderr, higher_is_better}} of one task from the harness's
+    `metric,filter` keys.
+    """
     metrics: dict[str, dict[str, Any]] = {}
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")

@@ -1,9 +1,11 @@
-"""Finished measurements, kept by everything that they depend on, so that a new evaluation measures only what is new.
+"""Finished measurements, kept by everything that they depend on, so that a new evaluation measures
+only what is new.
 
-A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (a base, an adapter on
-it, a merged model). It lies in `<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content:
-the subject's from its checksums, the key from the part's settings, data and package versions. Nothing is ever
-replaced by something else under the same name, so runs may share the folder, and it is safe to delete.
+A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (a
+base, an adapter on it, a merged model). It lies in `<folder>/<subject>/<part>-<key>.json`; both
+names are short hashes of content: the subject's from its checksums, the key from the part's
+settings, data and package versions. Nothing is ever replaced by something else under the same name,
+so runs may share the folder, and it is safe to delete.
 """
 
 import logging
@@ -26,7 +28,8 @@ UNMEASURED = ("README.md", "quantization.json")
 def content_key(*folders: Path) -> str:
     """Return a short hash of the content of model folders, from their `SHA256SUMS`.
 
-    The files must have been checked against it (`work_sharing.check_recorded`). Raises `UserError` if
+    The files must have been checked against it (`work_sharing.check_recorded`). Raises `UserError`
+    if
     a folder has none: it is not finished.
     """
     listed = (listed_files(folder) for folder in folders)
@@ -42,7 +45,9 @@ class Archive:
     folder: Path
 
     def find(self, subject: str, part: str, facts: Mapping[str, Any]) -> Any | None:
-        """Return what was measured on `subject` under these `facts`; None if nothing was, or the file is damaged."""
+        """Return what was measured on `subject` under these `facts`; None if nothing was, or the
+        file is damaged.
+        """
         path = self._path(subject, part, facts)
         if not path.is_file():
             return None

@@ -1,4 +1,6 @@
-"""How far a part of the evaluation is: a bar on a terminal, elsewhere a line in the log every half minute, whether or not anything was finished in it."""
+"""How far a part of the evaluation is: a bar on a terminal, elsewhere a line in the log every half
+minute, whether or not anything was finished in it.
+"""
 
 import logging
 import sys
@@ -16,14 +18,22 @@ LINE_S = 30.0
 
 
 class Progress:
-    """Counts what is done of `total` things, which a bar or lines show while the block runs. A context manager.
+    """Counts what is done of `total` things, which a bar or lines show while the block runs. A
+    context manager.
 
-    total_work: what all of them cost, in any unit, where some cost more than others; the time left follows from it.
+    total_work: what all of them cost, in any unit, where some cost more than others; the time left
+    follows from it.
     """
 
     def __init__(
-        self, what: str, *, total: int, unit: str, total_work: float | None = None, line_s: float = LINE_S
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        *,
+        total: int,
+        unit: str,
+        total_work: float | None = None,
+        line_s: float = LINE_S,
+    ) -> None:
         self._what, self._total, self._unit, self._line_s = what, total, unit, line_s
         self._total_work = float(total) if total_work is None else total_work
         self._done, self._done_work = 0, 0.0
@@ -38,8 +48,11 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._over.set()
         if self._bar.disable:
             self._lines.join()

@@ -1,8 +1,8 @@
 """What is asked of every subject, part by part: held-out loss, sample answers, and each task.
 
-`prepare` settles the questions before any weight is loaded; `parts` are the questions as independent measurements;
-`measure` puts to one subject those that the archive does not hold, and returns the answers to all. The JSON
-artifacts are made of measurements in `results`.
+`prepare` settles the questions before any weight is loaded; `parts` are the questions as
+independent measurements; `measure` puts to one subject those that the archive does not hold, and
+returns the answers to all. The JSON artifacts are made of measurements in `results`.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ Model = PeftModel | PreTrainedModel
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps loading it)."""
+    """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps
+    loading it).
+    """
 
     name: str
     key: str
@@ -49,7 +51,8 @@ class Subject:
 class Questions:
     """What all subjects are asked.
 
-    `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of these is from.
+    `losses_of`: documents whose loss is measured, by number; may be none. `sources`: where each of
+    these is from.
     """
 
     settings: EvaluateConfig
@@ -63,7 +66,9 @@ class Questions:
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement: its name, what its result depends on besides the subject, and how to make it (JSON)."""
+    """One measurement: its name, what its result depends on besides the subject, and how to make it
+    (JSON).
+    """
 
     name: str
     facts: dict[str, Any]
@@ -72,7 +77,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by prompt.
+    """What one subject answered: (summed loss, tokens) by document of `losses_of`, tasks, texts by
+    prompt.
 
     `drawn`: the answers at a temperature; empty if none were asked for.
     """
@@ -88,7 +94,8 @@ def prepare(
 ) -> Questions:
     """Choose documents and prompts and load the tasks.
 
-    Raises `UserError` if a task cannot run (`lm_eval_tasks.load_tasks`), or if the held-out loss is asked for
+    Raises `UserError` if a task cannot run (`lm_eval_tasks.load_tasks`), or if the held-out loss is
+    asked for
     and fewer than two documents have trained tokens: there would be no interval.
     """
     documents = store.heldout_documents()
@@ -97,8 +104,10 @@ def prepare(
         raise setting_error(
             "evaluate.heldout",
             True,
-            f"an interval needs at least 2 held-out documents with trained tokens, and there are {len(chosen)}",
-            "Raise evaluate.max_documents, hold out more rows (data.heldout or data.heldout_share), or set it to false",
+            "an interval needs at least 2 held-out documents with trained tokens, and there are "
+            f"{len(chosen)}",
+            "Raise evaluate.max_documents, hold out more rows (data.heldout or "
+            "data.heldout_share), or set it to false",
         )
     losses_of = chosen if settings.heldout else []
     sources = store.heldout_sources()
@@ -118,7 +127,9 @@ def prepare(
 
 
 def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
-    """Return the measurements that the questions ask for. `world`: the processes that share each; None = alone."""
+    """Return the measurements that the questions ask for. `world`: the processes that share each;
+    None = alone.
+    """
     settings = questions.settings
     found = []
     if questions.losses_of:
@@ -216,8 +227,9 @@ def measure(
 ) -> tuple[Measurement, list[str]]:
     """Return what the subject answers, and the names of the parts that were measured now.
 
-    machine: what the numbers depend on besides subject and part (types, attention, package versions). The subject
-    is opened only if a part is not archived. Collective over `world`: only the main process reads and writes files.
+    machine: what the numbers depend on besides subject and part (types, attention, package
+    versions). The subject is opened only if a part is not archived. Collective over `world`: only
+    the main process reads and writes files.
     """
     is_main = world is None or world.is_main
     found = agreed(

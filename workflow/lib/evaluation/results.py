@@ -1,4 +1,5 @@
-"""Measurements of two or three subjects as the JSON artifacts of the evaluation (fields: docs/artifacts.md).
+"""Measurements of two or three subjects as the JSON artifacts of the evaluation (fields:
+docs/artifacts.md).
 
 Everything here is computed anew from stored answers: intervals and p-values cost no model.
 """
@@ -21,7 +22,8 @@ def artifacts(
 ) -> dict[str, dict[str, Any]]:
     """Return the artifact of each subject, by name.
 
-    measured: `base`, `tuned` and perhaps `merged`. Tuned and merged carry their comparison with the base, merged also
+    measured: `base`, `tuned` and perhaps `merged`. Tuned and merged carry their comparison with the
+    base, merged also
     `merging`: its comparison with tuned, which is what merging cost.
     """
     found = {name: _artifact(of, questions, name=name, run=run) for name, of in measured.items()}
@@ -104,10 +106,11 @@ def _loss(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
 
 
 def compare(before: Measurement, after: Measurement, questions: Questions) -> dict[str, Any]:
-    """Return the paired comparison of two subjects on the same questions: an artifact's `comparison`.
+    """Return the paired comparison of two subjects on the same questions: an artifact's
+    `comparison`.
 
-    Loss differences are before - after and task differences after - before. Loss fields are None if no loss was
-    measured, interval and p-value also for a single document.
+    Loss differences are before - after and task differences after - before. Loss fields are None if
+    no loss was measured, interval and p-value also for a single document.
     """
     settings = questions.settings
     pairs = list(zip(before.losses, after.losses, strict=True))
@@ -145,7 +148,9 @@ def _loss_difference(
 
 
 def summary_lines(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the comparisons as lines of text: what, before -> after, the signed difference and its interval."""
+    """Return the comparisons as lines of text: what, before -> after, the signed difference and its
+    interval.
+    """
     lines = _comparison_lines(found["base"], found["tuned"], field="comparison")
     if "merged" in found:
         lines += _comparison_lines(found["tuned"], found["merged"], field="merging")

@@ -1,10 +1,11 @@
 """Answers to held-out prompts, for a person to read base and tuned side by side.
 
-A document's prompt is what precedes its first trained token, and its reference is the first unbroken run
-of trained tokens: in a conversation, the first answer. Answers are greedy, or drawn at a temperature T: adding
-T times Gumbel noise to the logits makes their argmax a draw from softmax(logits / T) (Gumbel 1954). The noise
-is a function of (seed, document, place) alone, so a draw depends on neither batch nor number of processes, and all
-subjects answer with the same luck.
+A document's prompt is what precedes its first trained token, and its reference is the first
+unbroken run
+of trained tokens: in a conversation, the first answer. Answers are greedy, or drawn at a
+temperature T: adding T times Gumbel noise to the logits makes their argmax a draw from
+softmax(logits / T) (Gumbel 1954). The noise is a function of (seed, document, place) alone, so a
+draw depends on neither batch nor number of processes, and all subjects answer with the same luck.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,8 @@ class Prompt:
 def choose_prompts(
     documents: Sequence[Document], numbers: Sequence[int], *, count: int, seed: int
 ) -> list[Prompt]:
-    """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in order.
+    """Return at most `count` prompts, drawn by `seed` from the documents of these numbers, in
+    order.
 
     Each of these documents has trained tokens.
     """
@@ -76,7 +78,9 @@ def stop_token_ids(
 
 
 class GumbelNoise(LogitsProcessor):
-    """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the row's own."""
+    """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the
+    row's own.
+    """
 
     def __init__(self, documents: Sequence[int], *, temperature: float, seed: int) -> None:
         self._temperature = temperature
@@ -104,8 +108,8 @@ def generate_answers(
 ) -> list[list[int]]:
     """Return a continuation of each prompt, token by token, without the token that ended it.
 
-    temperature: 0 takes the most likely token; above 0, tokens are drawn with `seed`. `batch_size` (prompts, or
-    `auto`) is halved where memory runs out.
+    temperature: 0 takes the most likely token; above 0, tokens are drawn with `seed`. `batch_size`
+    (prompts, or `auto`) is halved where memory runs out.
     """
     if not prompts:
         return []
@@ -181,7 +185,9 @@ def _noise(
 def _left_padded(
     rows: Sequence[list[int]], *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both (rows, longest): generation continues at the right edge."""
+    """Return ids and attention mask, both (rows, longest): generation continues at the right
+    edge.
+    """
     length = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -1,7 +1,9 @@
-"""Which task names a folder of YAML files defines, and whether it would run code, read without the harness.
+"""Which task names a folder of YAML files defines, and whether it would run code, read without the
+harness.
 
 The stage must know before it imports anything of Hugging Face whether the tasks need the hub: the
-libraries read their offline variables at import. Kinds of names as in lm_eval 0.4.13 (`tasks/_index.py`).
+libraries read their offline variables at import. Kinds of names as in lm_eval 0.4.13
+(`tasks/_index.py`).
 """
 
 import difflib
@@ -14,8 +16,8 @@ import yaml
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
 
-# Everything the evaluation needs is on disk. The harness would otherwise fork a process per core for
-# its bootstraps, from a process that holds a GPU context.
+# Everything the evaluation needs is on disk. The harness would otherwise fork a process per core
+# for its bootstraps, from a process that holds a GPU context.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
 YAML_TAG = "tag:yaml.org,2002:"  # of YAML's own types; those below `python` make objects
@@ -23,13 +25,16 @@ CODE_KEYS = ("class", "trust_remote_code")
 
 
 def environment(tasks: tuple[str, ...], tasks_dir: str | None) -> dict[str, str]:
-    """Return the variables to set before Hugging Face libraries are imported: offline if every task is local."""
+    """Return the variables to set before Hugging Face libraries are imported: offline if every task
+    is local.
+    """
     shipped = set(tasks) - local_task_names(tasks_dir)
     return SINGLE_PROCESS | ({} if shipped else OFFLINE)
 
 
 def local_task_names(tasks_dir: str | None) -> set[str]:
-    """Return the names of tasks, groups and tags defined in the folder's YAML files; none for no folder.
+    """Return the names of tasks, groups and tags defined in the folder's YAML files; none for no
+    folder.
 
     Raises `UserError` if the folder does not exist or a file is not YAML.
     """
@@ -44,7 +49,9 @@ def local_task_names(tasks_dir: str | None) -> set[str]:
 
 
 def _read(file: Path) -> dict[str, list[str]]:
-    """Return the strings of each top-level key. Nodes are only composed, so `!function` imports nothing."""
+    """Return the strings of each top-level key. Nodes are only composed, so `!function` imports
+    nothing.
+    """
     root = _compose(file)
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     return {str(key.value): _strings(value) for key, value in pairs}
@@ -66,16 +73,20 @@ def _strings(node: yaml.Node) -> list[str]:
 
 
 def _names(keys: dict[str, list[str]]) -> set[str]:
-    """Return the names that one file defines; one that is only included by others may define none."""
+    """Return the names that one file defines; one that is only included by others may define
+    none.
+    """
     if "group" in keys:
         return {*keys["group"], *keys.get("tag", [])}  # its `task` lists members defined elsewhere
     return {*keys.get("task", []), *keys.get("tag", [])}
 
 
 def refuse_code(tasks_dir: str) -> None:
-    """Raise `UserError` if a task file of the folder, or one that it includes, would run Python when it is loaded.
+    """Raise `UserError` if a task file of the folder, or one that it includes, would run Python
+    when it is loaded.
 
-    That is a tag such as `!function` (the harness imports what it names), a `class`, or a data set that asks to be
+    That is a tag such as `!function` (the harness imports what it names), a `class`, or a data set
+    that asks to be
     trusted. Templates in the files are another matter: `task_templates` keeps them in.
     """
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
@@ -115,10 +126,11 @@ def _code(root: yaml.Node | None) -> Iterator[str]:
 
 
 def check_tasks(settings: EvaluateConfig) -> None:
-    """Raise `UserError` for a task that does not exist and for a requirement that no task measures, before anything is trained.
+    """Raise `UserError` for a task that does not exist and for a requirement that no task measures,
+    before anything is trained.
 
-    Reads definitions alone: neither the network nor data. Where every task is local and no metric is required there is
-    nothing to ask the harness, whose import takes seconds.
+    Reads definitions alone: neither the network nor data. Where every task is local and no metric
+    is required there is nothing to ask the harness, whose import takes seconds.
     """
     required = [name for name in settings.require if name != HELDOUT_LOSS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
@@ -143,13 +155,16 @@ def check_tasks(settings: EvaluateConfig) -> None:
 def unknown_task(
     name: str, *, known: Collection[str], settings: EvaluateConfig, version: str
 ) -> UserError:
-    """Return the error for a task of `evaluate.tasks` that neither the folder nor the harness defines."""
+    """Return the error for a task of `evaluate.tasks` that neither the folder nor the harness
+    defines.
+    """
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     folder = f"in {settings.tasks_dir} nor " if settings.tasks_dir else ""
     return setting_error(
         "evaluate.tasks",
         list(settings.tasks),
-        f"{name!r} is {'neither ' if folder else 'not '}{folder}among the tasks of lm_eval {version}",
+        f"{name!r} is {'neither ' if folder else 'not '}{folder}among the tasks of lm_eval "
+        f"{version}",
         f"Did you mean {' or '.join(nearest)}?" if nearest else "Correct the name, or remove it",
     )
 
@@ -157,7 +172,9 @@ def unknown_task(
 def _members(
     name: str, index: Mapping[str, Mapping[str, Any]], tagged: Mapping[str, Collection[str]]
 ) -> set[str]:
-    """Return a task; or a group or tag with all below it. index: definitions; tagged: the tasks of tags."""
+    """Return a task; or a group or tag with all below it. index: definitions; tagged: the tasks of
+    tags.
+    """
     found, waiting = set[str](), [name]
     while waiting:
         one = waiting.pop()
@@ -174,7 +191,9 @@ def _members(
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise `UserError` if none of the tasks (name: definition) measures `task/metric`; one that lists no metrics has the harness's own."""
+    """Raise `UserError` if none of the tasks (name: definition) measures `task/metric`; one that
+    lists no metrics has the harness's own.
+    """
     task, _, metric = name.partition("/")
     if task not in measured:
         known = ", ".join(sorted(measured)) or "none"
@@ -188,7 +207,9 @@ def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _metrics(definition: Mapping[str, Any]) -> list[str]:
-    """Return the names that a task's metrics have in results: with the name of the filter, if it defines filters."""
+    """Return the names that a task's metrics have in results: with the name of the filter, if it
+    defines filters.
+    """
     listed = [str(entry["metric"]) for entry in definition.get("metric_list") or []]
     filters = [entry["name"] for entry in definition.get("filter_list") or []] or ["none"]
     return [metric if one == "none" else f"{metric},{one}" for metric in listed for one in filters]

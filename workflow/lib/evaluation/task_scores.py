@@ -1,8 +1,9 @@
 """What tasks scored, item by item, and the paired comparison of two subjects.
 
-The harness gives a mean's standard error; intervals and p-values of a paired difference are ours. Where every item
-is right or wrong, the p-value is that of the exact McNemar test: the two-sided binomial test of the items that only
-one of the two answered rightly (McNemar 1947). Elsewhere it is that of the bootstrap.
+The harness gives a mean's standard error; intervals and p-values of a paired difference are ours.
+Where every item is right or wrong, the p-value is that of the exact McNemar test: the two-sided
+binomial test of the items that only one of the two answered rightly (McNemar 1947). Elsewhere it is
+that of the bootstrap.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ MetricItems = dict[tuple[str, str], dict[Item, float]]
 class TaskScores:
     """What one subject scored.
 
-    `scores`: the artifact's `tasks`. `items`: by (task, metric), the values whose mean the metric is;
-    metrics that are no mean over items (corpus-level ones, groups) are not in it.
+    `scores`: the artifact's `tasks`. `items`: by (task, metric), the values whose mean the metric
+    is; metrics that are no mean over items (corpus-level ones, groups) are not in it.
     """
 
     scores: dict[str, dict[str, Any]]
@@ -59,11 +60,12 @@ NO_SCORES = TaskScores(scores={}, items={})
 def task_differences(
     base: TaskScores, tuned: TaskScores, *, resamples: int, seed: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by task and metric: `difference` (tuned - base), `difference_ci95`, `p_value`, `test`, `gained`, `lost`.
+    """Return by task and metric: `difference` (tuned - base), `difference_ci95`, `p_value`, `test`,
+    `gained`, `lost`.
 
-    Interval and p-value are None where there are no two items, or where the metric is no mean over items;
-    `gained` and `lost` count the items that only the tuned or only the base answered rightly, None where values
-    are not 0 and 1.
+    Interval and p-value are None where there are no two items, or where the metric is no mean over
+    items; `gained` and `lost` count the items that only the tuned or only the base answered
+    rightly, None where values are not 0 and 1.
     """
     differences: dict[str, dict[str, dict[str, Any]]] = {}
     for name, score in tuned.scores.items():

@@ -1,8 +1,10 @@
-"""From the sharded adapter to files that anyone can load: PEFT's adapter, and optionally a merged model.
+"""From the sharded adapter to files that anyone can load: PEFT's adapter, and optionally a merged
+model.
 
-Everything runs in one process outside training. The merged model is streamed: one tensor and one output
-shard in memory at a time. A server that loads either folder must prompt as the training did, so both hold
-the tokenizer, the chat template and the end tokens of the training, and `check_conversations` proves it.
+Everything runs in one process outside training. The merged model is streamed: one tensor and one
+output shard in memory at a time. A server that loads either folder must prompt as the training did,
+so both hold the tokenizer, the chat template and the end tokens of the training, and
+`check_conversations` proves it.
 """
 
 from collections.abc import Iterator
@@ -45,15 +47,18 @@ NO_TEMPLATE = "{{ raise_exception('The model was trained without a chat template
 
 
 def read_sharded_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process group.
+    """Return every tensor of a folder of shards whole, on the CPU, by PEFT's name. Needs no process
+    group.
 
-    Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is zero) or is not finite.
+    Raises `UserError` if the folder is damaged, or the adapter has no effect (every B is zero) or
+    is not finite.
     """
     try:
         tensors = read_whole(folder)
     except (OSError, DamagedError) as error:
         raise UserError(
-            f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that folder and repeat "
+            f"the sharded adapter in {folder} cannot be read ({error}). Train again: delete that "
+            "folder and repeat "
             "the command; it continues from the last checkpoint."
         ) from None
     check_adapter(tensors)
@@ -86,8 +91,8 @@ def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folde
 def base_reference(settings: ModelConfig, folder: Path) -> dict[str, str | None]:
     """Return what PEFT's configuration says of the base in `folder`.
 
-    Repository and commit of a model of the hub, else the absolute path: PEFT takes a relative one from
-    where it runs.
+    Repository and commit of a model of the hub, else the absolute path: PEFT takes a relative one
+    from where it runs.
     """
     if not is_hub_id(settings.source):
         path = str(Path(settings.source).absolute())
@@ -98,7 +103,9 @@ def base_reference(settings: ModelConfig, folder: Path) -> dict[str, str | None]
 
 
 def save_tokenizer(source: Path, folder: Path, *, facts: ConversationFacts) -> None:
-    """Write the tokenizer in `source` with the trained template: the three files of Transformers."""
+    """Write the tokenizer in `source` with the trained template: the three files of
+    Transformers.
+    """
     tokenizer = load_tokenizer(source)
     tokenizer.chat_template = facts.chat_template or default_template(tokenizer) or NO_TEMPLATE
     for key in (
@@ -135,14 +142,19 @@ def write_generation_config(source: Path, folder: Path, *, facts: ConversationFa
 
 
 def check_conversations(folder: Path, probes: list[Probe]) -> None:
-    """Raise `UserError` unless stock Transformers, given `folder`, writes every probe as trained."""
+    """Raise `UserError` unless stock Transformers, given `folder`, writes every probe as
+    trained.
+    """
     tokenizer = load_tokenizer(folder)
     for probe in probes:
         if (ids := _written(tokenizer, probe)) != probe.ids:
             raise UserError(
-                f"the tokenizer exported to {folder} writes {probe.described} as {tokenizer.decode(ids)!r}, "
-                f"but trained was {tokenizer.decode(probe.ids)!r} (or the same text in other tokens). "
-                "Nothing is exported. If model.source or Transformers has changed since the tokens were made, "
+                f"the tokenizer exported to {folder} writes {probe.described} as "
+                f"{tokenizer.decode(ids)!r}, "
+                f"but trained was {tokenizer.decode(probe.ids)!r} (or the same text in other "
+                "tokens). "
+                "Nothing is exported. If model.source or Transformers has changed since the tokens "
+                "were made, "
                 "delete their folder and repeat the command."
             )
 
@@ -183,9 +195,11 @@ def merged_tensors(
     nf4: CheckpointReader,
     onto: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a module's own where it was trained whole.
+    """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a
+    module's own where it was trained whole.
 
-    onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32, rounded once.
+    onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
+    rounded once.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
@@ -210,14 +224,17 @@ def merged_tensors(
         yield name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
     if pending | whole:
         raise UserError(
-            f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check model.source."
+            f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check "
+            "model.source."
         )
 
 
 def merged_weight(
     weight: torch.Tensor, adapter: dict[str, torch.Tensor], key: str, *, scale: float
 ) -> torch.Tensor:
-    """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are given their trained length."""
+    """Return W + s B A (out, in) fp32 for the linear that PEFT calls `key`; with DoRA its rows are
+    given their trained length.
+    """
     a_weight, b_weight = (adapter[f"{key}.lora_{part}.weight"].float() for part in "AB")
     total = weight + scale * (b_weight @ a_weight)
     magnitude = adapter.get(f"{key}.lora_magnitude_vector")

@@ -1,8 +1,10 @@
-"""Proof that an exported adapter is the trained one: its values bit for bit, and the logits that they give.
+"""Proof that an exported adapter is the trained one: its values bit for bit, and the logits that
+they give.
 
-`finetune` records a digest of the gathered adapter and fp32 logits of the model as it was trained (sharded);
-`consolidate` computes both again from the exported files with stock Transformers and PEFT, and compares. The
-digest finds every altered bit; the logits find an adapter that is put to use in another way.
+`finetune` records a digest of the gathered adapter and fp32 logits of the model as it was trained
+(sharded); `consolidate` computes both again from the exported files with stock Transformers and
+PEFT, and compares. The digest finds every altered bit; the logits find an adapter that is put to
+use in another way.
 """
 
 import hashlib
@@ -26,15 +28,16 @@ from workflow.lib.system.files import atomic_path
 DOCUMENTS = 2  # held-out documents compared
 POSITIONS = 32  # last positions of each: 32 x 128k logits in fp32 are 16 MiB
 
-# Largest difference allowed, as a share of the largest logit. fp32: sums in another order over a few hundred
-# terms per layer; bf16: 8 bits of mantissa through every layer.
+# Largest difference allowed, as a share of the largest logit. fp32: sums in another order over a
+# few hundred terms per layer; bf16: 8 bits of mantissa through every layer.
 RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 def trained_logits(
     training: CausalLMForTraining, store: TokenStore, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids.<i>` (length,) int64, `logits.<i>` (positions, vocab) fp32 and `digest` (32,) uint8 on the CPU.
+    """Return `input_ids.<i>` (length,) int64, `logits.<i>` (positions, vocab) fp32 and `digest`
+    (32,) uint8 on the CPU.
 
     Collective.
     """
@@ -50,7 +53,9 @@ def trained_logits(
 
 
 def adapter_digest(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the SHA-256 (32,) uint8 of an adapter's names and fp32 values. Collective if it is sharded."""
+    """Return the SHA-256 (32,) uint8 of an adapter's names and fp32 values. Collective if it is
+    sharded.
+    """
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -74,7 +79,9 @@ def _records(path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude; infinity if any element is not finite (`max` would pass over NaN)."""
+    """Return the largest magnitude; infinity if any element is not finite (`max` would pass over
+    NaN).
+    """
     return float(tensor.abs().max()) if bool(tensor.isfinite().all()) else math.inf
 
 
@@ -92,8 +99,10 @@ def compare_logits(
 ) -> dict[str, Any]:
     """Compare a stock PEFT model with the record at `path`; return the fields of `parity.json`.
 
-    exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is to hold them (whole modules in their compute type).
-    `adapter_effect` is how far the adapter moves the logits: a difference far below it cannot be the base model's.
+    exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is
+    to hold them (whole modules in their compute type).
+    `adapter_effect` is how far the adapter moves the logits: a difference far below it cannot be
+    the base model's.
     """
     model.eval()
     with safe_open(path, framework="pt") as file:

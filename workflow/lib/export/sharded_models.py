@@ -1,9 +1,11 @@
-"""The exported files as one model whose weights are sharded over processes, for models larger than one GPU.
+"""The exported files as one model whose weights are sharded over processes, for models larger than
+one GPU.
 
-Every process reads its slice of every tensor of base (or merged model) and adapter, and FSDP gathers one decoder layer
-at a time, as in training. So a forward is collective: `sharing` keeps the processes in step. The modules are ours
-(`nf4`, `lora`) and not those of the stock reload (`inference`), to which a test holds their numbers; that the stock
-packages read the export is proven when it is made (`parity`).
+Every process reads its slice of every tensor of base (or merged model) and adapter, and FSDP
+gathers one decoder layer
+at a time, as in training. So a forward is collective: `sharing` keeps the processes in step. The
+modules are ours (`nf4`, `lora`) and not those of the stock reload (`inference`), to which a test
+holds their numbers; that the stock packages read the export is proven when it is made (`parity`).
 
 The order is fixed: meta device -> adapter -> sharding -> memory -> weights -> the adapter's values.
 """
@@ -31,7 +33,8 @@ from workflow.lib.model.safetensors_reader import CheckpointReader, check_whole
 def load_sharded_base(
     folder: Path, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Return the model in `folder` (NF4, or merged) in evaluation mode, a slice of each tensor here. Collective.
+    """Return the model in `folder` (NF4, or merged) in evaluation mode, a slice of each tensor
+    here. Collective.
 
     Raises `UserError` if the folder does not hold every tensor of the model.
     """
@@ -47,9 +50,11 @@ def load_sharded_base(
 def load_sharded_adapter(
     folder: Path, adapter: Path, *, world: World, compute_dtype: torch.dtype, attention: str
 ) -> PeftModel:
-    """Return the base in `folder` with the exported adapter on it, as `load_sharded_base`. Collective.
+    """Return the base in `folder` with the exported adapter on it, as `load_sharded_base`.
+    Collective.
 
-    PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`), which has the adapter.
+    PEFT's wrapper goes around FSDP's root: call the model inside (`get_base_model`), which has the
+    adapter.
     Raises `UserError` also if adapter and model do not fit tensor by tensor.
     """
     check_whole(folder)

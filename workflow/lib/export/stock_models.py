@@ -1,17 +1,19 @@
 """The exported files, loaded as any user would: stock Transformers and PEFT, on one process.
 
-What is measured and compared after training goes through here and never through the training code, so
-an export that only our own code could read would show. Two things are added to the stock calls. They
-refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another shape).
-And they mend three traps:
+What is measured and compared after training goes through here and never through the training code,
+so an export that only our own code could read would show. Two things are added to the stock calls.
+They refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another
+shape). And they mend three traps:
 
-* Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of the
-  file, whatever `dtype` asks for: the deserializer's pattern `weight` matches norms and embeddings too
-  (`HfQuantizer.get_new_dtype`). They are cast here.
-* bitsandbytes 0.50 repacks a `Linear4bit` weight in place in its first evaluation forward on a CPU with
-  AVX512-BF16; later gradients through it are silently lost, and the results shift by about 1e-2.
-* bitsandbytes 0.50 decodes rows wrongly on a CPU where they are not whole blocks (`nf4_linear.decoded`). Such weights are
-  decoded here once, and multiplied by a plain linear.
+* Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of
+  the
+  file, whatever `dtype` asks for: the deserializer's pattern `weight` matches norms and embeddings
+  too (`HfQuantizer.get_new_dtype`). They are cast here.
+* bitsandbytes 0.50 repacks a `Linear4bit` weight in place in its first evaluation forward on a CPU
+  with AVX512-BF16; later gradients through it are silently lost, and the results shift by about
+  1e-2.
+* bitsandbytes 0.50 decodes rows wrongly on a CPU where they are not whole blocks
+  (`nf4_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
 
 Nothing here runs remote code or needs a network.
 """
@@ -37,10 +39,11 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def load_base(
     base_dir: Path, *, device: torch.device, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Load an NF4 checkpoint folder in evaluation mode, its 4-bit linears computing in `compute_dtype`.
+    """Load an NF4 checkpoint folder in evaluation mode, its 4-bit linears computing in
+    `compute_dtype`.
 
-    `cuda` without an index fills the visible GPUs one after the other, so a model larger than one GPU
-    still loads; an index pins it to that one. Raises `UserError` if the folder does not hold
+    `cuda` without an index fills the visible GPUs one after the other, so a model larger than one
+    GPU still loads; an index pins it to that one. Raises `UserError` if the folder does not hold
     every tensor of the model in its shape, or if the GPUs cannot hold it.
     """
     if not (base_dir / "config.json").is_file():
@@ -79,7 +82,8 @@ def _from_pretrained(base_dir: Path, **options: Any) -> tuple[PreTrainedModel, d
         if "dispatched on the CPU or the disk" not in str(error):
             raise
         raise UserError(
-            f"The visible GPUs cannot hold {base_dir}: part of it would go to the CPU, where 4-bit layers of "
+            f"The visible GPUs cannot hold {base_dir}: part of it would go to the CPU, where 4-bit "
+            "layers of "
             "a GPU model cannot run. Free GPU memory, or show the process more GPUs."
         ) from error
     model, report = loaded
@@ -89,7 +93,8 @@ def _from_pretrained(base_dir: Path, **options: Any) -> tuple[PreTrainedModel, d
 def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast what is not quantized (embeddings, norms, head, biases); see the module's first trap.
 
-    What the architecture insists on keeping in float32 stays, and so do buffers (rotary frequencies).
+    What the architecture insists on keeping in float32 stays, and so do buffers (rotary
+    frequencies).
     """
     kept = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
@@ -103,7 +108,8 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
         if isinstance(module, Linear4bit):
             module.compute_dtype = compute_dtype
             module.compute_type_is_set = True
-            # Else a bf16 checkpoint's weights are rounded to bf16 even where the products are in fp32.
+            # Else a bf16 checkpoint's weights are rounded to bf16 even where the products are in
+            # fp32.
             assert isinstance(module.weight, Params4bit)
             module.weight.quant_state.dtype = compute_dtype
             if module.weight.device.type == "cpu":
@@ -112,7 +118,9 @@ def _set_up_linears_(model: PreTrainedModel, compute_dtype: torch.dtype) -> None
 
 @torch.no_grad()
 def decode_partial_rows_(model: nn.Module) -> None:
-    """Put plain linears in the places of 4-bit ones on the CPU whose rows are not whole blocks: the module's third trap."""
+    """Put plain linears in the places of 4-bit ones on the CPU whose rows are not whole blocks: the
+    module's third trap.
+    """
     linears = [(p, m) for p, m in model.named_modules() if isinstance(m, Linear4bit)]
     for path, linear in linears:
         assert isinstance(linear.weight, Params4bit)
@@ -128,7 +136,8 @@ def decode_partial_rows_(model: nn.Module) -> None:
 def load_adapter(model: PreTrainedModel, adapter_dir: Path) -> PeftModel:
     """Put the exported adapter on `model` (changed in place) for inference.
 
-    Raises `UserError` if files are missing, or if a tensor of the adapter has no place in the model, a
+    Raises `UserError` if files are missing, or if a tensor of the adapter has no place in the
+    model, a
     place has no tensor, or their shapes differ: stock PEFT only warns, or says nothing.
     """
     for name in ("adapter_config.json", ADAPTER_WEIGHTS):
@@ -158,7 +167,9 @@ def refuse_unmatched(
     unexpected: set[str],
     mismatched: list[str] | tuple[str, ...] = (),
 ) -> None:
-    """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or has in another shape."""
+    """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or
+    has in another shape.
+    """
     found = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
     wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in found.items() if names]
     if wrong:

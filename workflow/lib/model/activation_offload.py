@@ -1,13 +1,16 @@
-"""Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's idea, for activations).
+"""Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's
+idea, for activations).
 
-Autograd hands every tensor that it saves to `Stash`, which copies it to page-locked memory on a stream of its own, and
-fetches it back ahead of its use. Of the tensors that are on their way, and of those fetched but not yet used, at most
-`window_bytes` are on the device at a time each. With recomputation what is saved of a layer is its input alone.
-What several nodes save, in whatever shapes, travels once.
+Autograd hands every tensor that it saves to `Stash`, which copies it to page-locked memory on a
+stream of its own, and fetches it back ahead of its use. Of the tensors that are on their way, and
+of those fetched but not yet used, at most `window_bytes` are on the device at a time each. With
+recomputation what is saved of a layer is its input alone. What several nodes save, in whatever
+shapes, travels once.
 
-A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward wants them; the
-two never happen at once, so one stream orders them, and a host buffer can be used again as soon as it was read.
-On the CPU the same is done without streams, which only moves bytes: for tests.
+A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward
+wants them; the two never happen at once, so one stream orders them, and a host buffer can be used
+again as soon as it was read. On the CPU the same is done without streams, which only moves bytes:
+for tests.
 """
 
 from collections import deque
@@ -21,7 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALLEST_SHARE = 128  # of the window: smaller tensors (positions, statistics of rows) cost more to move than to keep
+# of the window: smaller tensors (positions, statistics of rows) cost more to move than to keep
+SMALLEST_SHARE = 128
 
 
 @dataclass(eq=False)
@@ -45,7 +49,9 @@ class _Saved:
         return self.host.numel()
 
     def check(self) -> None:
-        """Raise `RuntimeError`, as autograd does, if somebody has changed the values since: the host may have others."""
+        """Raise `RuntimeError`, as autograd does, if somebody has changed the values since: the
+        host may have others.
+        """
         if self.values is not None and self.values._version != self.version:
             raise RuntimeError(
                 f"a tensor of {self.num_bytes:,} bytes that backward needs was changed in place"
@@ -83,13 +89,17 @@ class Stash:
         self._begins = self._takes = True  # whether what is saved now is taken
 
     def follow_(self, layers: Sequence[nn.Module], numbers: Sequence[int]) -> None:
-        """Take only what the layers of these numbers save, of layers that run one after the other; nothing before and after them."""
+        """Take only what the layers of these numbers save, of layers that run one after the other;
+        nothing before and after them.
+        """
         self._begins = 0 in numbers
         for number, layer in enumerate(layers):
             layer.register_forward_hook(partial(self._layer_ends, number + 1 in numbers))
 
     def _layer_ends(self, takes: bool, *_: Any) -> None:
-        """Set whether what follows is taken: with recomputation a layer's input is saved before its own hooks run."""
+        """Set whether what follows is taken: with recomputation a layer's input is saved before its
+        own hooks run.
+        """
         self._takes = takes
 
     @contextmanager
@@ -139,7 +149,9 @@ class Stash:
         return saved
 
     def _make_room(self) -> None:
-        """Let go of the oldest tensors that leave while they are more than the window; the device waits for their copies."""
+        """Let go of the oldest tensors that leave while they are more than the window; the device
+        waits for their copies.
+        """
         leaving = sum(saved.num_bytes for saved in self._leaving)
         while leaving > self._window:
             oldest = self._leaving.popleft()
@@ -185,7 +197,9 @@ class Stash:
         self._present += saved.num_bytes
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy bytes behind all that is computed so far, beside what follows; return the event of the end."""
+        """Copy bytes behind all that is computed so far, beside what follows; return the event of
+        the end.
+        """
         if self._stream is None:
             target.copy_(source)
             return None
@@ -209,5 +223,7 @@ class Stash:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a parameter or a view of one: FSDP frees its memory after forward and fills it again."""
+    """Whether the tensor is a parameter or a view of one: FSDP frees its memory after forward and
+    fills it again.
+    """
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

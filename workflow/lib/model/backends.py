@@ -23,10 +23,10 @@ def resolve_training_attention(
 ) -> str:
     """Return the implementation that `model.attention` means for training.
 
-    softcapped: whether the model soft-caps its attention scores (Gemma 2); dropout: that of its attention
-    weights. `auto` is flash_attention_2 where its
-    package is, else varlen on a GPU in 16 bits, else sdpa (eager for soft-capped scores). Raises `UserError` if an
-    implementation asked for by name cannot run.
+    softcapped: whether the model soft-caps its attention scores (Gemma 2); dropout: that of its
+    attention weights. `auto` is flash_attention_2 where its package is, else varlen on a GPU in 16
+    bits, else sdpa (eager for soft-capped scores). Raises `UserError` if an implementation asked
+    for by name cannot run.
     """
     lack = _varlen_lack(device, compute_dtype, softcapped, dropout)
     if name == VARLEN:
@@ -65,7 +65,8 @@ def choose_device() -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it, else float16, and float32 on CPUs.
+    """Return the type that `model.compute_dtype` means: `auto` is bfloat16 on GPUs that have it,
+    else float16, and float32 on CPUs.
 
     Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU without it.
     """
@@ -78,7 +79,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a GPU multiplies bfloat16 itself: compute capability 8.0 (PyTorch emulates it on older ones). Assumed of one that is not there."""
+    """Whether a GPU multiplies bfloat16 itself: compute capability 8.0 (PyTorch emulates it on
+    older ones). Assumed of one that is not there.
+    """
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -93,8 +96,9 @@ def resolve_attention(
 ) -> str:
     """Return the attention implementation that `model.attention` means for a stock model.
 
-    `auto` (and `varlen`, which is for training) is flash_attention_2 where a GPU, the package and a 16-bit
-    `compute_dtype` are there, else sdpa; a model with soft-capped scores gets eager instead of sdpa. Raises `UserError` if an implementation asked for by name cannot run.
+    `auto` (and `varlen`, which is for training) is flash_attention_2 where a GPU, the package and a
+    16-bit `compute_dtype` are there, else sdpa; a model with soft-capped scores gets eager instead
+    of sdpa. Raises `UserError` if an implementation asked for by name cannot run.
     """
     automatic = name in ("auto", "varlen")
     lack = _flash_lack("flash_attention_2" if automatic else name, device, compute_dtype)
@@ -110,7 +114,9 @@ def resolve_attention(
 
 
 def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """What a flash attention implementation lacks here; None for nothing, or for another implementation."""
+    """What a flash attention implementation lacks here; None for nothing, or for another
+    implementation.
+    """
     if name not in FLASH_AVAILABLE:
         return None
     if device.type != "cuda":
@@ -123,7 +129,9 @@ def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> 
 
 
 def softcaps_attention(folder: Path) -> bool:
-    """Tell whether the model in `folder` soft-caps its attention scores (Gemma 2), which sdpa would ignore."""
+    """Tell whether the model in `folder` soft-caps its attention scores (Gemma 2), which sdpa would
+    ignore.
+    """
     return read_json(folder / "config.json").get("attn_logit_softcapping") is not None
 
 

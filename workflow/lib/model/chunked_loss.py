@@ -1,8 +1,10 @@
-"""Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole batch never exist.
+"""Cross-entropy of the output head over trained positions only, in chunks: the logits of a whole
+batch never exist.
 
-The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that of a head which is trained
-(`lora.modules_to_save`) is summed there, so backward needs no logits. The idea is that of
-fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped before the product (TRL's chunked_nll).
+The gradient with respect to the hidden states is computed chunk by chunk in the forward, and that
+of a head which is trained (`lora.modules_to_save`) is summed there, so backward needs no logits.
+The idea is that of fused linear cross-entropy (Liger, arXiv 2410.10989); masked rows are dropped
+before the product (TRL's chunked_nll).
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,9 @@ class OutputHead:
         return self.finished(self.module(hidden))
 
     def finished(self, product: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 logits that the head's product means; element by element, so of any part of it too."""
+        """Return the fp32 logits that the head's product means; element by element, so of any part
+        of it too.
+        """
         logits = product.float()
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -47,7 +51,8 @@ class OutputHead:
 
 
 def output_head(module: nn.Module, config: PretrainedConfig) -> OutputHead:
-    """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps it.
+    """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps
+    it.
 
     A family that does something else is found out by `startup_checks.startup_checks`.
     """
@@ -71,7 +76,8 @@ class LinearCrossEntropy(nn.Module):
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
         """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
 
-        hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has a gradient.
+        hidden: (rows, hidden_size); targets: (rows,) int64. No rows give a loss of 0 that still has
+        a gradient.
         """
         if targets is None:
             return self.head.logits(hidden)
@@ -132,18 +138,24 @@ def _chunk(
 
 
 class TrainedHead:
-    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their gradients in fp32, summed over chunks of rows."""
+    """A trained head's weight (vocab, hidden) and bias (vocab,) in the compute type, and their
+    gradients in fp32, summed over chunks of rows.
+    """
 
     def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         self.weight, *self._bias = (master.to(dtype) for master in masters)
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a gradient."""
+        """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
+        gradient.
+        """
         return nn.functional.linear(hidden, self.weight, *self._bias).requires_grad_()
 
     def backward(self, hidden: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        """Add what the slope (rows, vocab) of a product means for weight and bias; return the gradient of the hidden states."""
+        """Add what the slope (rows, vocab) of a product means for weight and bias; return the
+        gradient of the hidden states.
+        """
         weight, *bias = self.gradients
         for start in range(0, len(weight), GRADIENT_ROWS):
             part = slice(start, start + GRADIENT_ROWS)
@@ -156,7 +168,9 @@ class TrainedHead:
 def _trained_chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: OutputHead, trained: TrainedHead
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a chunk's summed loss and its gradient with respect to `hidden`; add that of the head to `trained`."""
+    """Return a chunk's summed loss and its gradient with respect to `hidden`; add that of the head
+    to `trained`.
+    """
     product = trained.product(hidden)
     with torch.enable_grad():
         loss = nn.functional.cross_entropy(head.finished(product), targets, reduction="sum")

@@ -16,14 +16,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     ]
     if not layers:
         raise UserError(
-            f"{type(model).__name__} names no decoder layer class (_no_split_modules): this model family "
+            f"{type(model).__name__} names no decoder layer class (_no_split_modules): this model "
+            "family "
             "cannot be sharded. Choose another model.source."
         )
     return layers
 
 
 def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
-    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own switch (non-reentrant).
+    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own
+    switch (non-reentrant).
 
     The state of the random numbers is kept for it where any may be drawn.
     """

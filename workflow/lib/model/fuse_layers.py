@@ -1,8 +1,11 @@
-"""Parts of a decoder layer that are replaced by fused operations, found by what they compute, not by the family's name.
+"""Parts of a decoder layer that are replaced by fused operations, found by what they compute, not
+by the family's name.
 
-A norm, attention or feed-forward is replaced only if its class, tried on small random values, gives what the fused one
-gives. Fused ones keep less for backward: an RMS norm its input in the compute type (not an fp32 copy), a gated
-feed-forward two wide tensors less. The parameters keep their names. Only rounding differs.
+A norm, attention or feed-forward is replaced only if its class, tried on small random values, gives
+what the fused one
+gives. Fused ones keep less for backward: an RMS norm its input in the compute type (not an fp32
+copy), a gated feed-forward two wide tensors less. The parameters keep their names. Only rounding
+differs.
 """
 
 from collections import Counter
@@ -20,7 +23,9 @@ WIDTH = 8  # of the values that a class is tried on
 
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
-    """Replace what can be fused in every decoder layer; return how many modules of each kind (`norms`, `attentions`, `feed_forwards`)."""
+    """Replace what can be fused in every decoder layer; return how many modules of each kind
+    (`norms`, `attentions`, `feed_forwards`).
+    """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
         for path, module in list(layer.named_modules()):

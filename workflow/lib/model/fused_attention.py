@@ -1,8 +1,10 @@
-"""Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where families take ten.
+"""Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where
+families take ten.
 
-It takes the place of a family's module that projects, perhaps norms heads, rotates halves, calls an attention function and
-projects again. Found by what the family's class does with small random values (`fused`); what it tells the attention
-function (scale, window) is recorded then, and told by ours. For training: without a cache.
+It takes the place of a family's module that projects, perhaps norms heads, rotates halves, calls an
+attention function and projects again. Found by what the family's class does with small random
+values (`fused`); what it tells the attention function (scale, window) is recorded then, and told by
+ours. For training: without a cache.
 """
 
 import copy
@@ -26,7 +28,9 @@ TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
 
 
 class RotatedAttention(nn.Module):
-    """The projections and norms keep their names; `passed` is what the attention function is told besides."""
+    """The projections and norms keep their names; `passed` is what the attention function is told
+    besides.
+    """
 
     def __init__(self, original: Any, *, passed: dict[str, Any], eager: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,7 +50,9 @@ class RotatedAttention(nn.Module):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the function tells them."""
+        """Return the attention's output (rows, seq_len, hidden_size) and its weights, if the
+        function tells them.
+        """
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = (
             made.unflatten(-1, (-1, self.head_dim)) for made in self._projected(hidden_states)
@@ -124,7 +130,8 @@ def as_rotated(module: nn.Module) -> RotatedAttention | None:
 
 
 def _turns_a_part(module: Any) -> bool:
-    """Whether the model rotates a part of each head alone: its class, tried with whole ones, would not show that.
+    """Whether the model rotates a part of each head alone: its class, tried with whole ones, would
+    not show that.
 
     The rotary parameters may be nested by the type of a layer (Gemma 3).
     """
@@ -138,7 +145,9 @@ def _turns_a_part(module: Any) -> bool:
 
 @torch.no_grad()
 def _agreed(module: Any) -> dict[str, Any] | None:
-    """Return what the module's class tells the attention function, if it and ours do the same; None otherwise."""
+    """Return what the module's class tells the attention function, if it and ours do the same; None
+    otherwise.
+    """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
     half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)
@@ -175,7 +184,12 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
     tried.config = config
     inner = module.head_dim * TRIED["heads"]
     outer = module.head_dim * TRIED["key_heads"]
-    sizes = [(TRIED["width"], inner), (TRIED["width"], outer), (TRIED["width"], outer), (inner, TRIED["width"])]  # fmt: skip
+    sizes = [
+        (TRIED["width"], inner),
+        (TRIED["width"], outer),
+        (TRIED["width"], outer),
+        (inner, TRIED["width"]),
+    ]
     for name, (into, out) in zip(PROJECTIONS, sizes, strict=True):
         linear = nn.Linear(into, out, bias=False)
         linear.weight.copy_(torch.randn(out, into, generator=draw))
@@ -194,7 +208,9 @@ def _recorded(
     x: torch.Tensor,
     turns: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, ...]:
-    """Return what the class's forward hands to the attention function, its output, and what it tells besides."""
+    """Return what the class's forward hands to the attention function, its output, and what it
+    tells besides.
+    """
     seen: list[tuple[Any, ...]] = []
     tried.recorded = seen  # type: ignore[assignment]
     output, _ = kind.forward(tried, hidden_states=x, position_embeddings=turns, attention_mask=None)
@@ -203,9 +219,16 @@ def _recorded(
 
 
 def _recorder(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **told: Any
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """An attention function that writes down how it is called; its value depends on all that it is given."""
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that writes down how it is called; its value depends on all that it is
+    given.
+    """
     module.recorded.append((query, key, value, told))
     groups = query.shape[1] // key.shape[1]
     mixed = query + (key * value).repeat_interleave(groups, dim=1)

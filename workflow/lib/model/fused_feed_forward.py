@@ -1,7 +1,8 @@
 """A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
 
-Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that `down` takes anew: two wide tensors (T, f) less
-than one node per linear. Like `nf4_lora_matmul.nf4_lora_matmul` it is two nodes, of which the second makes the value and keeps
+Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
+`down` takes anew: two wide tensors (T, f) less than one node per linear. Like
+`nf4_lora_matmul.nf4_lora_matmul` it is two nodes, of which the second makes the value and keeps
 nothing: recomputation of a layer stops before it, so neither the product nor `down` is made again.
 """
 
@@ -28,9 +29,11 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedFeedForward(nn.Module):
-    """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they keep their names.
+    """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they
+    keep their names.
 
-    Where an adapter is not plain (dropout, DoRA, switched off) the linears compute one by one, as in the family.
+    Where an adapter is not plain (dropout, DoRA, switched off) the linears compute one by one, as
+    in the family.
     """
 
     def __init__(self, original: nn.Module, *, activation: str) -> None:
@@ -56,7 +59,9 @@ class GatedFeedForward(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """The gradient of the feed-forward. Returns a placeholder of the value's shape without memory, gate(x) and up(x)."""
+    """The gradient of the feed-forward. Returns a placeholder of the value's shape without memory,
+    gate(x) and up(x).
+    """
 
     @staticmethod
     def forward(
@@ -80,7 +85,8 @@ class _Gated(torch.autograd.Function):
         linears = adapted(ctx.layers)
         into, down = linears[:2], linears[2:]
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
-        # The gradient of the product first, so that one kernel can make the product and both gradients from it.
+        # The gradient of the product first, so that one kernel can make the product and both
+        # gradients from it.
         of_low = low_gradient(down, grad)
         parts, product = _through_activation(
             input_gradient(down, grad, of_low), gate, up, ctx.activation
@@ -105,7 +111,9 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 def _through_activation(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the gradients of gate and up for that of their product, and the product. What is given may be overwritten."""
+    """Return the gradients of gate and up for that of their product, and the product. What is given
+    may be overwritten.
+    """
     if kernels.usable(gate.device):
         kernels.gated_backward_(grad, gate, up, activation=activation)
         return (gate, up), grad
@@ -115,7 +123,9 @@ def _through_activation(
 
 
 class _GatedValue(torch.autograd.Function):
-    """The value of the feed-forward. Hands its gradient to the placeholder, so to `_Gated`; saves nothing."""
+    """The value of the feed-forward. Hands its gradient to the placeholder, so to `_Gated`; saves
+    nothing.
+    """
 
     @staticmethod
     def forward(
@@ -137,7 +147,9 @@ class _GatedValue(torch.autograd.Function):
 def _silu_parts(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate(x) and up(x) for that of silu(gate(x)) * up(x), which is overwritten."""
+    """Return the gradients of gate(x) and up(x) for that of silu(gate(x)) * up(x), which is
+    overwritten.
+    """
     of_up = nn.functional.silu(gate).mul_(grad)
     return torch.ops.aten.silu_backward(grad.mul_(up), gate), of_up
 

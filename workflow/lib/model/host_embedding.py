@@ -1,8 +1,10 @@
-"""An embedding without a table on the device: the rows that a micro-batch needs are looked up elsewhere.
+"""An embedding without a table on the device: the rows that a micro-batch needs are looked up
+elsewhere.
 
-The model family's own embedding still runs, on a table of just these rows: so what it does besides the lookup (Gemma
-multiplies) is done. `StoredRows` takes them from the checkpoint's file, which is mapped into memory: no GPU memory, no
-traffic between GPUs, and one copy in the page cache for all processes of a machine, which the kernel may drop.
+The model family's own embedding still runs, on a table of just these rows: so what it does besides
+the lookup (Gemma multiplies) is done. `StoredRows` takes them from the checkpoint's file, which is
+mapped into memory: no GPU memory, no traffic between GPUs, and one copy in the page cache for all
+processes of a machine, which the kernel may drop.
 """
 
 from pathlib import Path
@@ -17,7 +19,9 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 
 
 def empty_table_(model: PreTrainedModel) -> None:
-    """Take the table from a meta-device model's embedding, unless the head uses it too: nothing allocates or loads it then."""
+    """Take the table from a meta-device model's embedding, unless the head uses it too: nothing
+    allocates or loads it then.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     if embedding.weight is not head.weight:
@@ -25,7 +29,9 @@ def empty_table_(model: PreTrainedModel) -> None:
 
 
 def embed_rows(embedding: nn.Module, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return what the family's embedding makes (*shape, hidden) of the rows (n, hidden) of n tokens in the form `shape`."""
+    """Return what the family's embedding makes (*shape, hidden) of the rows (n, hidden) of n tokens
+    in the form `shape`.
+    """
     assert isinstance(embedding, nn.Embedding)
     embedding.padding_idx = (
         None  # it matters to gradients of the table alone, and this one has no such row
@@ -52,10 +58,15 @@ class StoredRows:
         return self.on_host(ids.cpu()).to(self._device, non_blocking=True)
 
     def on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (n, hidden) of ids (n,), both in host memory; page-locked if the device is a GPU."""
+        """Return the rows (n, hidden) of ids (n,), both in host memory; page-locked if the device
+        is a GPU.
+        """
         rows = torch.empty(
-            len(ids), self._table.shape[1], dtype=self._dtype, pin_memory=self._device.type == "cuda"
-        )  # fmt: skip
+            len(ids),
+            self._table.shape[1],
+            dtype=self._dtype,
+            pin_memory=self._device.type == "cuda",
+        )
         if self._table.dtype == self._dtype:
             torch.index_select(self._table, 0, ids, out=rows)
         else:

@@ -1,7 +1,9 @@
-"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one fused node where possible.
+"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one
+fused node where possible.
 
-`FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It takes the fused
-path when the adapter is plain (one active adapter, no dropout, no bias) and PEFT's own forward otherwise.
+`FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It
+takes the fused path when the adapter is plain (one active adapter, no dropout, no bias) and PEFT's
+own forward otherwise.
 """
 
 import math
@@ -39,7 +41,9 @@ ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in ex
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter fused; DoRA on top of that."""
+    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter fused; DoRA on
+    top of that.
+    """
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -55,7 +59,9 @@ class FusedLoraLinear(PeftLoraLinear):
         return nf4_lora_matmul(x, self)
 
     def get_base_layer(self) -> nn.Module:
-        """Return the linear below. PEFT's own asks each for one below it again, which takes longer than all else here does."""
+        """Return the linear below. PEFT's own asks each for one below it again, which takes longer
+        than all else here does.
+        """
         base: nn.Module | None = self._modules["base_layer"]
         assert base is not None
         return base
@@ -72,7 +78,9 @@ class FusedLoraLinear(PeftLoraLinear):
         return magnitude
 
     def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has gathered them."""
+        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has
+        gathered them.
+        """
         parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
         a_weight, b_weight = (
             parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
@@ -96,9 +104,11 @@ class FusedLoraLinear(PeftLoraLinear):
 
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
-    """Translate our settings to PEFT's, for a model whose quantized linears have the paths `linears`.
+    """Translate our settings to PEFT's, for a model whose quantized linears have the paths
+    `linears`.
 
-    A regular expression becomes the paths that it means: PEFT would try it on every module, and fail at an activation.
+    A regular expression becomes the paths that it means: PEFT would try it on every module, and
+    fail at an activation.
     Raises `UserError` if a name or pattern of the settings matches no linear layer.
     """
     targets = settings.target_modules
@@ -120,9 +130,11 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
 
 
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
-    """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require gradients, in fp32.
+    """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require
+    gradients, in fp32.
 
-    Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module that can be trained whole.
+    Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module
+    that can be trained whole.
     """
     config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
     peft_model = adapted(model, config)
@@ -137,7 +149,9 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
 
 
 def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear` layers."""
+    """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear`
+    layers.
+    """
     config._register_custom_module({NF4Linear: FusedLoraLinear})
     with torch.device("meta"):
         peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
@@ -169,10 +183,12 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
-    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number of processes.
+    """Initialize as PEFT does (A uniform in +-1/sqrt(in_features), B zero), the same for any number
+    of processes.
 
-    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full draw. DoRA's
-    magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that are trained whole keep the base's values.
+    Every A has its own generator, seeded by (seed, name); each process keeps its slice of the full
+    draw. DoRA's magnitudes are the row norms of the NF4 weights in the folder `base`. Modules that
+    are trained whole keep the base's values.
     """
     _init_magnitudes_(model, base)
     for name, param in trainable_parameters(model).items():

@@ -1,8 +1,10 @@
-"""A factor on the loss so that gradients in float16 neither vanish nor overflow (arXiv 1710.03740, section 3.2).
+"""A factor on the loss so that gradients in float16 neither vanish nor overflow (arXiv 1710.03740,
+section 3.2).
 
-A step whose gradients overflow is made once more with half the factor, so no step and no row is lost, and what is
-trained does not depend on the factor. All processes see the same gradient norm and so decide alike. The factor is a power of two:
-where nothing overflows or vanishes, it changes no bit.
+A step whose gradients overflow is made once more with half the factor, so no step and no row is
+lost, and what is trained does not depend on the factor. All processes see the same gradient norm
+and so decide alike. The factor is a power of two: where nothing overflows or vanishes, it changes
+no bit.
 """
 
 import math
@@ -20,7 +22,9 @@ LARGEST = 2.0**24
 
 
 class LossScale:
-    """`values` (3,) float64 on the CPU, the state for a checkpoint: the factor, steps since it changed, repeated steps."""
+    """`values` (3,) float64 on the CPU, the state for a checkpoint: the factor, steps since it
+    changed, repeated steps.
+    """
 
     def __init__(self) -> None:
         self.values = torch.tensor([INITIAL, 0.0, 0.0], dtype=torch.float64)
@@ -42,7 +46,8 @@ class LossScale:
         torch._foreach_mul_(gradients, 1.0 / self.factor)
 
     def must_repeat(self, norm: float) -> bool:
-        """Learn from a step's gradient norm: halve the factor and return True if it overflowed, else False.
+        """Learn from a step's gradient norm: halve the factor and return True if it overflowed,
+        else False.
 
         Also False where a smaller factor would not help.
         """

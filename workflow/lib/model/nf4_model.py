@@ -1,7 +1,9 @@
-"""The model of a run: built on the meta device, its linears replaced by NF4 ones, its weights read slice by slice.
+"""The model of a run: built on the meta device, its linears replaced by NF4 ones, its weights read
+slice by slice.
 
-The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding (`fsdp.shard_`, or
-none) -> `materialize_` -> `load_weights_`. No process ever holds more than its own slices and one tensor.
+The order is fixed: `build_nf4_on_meta` -> adapters (`lora.inject_adapters`) -> sharding
+(`fsdp.shard_`, or none) -> `materialize_` -> `load_weights_`. No process ever holds more than its
+own slices and one tensor.
 """
 
 import math
@@ -33,8 +35,8 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
     """Build the causal LM that `folder/config.json` describes, without memory, in `dtype`.
 
     attention: `eager`, which every family has, will do unless the model is to compute.
-    Raises `UserError` if Transformers knows no such model, it would need code from the folder, or the family
-    has no such attention.
+    Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
+    the family has no such attention.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -45,11 +47,13 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
     except (ValueError, KeyError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"{folder}/config.json describes a model that is code of its own repository, which is never run. "
+                f"{folder}/config.json describes a model that is code of its own repository, which "
+                "is never run. "
                 "Choose a model.source that Transformers knows."
             ) from None
         raise UserError(
-            f"{folder}/config.json does not describe a causal language model that Transformers can build with "
+            f"{folder}/config.json does not describe a causal language model that Transformers can "
+            "build with "
             f"{attention} attention ({error}). Check model.source and model.attention."
         ) from None
     return model
@@ -58,10 +62,11 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
 def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything frozen.
+    """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
+    frozen.
 
-    Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not correspond, or the installed
-    packages lack what is used of them.
+    Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
+    correspond, or the installed packages lack what is used of them.
     """
     check_interfaces(*OF_MODELS)
     model = build_on_meta(folder, dtype=compute_dtype, attention=attention)
@@ -84,8 +89,10 @@ def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear
         module = None
     if not isinstance(module, nn.Linear) or (module.out_features, module.in_features) != shape:
         raise UserError(
-            f"the NF4 checkpoint has a quantized weight {path} of shape {shape} that the model has not: "
-            "it belongs to another model. Delete its folder below results/base to have it made again."
+            f"the NF4 checkpoint has a quantized weight {path} of shape {shape} that the model has "
+            "not: "
+            "it belongs to another model. Delete its folder below results/base to have it made "
+            "again."
         )
     return module
 
@@ -93,7 +100,8 @@ def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear
 def materialize_(
     model: nn.Module, *, transformers_model: PreTrainedModel, device: torch.device
 ) -> None:
-    """Allocate all parameters (sharded ones: the local shard) and compute the buffers that no checkpoint stores.
+    """Allocate all parameters (sharded ones: the local shard) and compute the buffers that no
+    checkpoint stores.
 
     Raises `UserError` if the model family has a buffer that its `_init_weights` does not compute.
     """
@@ -116,7 +124,9 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _compute_buffers_(transformers_model: PreTrainedModel) -> None:
-    """Let the model family compute its non-persistent buffers, twice: one that it does not keeps what was there."""
+    """Let the model family compute its non-persistent buffers, twice: one that it does not keeps
+    what was there.
+    """
     for module in transformers_model.modules():
         buffers = {
             name: buffer
@@ -129,7 +139,8 @@ def _compute_buffers_(transformers_model: PreTrainedModel) -> None:
             if not torch.equal(first[name], second[name]):
                 raise UserError(
                     f"{type(transformers_model).__name__} is not supported: its buffer {name} of "
-                    f"{type(module).__name__} cannot be computed without a checkpoint. Choose another model.source."
+                    f"{type(module).__name__} cannot be computed without a checkpoint. Choose "
+                    "another model.source."
                 )
 
 
@@ -140,7 +151,9 @@ def _computed(
     *,
     fill: int,
 ) -> dict[str, torch.Tensor]:
-    """Fill a module's buffers, let the family initialize the module, and return copies of what they hold then."""
+    """Fill a module's buffers, let the family initialize the module, and return copies of what they
+    hold then.
+    """
     for buffer in buffers.values():
         buffer.fill_(fill)
     if buffers:
@@ -154,7 +167,9 @@ def local(param: torch.Tensor) -> torch.Tensor:
 
 
 def local_range(param: torch.Tensor) -> tuple[int, int]:
-    """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk` does)."""
+    """Return start and stop on dim 0 of this process's slice (FSDP2 cuts dim 0 as `torch.chunk`
+    does).
+    """
     if not isinstance(param, DTensor):
         return 0, param.shape[0]
     mesh, axis = param.device_mesh, param.device_mesh.ndim - 1  # replicas come first
@@ -169,8 +184,9 @@ def load_weights_(
 ) -> int:
     """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
 
-    Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises `UserError` if the checkpoint lacks a tensor.
-    `model` is the Transformers model inside any PEFT wrapper; adapters are left alone.
+    Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises
+    `UserError` if the checkpoint lacks a tensor. `model` is the Transformers model inside any PEFT
+    wrapper; adapters are left alone.
     """
     read = 0
     with CheckpointReader(folder) as reader:
@@ -190,7 +206,9 @@ def load_weights_(
 
 
 def plain_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and parameter of everything that is neither adapter nor packed NF4 data, masters of trained modules too."""
+    """Return name and parameter of everything that is neither adapter nor packed NF4 data, masters
+    of trained modules too.
+    """
     packed = {id(p) for _, m in nf4_linears(model) for n, p in m.named_parameters() if n != "bias"}
     return [
         (name, param)
@@ -205,7 +223,9 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return name and buffer of all that a checkpoint stores as such (Gemma 4's `layer_scalar`), NF4 code tables apart."""
+    """Return name and buffer of all that a checkpoint stores as such (Gemma 4's `layer_scalar`),
+    NF4 code tables apart.
+    """
     return [
         (f"{path}.{name}", buffer)
         for path, module in model.named_modules()
@@ -239,7 +259,9 @@ def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
 def read_row_norms(
     linear: NF4Linear, path: str, reader: CheckpointReader, *, start: int, stop: int
 ) -> torch.Tensor:
-    """Return the L2 norms (stop - start,) fp32 of rows `start` to `stop` of an NF4 weight, of which only these are read."""
+    """Return the L2 norms (stop - start,) fp32 of rows `start` to `stop` of an NF4 weight, of which
+    only these are read.
+    """
     if start == stop:
         return torch.empty(0)
     spec, width = linear.spec, linear.in_features
@@ -260,7 +282,9 @@ def read_row_norms(
 def read_bytes(
     linear: NF4Linear, name: str, path: str, reader: CheckpointReader, *, start: int, stop: int
 ) -> torch.Tensor:
-    """Return bytes `start` to `stop` of a part of an NF4 weight as stored (fewer at the end), uint8 on the CPU."""
+    """Return bytes `start` to `stop` of a part of an NF4 weight as stored (fewer at the end), uint8
+    on the CPU.
+    """
     key = f"{path}.{CHECKPOINT_SUFFIX[name]}"
     total = linear.spec.sizes[name]
     element = (

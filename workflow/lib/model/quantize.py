@@ -1,8 +1,10 @@
-"""Streaming NF4 quantization: one tensor in memory at a time, written in the layout that stock Transformers loads.
+"""Streaming NF4 quantization: one tensor in memory at a time, written in the layout that stock
+Transformers loads.
 
-Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double quantization
-`weight.nested_absmax` and `weight.nested_quant_map`, and `weight.quant_state.bitsandbytes__nf4` (packed JSON).
-Embeddings, head and norms are copied as they are. Files are cut at `SHARD_BYTES`.
+Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double
+quantization `weight.nested_absmax` and `weight.nested_quant_map`, and
+`weight.quant_state.bitsandbytes__nf4` (packed JSON). Embeddings, head and norms are copied as they
+are. Files are cut at `SHARD_BYTES`.
 """
 
 import json
@@ -46,7 +48,9 @@ def quantizable_linears(model: nn.Module) -> dict[str, tuple[int, int]]:
 def quantize_tensor(
     weight: torch.Tensor, settings: QuantizeConfig, *, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Quantize one weight (out, in) on `device`; return its checkpoint tensors on the CPU by suffix (`weight`, `weight.absmax`, ...)."""
+    """Quantize one weight (out, in) on `device`; return its checkpoint tensors on the CPU by suffix
+    (`weight`, `weight.absmax`, ...).
+    """
     packed, state = quantize_4bit(
         weight.to(device).contiguous(),
         blocksize=settings.block_size,
@@ -60,33 +64,39 @@ def quantize_tensor(
 def check_checkpoint(
     model: nn.Module, linears: dict[str, tuple[int, int]], reader: CheckpointReader
 ) -> None:
-    """Raise `UserError` unless the checkpoint holds all of the model's tensors, in their shapes, with linears to quantize.
+    """Raise `UserError` unless the checkpoint holds all of the model's tensors, in their shapes,
+    with linears to quantize.
 
     Looks at headers alone, so that an hour of quantization is not in vain.
     """
     if not linears:
         raise UserError(
-            f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights in another class): "
+            f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights "
+            "in another class): "
             "there is nothing to quantize. Choose another model.source."
         )
     tensors = dict(model.named_parameters()) | dict(stored_buffers(model))
     missing = [name for name in tensors if name not in reader]
     if missing:
         raise UserError(
-            f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more of the {len(tensors)} tensors of its "
-            "config.json's model: it belongs to another model, or to one whose tensors Transformers regroups "
+            f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more of the {len(tensors)} "
+            "tensors of its "
+            "config.json's model: it belongs to another model, or to one whose tensors "
+            "Transformers regroups "
             "when it loads them (mixtures of experts), which is not supported. Check model.source."
         )
     for name, tensor in tensors.items():
         if reader.shape(name) != tuple(tensor.shape):
             raise UserError(
-                f"{name} has shape {reader.shape(name)}, but config.json says {tuple(tensor.shape)}: "
+                f"{name} has shape {reader.shape(name)}, but config.json says "
+                f"{tuple(tensor.shape)}: "
                 "the files do not belong together. Check model.source."
             )
     for path in linears:
         if reader.dtype(f"{path}.weight") not in QUANTIZABLE:
             raise UserError(
-                f"{path}.weight is stored as {reader.dtype(f'{path}.weight')}: the checkpoint is quantized already. "
+                f"{path}.weight is stored as {reader.dtype(f'{path}.weight')}: the checkpoint is "
+                "quantized already. "
                 "Set model.source to the original bf16 or fp16 checkpoint."
             )
 
@@ -156,7 +166,9 @@ class ShardWriter:
 
 
 def nf4_config(original: dict[str, Any], settings: QuantizeConfig) -> dict[str, Any]:
-    """Return `config.json` of the NF4 checkpoint: the original plus Transformers' `quantization_config`."""
+    """Return `config.json` of the NF4 checkpoint: the original plus Transformers'
+    `quantization_config`.
+    """
     quantization = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
@@ -187,7 +199,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a quantized model."""
+    """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
+    quantized model.
+    """
     path = folder / "config.json"
     config = read_settings(path)
     if "quantization_config" in config:

@@ -1,7 +1,9 @@
 """Reading safetensors checkpoints tensor by tensor, or slice by slice, by memory map.
 
-Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the file.
-Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers' convention).
+Nothing is read but the bytes asked for, so a rank that needs 1/N of every tensor reads 1/N of the
+file.
+Layout: one `model.safetensors`, or shards with `model.safetensors.index.json` (Transformers'
+convention).
 """
 
 import json
@@ -23,21 +25,25 @@ QUANTIZATION = "quantization.json"  # in a base that quantize_base has made
 
 
 def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
-    """Return the file name that holds each tensor of a checkpoint folder; `single`: the only file where there is no index.
+    """Return the file name that holds each tensor of a checkpoint folder; `single`: the only file
+    where there is no index.
 
-    Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names missing files.
+    Raises `UserError` if the folder has no safetensors checkpoint, or its index is broken or names
+    missing files.
     """
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
         missing = sorted({name for name in weight_map.values() if not is_beside(folder, name)})
         if missing:
             raise UserError(
-                f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete the download."
+                f"{folder / INDEX} names files that are not there: {', '.join(missing)}. Complete "
+                "the download."
             )
         return weight_map
     if not (folder / single).is_file():
         raise UserError(
-            f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors checkpoint "
+            f"{folder} has neither {single} nor {INDEX}. Give a folder with a safetensors "
+            "checkpoint "
             "(model.source); other formats can be converted with save_pretrained of Transformers."
         )
     with open_whole(folder / single) as file:
@@ -56,14 +62,17 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def check_whole(folder: Path, *, single: str = SINGLE) -> None:
-    """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or longer than its header says."""
+    """Raise `UserError` if a file of a folder that a stage has made is missing, or shorter or
+    longer than its header says.
+    """
     for path in sorted(folder.glob("*.safetensors")):
         open_whole(path, made_here=True)
     shard_of_tensor(folder, single=single)
 
 
 def open_whole(path: Path, *, made_here: bool = False) -> Any:
-    """Return an open safetensors file; raises `UserError` if it is shorter or longer than its header says.
+    """Return an open safetensors file; raises `UserError` if it is shorter or longer than its
+    header says.
 
     made_here: a stage has made it, as it has a folder with `quantization.json`.
     """
@@ -71,7 +80,11 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         made_here = made_here or (path.parent / QUANTIZATION).is_file()
-        change = f"Delete the folder {path.parent}; it is made again" if made_here else "Download it again"  # fmt: skip
+        change = (
+            f"Delete the folder {path.parent}; it is made again"
+            if made_here
+            else "Download it again"
+        )
         raise UserError(f"{path} is not a whole safetensors file ({error}). {change}.") from None
 
 
@@ -122,7 +135,9 @@ class CheckpointReader:
         return tensor
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop` of dim 0 (an empty tensor if `start >= stop`); reads only these."""
+        """Return rows `start` to `stop` of dim 0 (an empty tensor if `start >= stop`); reads only
+        these.
+        """
         tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
         return tensor
 

@@ -1,8 +1,10 @@
-"""Output head and input embedding that are trained whole beside the adapter (PEFT's `modules_to_save`).
+"""Output head and input embedding that are trained whole beside the adapter (PEFT's
+`modules_to_save`).
 
-Their weights are fp32 masters under the names that the family gives them, so PEFT's exported names are theirs too. They compute in
-the type of what they are given, as a cast of the master; gradients are summed in fp32. With several processes each holds a
-slice of the rows (`vocabulary`), and `sum_copies_` adds up the gradients of the copies of a slice.
+Their weights are fp32 masters under the names that the family gives them, so PEFT's exported names
+are theirs too. They compute in the type of what they are given, as a cast of the master; gradients
+are summed in fp32. With several processes each holds a slice of the rows (`vocabulary`), and
+`sum_copies_` adds up the gradients of the copies of a slice.
 """
 
 from collections.abc import Iterable
@@ -29,7 +31,9 @@ class MasterLinear(nn.Linear):
 
 
 class MasterRows:
-    """Rows of a trained embedding on one process, in the type `dtype`. The row of a padding token gets no gradient, as in torch."""
+    """Rows of a trained embedding on one process, in the type `dtype`. The row of a padding token
+    gets no gradient, as in torch.
+    """
 
     def __init__(self, embedding: nn.Module, dtype: torch.dtype) -> None:
         self._embedding, self._dtype = embedding, dtype
@@ -46,7 +50,8 @@ class MasterRows:
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
 
-    Raises `UserError` if one is neither head nor embedding, the two share a table, or PEFT would find another module by the name.
+    Raises `UserError` if one is neither head nor embedding, the two share a table, or PEFT would
+    find another module by the name.
     """
     if not settings.modules_to_save:
         return
@@ -85,7 +90,9 @@ def _master(tensor: Any) -> nn.Parameter:
 
 
 def trained_parts(module: nn.Module) -> list[torch.Tensor]:
-    """Return what of a head's weight and bias is trained: this process's slices, through which gradients reach the masters."""
+    """Return what of a head's weight and bias is trained: this process's slices, through which
+    gradients reach the masters.
+    """
     params = dict(module.named_parameters(recurse=False))
     found = [params[name] for name in ("weight", "bias") if name in params]
     return [p.to_local() if isinstance(p, DTensor) else p for p in found if p.requires_grad]
@@ -93,7 +100,8 @@ def trained_parts(module: nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def sum_copies_(training: Any) -> None:
-    """Add up the gradients of trained slices of which other processes have copies, in fp32. Collective.
+    """Add up the gradients of trained slices of which other processes have copies, in fp32.
+    Collective.
 
     training: the module that is trained (`training_module.CausalLMForTraining`).
     """

@@ -21,7 +21,8 @@ from workflow.lib.model.trained_modules import MasterRows
 class CausalLMForTraining(nn.Module):
     """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
 
-    Forward runs the decoder, picks the hidden states that predict a trained token, and returns their summed loss.
+    Forward runs the decoder, picks the hidden states that predict a trained token, and returns
+    their summed loss.
     """
 
     def __init__(self, peft_model: nn.Module) -> None:
@@ -35,7 +36,7 @@ class CausalLMForTraining(nn.Module):
         self.loss_scale: LossScale | None = None
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """Embedding rows (n, hidden) of ids (n,), where the embedding has no whole and frozen table of its own."""
+        """Embedding rows (n, hidden) of ids (n,), where its table is not whole and frozen."""
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
@@ -49,12 +50,17 @@ class CausalLMForTraining(nn.Module):
         bounds: tuple[torch.Tensor, int] | None = None,
         embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if `targets` is None.
+        """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if
+        `targets` is None.
 
-        input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which attention does not leave.
-        bounds: `packed_attention.document_bounds(position_ids)`, if it is known already (it waits for the device).
-        embedded: the embedding rows (rows * seq_len, hidden) of input_ids, if they have been looked up already.
-        positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,) int64, the tokens predicted there.
+        input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which
+        attention does not leave.
+        bounds: `packed_attention.document_bounds(position_ids)`, if it is known already (it waits
+        for the device).
+        embedded: the embedding rows (rows * seq_len, hidden) of input_ids, if they have been looked
+        up already.
+        positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,)
+        int64, the tokens predicted there.
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
@@ -70,14 +76,18 @@ class CausalLMForTraining(nn.Module):
         return self.stash.forward() if wanted and self.stash is not None else nullcontext()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes them."""
+        """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes
+        them.
+        """
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
         logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
         return logits.flatten(0, 1).float()
 
     def _embedded(self, inputs: dict[str, Any], rows: torch.Tensor | None) -> dict[str, Any]:
-        """Return a decoder's inputs with embeddings in place of ids, where rows are looked up outside of the model."""
+        """Return a decoder's inputs with embeddings in place of ids, where rows are looked up
+        outside of the model.
+        """
         if self.rows_of is None:
             return inputs
         others = dict(inputs)
@@ -93,7 +103,9 @@ def _decoder_inputs(
     position_ids: torch.Tensor,
     bounds: tuple[torch.Tensor, int] | None,
 ) -> dict[str, Any]:
-    """Return what a decoder is called with. No attention mask: one of ones would switch off the document boundaries."""
+    """Return what a decoder is called with. No attention mask: one of ones would switch off the
+    document boundaries.
+    """
     flash: dict[str, Any] = {}
     if config._attn_implementation in FLATTENED:
         flash = flash_arguments(*(bounds or document_bounds(position_ids)))

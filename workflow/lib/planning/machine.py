@@ -11,7 +11,9 @@ from workflow.lib.system.units import GIB
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free, bytes."""
+    """What a run gets: `cuda` or `cpu`, processes, their GPUs, and host memory that is free,
+    bytes.
+    """
 
     device: str
     processes: int
@@ -23,7 +25,8 @@ class Machine:
     flash_attention: bool
     """Whether the flash-attn package is installed."""
     bfloat16: bool = True
-    """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the same of GPUs (compute capability 8.0)."""
+    """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the
+    same of GPUs (compute capability 8.0)."""
     nodes: int = 1
     """Machines like this one, which share the processes equally."""
 
@@ -60,7 +63,8 @@ def asked_machine(device: str, count: int, nodes: int) -> Machine:
 
 
 def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node, without asking whether they can.
+    """Return the device type (`cuda` or `cpu`) and how many processes a run starts on a node,
+    without asking whether they can.
 
     The machine that plans a run need not be the one that trains it. `auto` is what is visible here.
     """
@@ -69,7 +73,9 @@ def requested_processes(hardware: HardwareConfig) -> tuple[str, int]:
 
 
 def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
-    """Return the kind of GPU to plan for instead of visible ones: `gpu_model`, where GPUs are asked for and none is visible."""
+    """Return the kind of GPU to plan for instead of visible ones: `gpu_model`, where GPUs are asked
+    for and none is visible.
+    """
     device, _ = requested_processes(hardware)
     if hardware.gpu_model is None or device == "cpu" or visible_gpus():
         return None
@@ -77,7 +83,9 @@ def imagined_model(hardware: HardwareConfig) -> GpuModel | None:
 
 
 def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
-    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here (or imagined)."""
+    """Return `requested_processes`; raises `UserError` if they are more GPUs than are visible here
+    (or imagined).
+    """
     device, count = requested_processes(hardware)
     available = len(visible_gpus())
     if device == "cuda" and count > available and imagined_model(hardware) is None:
@@ -85,7 +93,8 @@ def num_processes(hardware: HardwareConfig) -> tuple[str, int]:
             "hardware.gpus",
             count,
             f"this machine shows {available} GPU(s)",
-            "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a cluster's GPUs, name them "
+            "Set it to that number or below, or to auto; 0 trains on the CPU. To plan for a "
+            "cluster's GPUs, name them "
             "in hardware.gpu_model",
         )
     return device, count

@@ -1,6 +1,7 @@
 """The interactive figures, as plain Plotly JSON (`data` and `layout`), without colours.
 
-The page's script paints them from its style sheet's variables, so that figures follow light, dark and
+The page's script paints them from its style sheet's variables, so that figures follow light, dark
+and
 print: a trace's `meta` names the variable, `series-1` for `--series-1`. Text from the artifacts is
 escaped for Plotly, which reads a subset of HTML in names and hover labels.
 """
@@ -34,12 +35,15 @@ class Figure:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     legend: tuple["Key", ...] = ()
-    """Keys that the page lists below the figure, where Plotly's own legend would not fit a phone."""
+    """Keys that the page lists below the figure, where Plotly's own legend would not fit a
+    phone."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: the text, the colour's variable, and the number of its pattern (`PATTERNS`)."""
+    """One entry of a legend: the text, the colour's variable, and the number of its pattern
+    (`PATTERNS`).
+    """
 
     text: str
     color: str
@@ -97,14 +101,18 @@ CURVES = (
 
 
 def curve_figures(runs: list[Run]) -> list[Figure]:
-    """Return loss, held-out loss if it was logged, gradient norm, rate, throughput and memory over the steps, all runs in each."""
+    """Return loss, held-out loss if it was logged, gradient norm, rate, throughput and memory over
+    the steps, all runs in each.
+    """
     first, *rest = (_curve(curve, runs) for curve in CURVES)
     heldout = _heldout_curve(runs)
     return [first, *([heldout] if heldout else []), *rest, _memory_curve(runs)]
 
 
 def _heldout_curve(runs: list[Run]) -> Figure | None:
-    """Return the held-out loss measured while training, of the runs that measured it; None if none did."""
+    """Return the held-out loss measured while training, of the runs that measured it; None if none
+    did.
+    """
     measured = [(index, run) for index, run in enumerate(runs) if run.heldout_steps]
     if not measured:
         return None
@@ -133,7 +141,9 @@ def _curve(curve: Curve, runs: list[Run]) -> Figure:
 
 
 def _memory_curve(runs: list[Run]) -> Figure:
-    """Memory is drawn in the binary unit of the highest peak, so that the axis reads 21.3 and not 22871015424."""
+    """Memory is drawn in the binary unit of the highest peak, so that the axis reads 21.3 and not
+    22871015424.
+    """
     unit, name = binary_unit(max(step.peak_bytes for run in runs for step in run.steps))
     traces = [
         _line(run, index, [step.peak_bytes / unit for step in run.steps], ".3f")
@@ -163,7 +173,9 @@ def _line(
 
 
 def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[str, Any]:
-    """Return the layout of a curve; `axis` names its unit. `from_zero`: a quantity whose share matters, so that 2% does not look like a leap."""
+    """Return the layout of a curve; `axis` names its unit. `from_zero`: a quantity whose share
+    matters, so that 2% does not look like a leap.
+    """
     return {
         "height": 300,
         "margin": {"l": 12, "r": 12, "t": 10, "b": 44},
@@ -183,14 +195,17 @@ def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:
-    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run measured it."""
+    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run
+    measured it.
+    """
     measured = [run for run in runs if run.base.heldout and run.tuned.heldout]
     if not measured:
         return None
     return Figure(
         "heldout",
         "Held-out loss, NF4 base and tuned",
-        "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap intervals. Lower is better.",
+        "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap "
+        "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
         [
             _interval_points(measured, "base", color="muted", symbol="circle-open"),
@@ -237,7 +252,9 @@ def _interval_points(runs: list[Run], subject: str, *, color: str, symbol: str) 
 
 
 def memory_figure(runs: list[Run]) -> Figure:
-    """Return the predicted peak of each run as a stack of its terms, with the measured peak and the capacity over it."""
+    """Return the predicted peak of each run as a stack of its terms, with the measured peak and the
+    capacity over it.
+    """
     measured = [run.summary.peak_bytes.measured for run in runs]
     capacity = [run.preflight.capacity_bytes for run in runs]
     predicted = [run.preflight.peak_bytes for run in runs]
@@ -250,7 +267,8 @@ def memory_figure(runs: list[Run]) -> Figure:
     return Figure(
         "memory",
         "Predicted and measured peak memory per process",
-        f"Stacked: the terms of the predicted peak, {name}. Diamond: the measured peak. Upright line: the capacity.",
+        f"Stacked: the terms of the predicted peak, {name}. Diamond: the measured peak. Upright "
+        "line: the capacity.",
         "memory-numbers",
         [
             *stack,
@@ -271,7 +289,9 @@ def memory_figure(runs: list[Run]) -> Figure:
 
 
 def _paint(index: int) -> tuple[str, int]:
-    """Return colour and pattern of the term at `index`: all colours plain, then all of them hatched."""
+    """Return colour and pattern of the term at `index`: all colours plain, then all of them
+    hatched.
+    """
     return f"series-{index % NUM_COLORS + 1}", index // NUM_COLORS % len(PATTERNS)
 
 

@@ -1,8 +1,10 @@
-"""The report as one HTML file that needs no network: text, tables, style, figures and Plotly itself.
+"""The report as one HTML file that needs no network: text, tables, style, figures and Plotly
+itself.
 
-All text from the artifacts is untrusted. Jinja escapes it (autoescape), `visible` shows characters that
-would act, figure data sits in a JSON island with `<` escaped, and the page's content security policy
-allows two scripts by their SHA-256 and no request at all: text that slipped through could not run.
+All text from the artifacts is untrusted. Jinja escapes it (autoescape), `visible` shows characters
+that would act, figure data sits in a JSON island with `<` escaped, and the page's content security
+policy allows two scripts by their SHA-256 and no request at all: text that slipped through could
+not run.
 """
 
 import base64
@@ -55,7 +57,8 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str, Any]) -> str:
     """Return the page of `runs` (at least one) as HTML.
 
-    settings: by run, those that differ from the defaults: with them the page says how to make all of it again.
+    settings: by run, those that differ from the defaults: with them the page says how to make all
+    of it again.
     """
     assert runs, "a report shows at least one run"
     plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
@@ -119,7 +122,9 @@ def _evaluation_settings(settings: Mapping[str, Any], run: Run) -> EvaluateConfi
 
 
 def _datasets(runs: list[Run]) -> list[tuple[Run, list[str], Figure | None]]:
-    """Return one run per tokens folder, with the names of all runs that used it, and its lengths drawn."""
+    """Return one run per tokens folder, with the names of all runs that used it, and its lengths
+    drawn.
+    """
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(run.tokens_name, []).append(run.name)
@@ -192,7 +197,9 @@ def interval(value: Interval | None, style: str) -> Markup:
 
 
 def cell(value: str | float | bool | None) -> Markup:
-    """Write a value of unknown kind: text as it is, whole numbers in full, others to four digits."""
+    """Write a value of unknown kind: text as it is, whole numbers in full, others to four
+    digits.
+    """
     if value is None:
         return Markup('<span class="none">none</span>')
     if isinstance(value, str | bool):
@@ -203,7 +210,9 @@ def cell(value: str | float | bool | None) -> Markup:
 
 
 def verdict(run: Run) -> str:
-    """Return `improved`, `worsened`, `unclear` (the interval holds 0) or `not measured` of the held-out loss."""
+    """Return `improved`, `worsened`, `unclear` (the interval holds 0) or `not measured` of the
+    held-out loss.
+    """
     ends = run.tuned.comparison.loss_difference_ci95
     if ends is None:
         return "not measured"
@@ -211,7 +220,9 @@ def verdict(run: Run) -> str:
 
 
 def selected_steps(steps: list[Step]) -> list[Step]:
-    """Return up to `CURVE_TABLE_ROWS` of the steps, evenly spaced, the first and the last among them."""
+    """Return up to `CURVE_TABLE_ROWS` of the steps, evenly spaced, the first and the last among
+    them.
+    """
     last = len(steps) - 1
     rows = min(CURVE_TABLE_ROWS, len(steps))
     places = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})

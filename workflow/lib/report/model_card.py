@@ -1,7 +1,8 @@
 """The model card (`README.md`) of an exported adapter, in the format of the Hugging Face hub.
 
-Everything in it is read from the artifacts: what was trained on what and how, what it scored beside its base, and
-what neither tells. All of the text that comes from elsewhere is written so that Markdown shows it as it is.
+Everything in it is read from the artifacts: what was trained on what and how, what it scored beside
+its base, and what neither tells. All of the text that comes from elsewhere is written so that
+Markdown shows it as it is.
 """
 
 import html
@@ -51,7 +52,8 @@ BLOCK_OF_BITSANDBYTES = (
 class CardInputs:
     """What a card is written from.
 
-    `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the base on the hub.
+    `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the
+    base on the hub.
     """
 
     model_id: str | None
@@ -84,7 +86,8 @@ def model_card(inputs: CardInputs) -> str:
     summary = inputs.summary
     return (
         f"---\n{_metadata(inputs).to_yaml()}\n---\n\n# {text(summary.run)}\n\n"
-        f"A LoRA adapter for {code(inputs.base_name)}, trained with FSDP-QLoRA. {_verdict(inputs)}\n\n{body}"
+        f"A LoRA adapter for {code(inputs.base_name)}, trained with FSDP-QLoRA. "
+        f"{_verdict(inputs)}\n\n{body}"
     )
 
 
@@ -136,7 +139,8 @@ def _verdict(inputs: CardInputs) -> str:
     words = "lower than" if low > 0 else "higher than" if high < 0 else "not clearly different from"
     return (
         f"Its held-out loss is {words} that of the base in 4 bits (NF4): NF4 base - tuned "
-        f"{signed(difference.loss_difference)} {_interval(difference.loss_difference_ci95)} nats per token."
+        f"{signed(difference.loss_difference)} {_interval(difference.loss_difference_ci95)} nats "
+        "per token."
     )
 
 
@@ -157,7 +161,8 @@ def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
     remarks = []
     if block != BLOCK_OF_BITSANDBYTES:
         remarks.append(
-            f"`path/to/nf4/base` is the folder that the workflow has made of {base}: its blocks hold {block} weights, "
+            f"`path/to/nf4/base` is the folder that the workflow has made of {base}: its blocks "
+            f"hold {block} weights, "
             f"and Transformers itself quantizes in blocks of {BLOCK_OF_BITSANDBYTES}."
         )
     elif inputs.model_id is None:
@@ -166,7 +171,8 @@ def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
         remarks.append(f"The 4-bit weights are the same if the base is stored in {dtype}.")
     if inputs.model_id is None:
         remarks.append(
-            "`adapter_config.json` names the base by its path on the machine that exported the adapter: "
+            "`adapter_config.json` names the base by its path on the machine that exported the "
+            "adapter: "
             "put a hub id there before you publish it."
         )
     return remarks
@@ -222,15 +228,30 @@ def _data(inputs: CardInputs) -> list[tuple[str, str]]:
         ("Files", files),
         ("Format", code(inputs.manifest.format)),
         ("Chat template", template),
-        ("Rows", f"{count(train.rows_kept)} trained, {count(heldout.rows_kept)} held out, {count(train.rows_dropped + heldout.rows_dropped)} dropped"),
-        ("Tokens", f"{count(train.tokens)}, {share(train.trained_tokens / max(1, train.tokens))} of them trained; rows of {count(inputs.manifest.seq_len)}, {share(train.fill)} full"),
-        ("Lengths", f"median {count(train.length_percentiles.p50)}, 99th percentile {count(train.length_percentiles.p99)}, longest {count(train.length_percentiles.max)} tokens; {count(train.truncated)} cut"),
+        (
+            "Rows",
+            f"{count(train.rows_kept)} trained, {count(heldout.rows_kept)} held out, "
+            f"{count(train.rows_dropped + heldout.rows_dropped)} dropped",
+        ),
+        (
+            "Tokens",
+            f"{count(train.tokens)}, {share(train.trained_tokens / max(1, train.tokens))} of them "
+            f"trained; rows of {count(inputs.manifest.seq_len)}, {share(train.fill)} full",
+        ),
+        (
+            "Lengths",
+            f"median {count(train.length_percentiles.p50)}, 99th percentile "
+            f"{count(train.length_percentiles.p99)}, longest {count(train.length_percentiles.max)} "
+            f"tokens; {count(train.truncated)} cut",
+        ),
         ("Duplicates", f"{count(train.duplicates)} rows equal an earlier one"),
-    ]  # fmt: skip
+    ]
 
 
 def _file(path: str) -> str:
-    """Return a data file as the settings name it; an absolute path, which is the machine's, by its name."""
+    """Return a data file as the settings name it; an absolute path, which is the machine's, by its
+    name.
+    """
     return code(PurePath(path).name if PurePath(path).is_absolute() else path)
 
 
@@ -241,16 +262,49 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
     named = "all linear layers" if targets == "all-linear" else ", ".join(map(code, targets))
     return [
         ("Base model", f"{code(inputs.base_name)}, NF4 with bitsandbytes"),
-        ("Adapter", f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets {named}{_whole(summary.settings.lora.modules_to_save)}"),
-        ("Trainable parameters", f"{count(summary.trainable_parameters)} of {count(summary.total_parameters)}"),
-        ("Optimizer steps", f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} tokens"),
-        ("Peak learning rate", f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}"),
-        ("Training loss", f"{loss(summary.first_loss)} at the start, {loss(summary.final_loss)} at the end (nats per trained token)"),
-        ("Hardware", f"{summary.processes} x {text(summary.device_name)}, {duration(summary.elapsed_s)}, {hours(summary.device_hours)} {'GPU' if summary.device == 'cuda' else 'process'} hours"),
-        ("Export check", f"logits of the reloaded adapter within {parity.max_abs_difference:.2g} of the trained model's (tolerance {parity.tolerance:.2g}) at {parity.positions} positions"),
+        (
+            "Adapter",
+            f"LoRA, rank {lora['r']}, alpha {lora['alpha']:g}, targets "
+            f"{named}{_whole(summary.settings.lora.modules_to_save)}",
+        ),
+        (
+            "Trainable parameters",
+            f"{count(summary.trainable_parameters)} of {count(summary.total_parameters)}",
+        ),
+        (
+            "Optimizer steps",
+            f"{count(summary.num_steps)} of {summary.global_batch_size} rows of {summary.seq_len} "
+            "tokens",
+        ),
+        (
+            "Peak learning rate",
+            f"{train['learning_rate']:g}, {train['lr_schedule']} schedule, seed {train['seed']}",
+        ),
+        (
+            "Training loss",
+            f"{loss(summary.first_loss)} at the start, {loss(summary.final_loss)} at the end (nats "
+            "per trained token)",
+        ),
+        (
+            "Hardware",
+            f"{summary.processes} x {text(summary.device_name)}, {duration(summary.elapsed_s)}, "
+            f"{hours(summary.device_hours)} {'GPU' if summary.device == 'cuda' else 'process'} "
+            "hours",
+        ),
+        (
+            "Export check",
+            f"logits of the reloaded adapter within {parity.max_abs_difference:.2g} of the trained "
+            f"model's (tolerance {parity.tolerance:.2g}) at {parity.positions} positions",
+        ),
         ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
-        ("Versions", ", ".join(f"{text(name)} {text(version)}" for name, version in sorted(summary.provenance.packages.items()))),
-    ]  # fmt: skip
+        (
+            "Versions",
+            ", ".join(
+                f"{text(name)} {text(version)}"
+                for name, version in sorted(summary.provenance.packages.items())
+            ),
+        ),
+    ]
 
 
 def _whole(modules: Sequence[str]) -> str:
@@ -274,7 +328,8 @@ def _results(inputs: CardInputs) -> str:
         head + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
         f"{base}: the base model in 4 bits, without the adapter. {tuned.capitalize()}: with it. "
         "The base model before its quantization was not measured.\n"
-        f"Brackets are 95% intervals; differences are paired, held-out loss {base} - {tuned}, tasks {tuned} - {base}.\n"
+        f"Brackets are 95% intervals; differences are paired, held-out loss {base} - {tuned}, "
+        f"tasks {tuned} - {base}.\n"
         + "".join(f"\n- {sentence}" for sentence in _changes(inputs))
         + "\n"
     )
@@ -328,8 +383,12 @@ def _limits(inputs: CardInputs) -> list[str]:
     """Return what the numbers above do not tell, by the numbers where they say so."""
     train = inputs.manifest.splits.train
     return [
-        "The held-out documents come from the same source as the training data: the loss says nothing about other texts.",
-        f"Rows were at most {count(inputs.manifest.seq_len)} tokens long, and {count(train.truncated)} were cut there: longer inputs were not trained.",
-        "The adapter was trained and evaluated on the NF4 weights; on unquantized weights its outputs differ.",
-        "Safety, bias, and languages or skills beyond the tasks above were not measured. The base model's licence and limits apply.",
+        "The held-out documents come from the same source as the training data: the loss says "
+        "nothing about other texts.",
+        f"Rows were at most {count(inputs.manifest.seq_len)} tokens long, and "
+        f"{count(train.truncated)} were cut there: longer inputs were not trained.",
+        "The adapter was trained and evaluated on the NF4 weights; on unquantized weights its "
+        "outputs differ.",
+        "Safety, bias, and languages or skills beyond the tasks above were not measured. The base "
+        "model's licence and limits apply.",
     ]

@@ -1,6 +1,7 @@
 """The figures of a paper, as PNG files: the loss curves and the held-out comparison.
 
-Drawn by Matplotlib's object interface with the Agg renderer: no display, no browser, no global state.
+Drawn by Matplotlib's object interface with the Agg renderer: no display, no browser, no global
+state.
 """
 
 from pathlib import Path
@@ -20,7 +21,9 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 
 
 def write_paper_figures(folder: Path, runs: list[Run]) -> list[Path]:
-    """Write `loss.png`, and `heldout.png` if a run has a held-out loss, into `folder`; return the paths."""
+    """Write `loss.png`, and `heldout.png` if a run has a held-out loss, into `folder`; return the
+    paths.
+    """
     figures = {"loss.png": loss_figure(runs), "heldout.png": heldout_figure(runs)}
     return [
         save_figure(folder / name, figure) for name, figure in figures.items() if figure is not None
@@ -47,7 +50,9 @@ def loss_figure(runs: list[Run]) -> Figure:
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:
-    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run has it."""
+    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run
+    has it.
+    """
     measured = [run for run in runs if run.base.heldout and run.tuned.heldout]
     if not measured:
         return None
@@ -77,7 +82,9 @@ def _axes(*, height_inches: float) -> tuple[Figure, Axes]:
 
 
 def axes_of_rows(labels: list[str], *, columns: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `columns` plots side by side that share a row per label, the first on top."""
+    """Return a figure of `columns` plots side by side that share a row per label, the first on
+    top.
+    """
     size = (WIDTH_INCHES + 1.5, 1.2 + 0.3 * len(labels))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,7 +1,9 @@
-"""A sweep as parallel coordinates: an upright axis per setting that differs, the last one the held-out loss.
+"""A sweep as parallel coordinates: an upright axis per setting that differs, the last one the
+held-out loss.
 
-Drawn as ordinary Plotly lines, not as its `parcoords`: that needs WebGL and code built from text, which the page's
-content security policy forbids, and it cannot be printed as vectors. A line is coloured by its loss.
+Drawn as ordinary Plotly lines, not as its `parcoords`: that needs WebGL and code built from text,
+which the page's content security policy forbids, and it cannot be printed as vectors. A line is
+coloured by its loss.
 """
 
 import itertools
@@ -32,7 +34,9 @@ class Axis:
 
 
 def parallel_figure(runs: list[Run]) -> Figure | None:
-    """Return the figure; None unless two runs or more were measured on the same documents with other settings."""
+    """Return the figure; None unless two runs or more were measured on the same documents with
+    other settings.
+    """
     measured = [run for run in runs if run.tuned.heldout]
     if len(measured) < 2 or not comparable(measured):
         return None
@@ -58,7 +62,9 @@ def _is_setting(column: Column) -> bool:
 
 
 def _independent(columns: list[Column]) -> tuple[list[Column], dict[str, list[str]]]:
-    """Return the columns that tell runs apart anew, and for each the names of those that change together with it."""
+    """Return the columns that tell runs apart anew, and for each the names of those that change
+    together with it.
+    """
     kept: dict[tuple[int, ...], Column] = {}
     followers: dict[str, list[str]] = {}
     for column in columns:

@@ -11,7 +11,9 @@ from workflow.lib.system.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class Gate:
-    """What `evaluate.require` asked of a run, perhaps nothing, and what it reached. `problem`: why it cannot be judged."""
+    """What `evaluate.require` asked of a run, perhaps nothing, and what it reached. `problem`: why
+    it cannot be judged.
+    """
 
     verdicts: list[dict[str, Any]]
     problem: str | None = None
@@ -23,7 +25,9 @@ class Gate:
 
 
 def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
-    """Return the judgement of a run for the report, which tells what `verdicts` refuses to judge."""
+    """Return the judgement of a run for the report, which tells what `verdicts` refuses to
+    judge.
+    """
     try:
         return Gate(verdicts(settings.require, tuned, by=settings.require_by))
     except UserError as error:
@@ -33,11 +37,13 @@ def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
 def verdicts(
     require: Mapping[str, float], tuned: TunedEvaluation, *, by: str
 ) -> list[dict[str, Any]]:
-    """Return for each requirement `requirement`, `least`, `gain`, `gain_ci95`, `judged_by` and `met`.
+    """Return for each requirement `requirement`, `least`, `gain`, `gain_ci95`, `judged_by` and
+    `met`.
 
-    A gain is positive where tuned is better than the NF4 base: a smaller loss, or a metric's change in its own direction.
-    by: `estimate` (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError` for a metric that
-    was not measured, has no direction, or has no interval to judge by.
+    A gain is positive where tuned is better than the NF4 base: a smaller loss, or a metric's change
+    in its own direction.
+    by: `estimate` (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError`
+    for a metric that was not measured, has no direction, or has no interval to judge by.
     """
     return [_verdict(name, least, tuned, by=by) for name, least in require.items()]
 
@@ -92,7 +98,8 @@ def _metric_gain(name: str, tuned: TunedEvaluation) -> tuple[float, Interval | N
 def refuse_unmet(found: Mapping[str, list[dict[str, Any]]]) -> None:
     """Raise `UserError` naming every requirement that a run missed. found: the verdicts by run."""
     lines = [
-        f"{run}: {verdict['requirement']} gained {_spelled(verdict)} over the NF4 base, required {verdict['least']:+.4g}"
+        f"{run}: {verdict['requirement']} gained {_spelled(verdict)} over the NF4 base, required "
+        f"{verdict['least']:+.4g}"
         for run, verdicts_of_run in found.items()
         for verdict in verdicts_of_run
         if not verdict["met"]

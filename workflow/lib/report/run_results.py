@@ -1,8 +1,8 @@
 """A run as the report sees it: its artifacts read, checked against each other, and paired.
 
 Everything shown is in the artifacts; this module only refuses what does not belong together (a file
-of another run, answers to other prompts) and sets NF4 base beside tuned. Drawing is in `figures` and
-`paper_figures`, the table over runs in `comparison`, the page in `page`.
+of another run, answers to other prompts) and sets NF4 base beside tuned. Drawing is in `figures`
+and `paper_figures`, the table over runs in `comparison`, the page in `page`.
 """
 
 import re
@@ -31,7 +31,9 @@ from workflow.lib.system.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class SamplePair:
-    """One held-out prompt with both answers, the greedy ones and, where they were asked for, the drawn ones."""
+    """One held-out prompt with both answers, the greedy ones and, where they were asked for, the
+    drawn ones.
+    """
 
     document: int
     prompt: str
@@ -55,7 +57,8 @@ class TaskScore:
 
     @property
     def change(self) -> str:
-        """What the paired interval says of tuned against the NF4 base: `better`, `worse` or `without a clear change`.
+        """What the paired interval says of tuned against the NF4 base: `better`, `worse` or
+        `without a clear change`.
 
         `not judged` where there is no interval, or the task does not say whether more is better.
         """
@@ -169,8 +172,10 @@ def _parity_check(parity: Parity) -> Check:
         name="The exported adapter gives the logits of the trained one",
         passed=parity.passed,
         detail=(
-            f"largest difference {parity.max_abs_difference:.3g}, tolerance {parity.tolerance:.3g}, "
-            f"largest logit {parity.max_abs_logit:.3g}; {parity.rows} rows, {parity.positions} positions, "
+            f"largest difference {parity.max_abs_difference:.3g}, tolerance "
+            f"{parity.tolerance:.3g}, "
+            f"largest logit {parity.max_abs_logit:.3g}; {parity.rows} rows, {parity.positions} "
+            "positions, "
             f"{parity.compute_dtype}; same most likely token at {parity.argmax_agreement:.2%}"
         ),
     )
@@ -183,9 +188,11 @@ def read_runs(
     tokens: Mapping[str, Path],
     merged: Collection[str] = (),
 ) -> list[Run]:
-    """Read all runs, in the order of `names`; of those in `merged` the merged model's evaluation too.
+    """Read all runs, in the order of `names`; of those in `merged` the merged model's evaluation
+    too.
 
-    Raises `UserError` for a run without a tokens folder, a tokens folder without its run, a missing file, a missing or wrong field, and files that belong to different runs.
+    Raises `UserError` for a run without a tokens folder, a tokens folder without its run, a missing
+    file, a missing or wrong field, and files that belong to different runs.
     """
     if wrong := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:
         raise setting_error(
@@ -205,7 +212,9 @@ def read_runs(
 
 
 def read_run(folder: Path, *, tokens_dir: Path, merged: bool = False) -> Run:
-    """Read the artifacts of the run in `folder` (`results/runs/<run>`); raises `UserError` as `read_runs`."""
+    """Read the artifacts of the run in `folder` (`results/runs/<run>`); raises `UserError` as
+    `read_runs`.
+    """
     run = Run(
         name=folder.name,
         tokens_name=tokens_dir.name,

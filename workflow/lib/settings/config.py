@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
@@ -32,11 +32,29 @@ from workflow.lib.settings.train import (
 from workflow.lib.system.errors import UserError, setting_error
 
 __all__ = [
-    "BenchmarkConfig", "Config", "DataColumns", "DataConfig", "DataSource", "EvaluateConfig", "ExportConfig", "HardwareConfig",
-    "LoraSettings", "ModelConfig", "QuantizeConfig", "ReportConfig", "RunConfig", "Section",
-    "TrackingConfig", "TrainConfig", "check_yaml", "is_hub_id", "json_schema", "load_benchmark", "load_config",
+    "BenchmarkConfig",
+    "Config",
+    "DataColumns",
+    "DataConfig",
+    "DataSource",
+    "EvaluateConfig",
+    "ExportConfig",
+    "HardwareConfig",
+    "LoraSettings",
+    "ModelConfig",
+    "QuantizeConfig",
+    "ReportConfig",
+    "RunConfig",
+    "Section",
+    "TrackingConfig",
+    "TrainConfig",
+    "check_yaml",
+    "is_hub_id",
+    "json_schema",
+    "load_benchmark",
+    "load_config",
     "merge",
-]  # fmt: skip
+]
 
 # What the hub allows; some old datasets have no owner.
 MODEL_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
@@ -71,7 +89,9 @@ class RunConfig(Section):
 
 
 class Config(RunConfig):
-    """The whole document: shared settings, the report, the benchmark, and the runs that override the settings."""
+    """The whole document: shared settings, the report, the benchmark, and the runs that override
+    the settings.
+    """
 
     model_config = ConfigDict(json_schema_extra={"patternProperties": {f"^{OWN_KEYS}": {}}})
 
@@ -98,7 +118,8 @@ class Config(RunConfig):
             other = names.setdefault(name.casefold(), name)
             if other != name:
                 raise ValueError(
-                    f"{other!r} and {name!r} differ in case alone, and some file systems keep them in "
+                    f"{other!r} and {name!r} differ in case alone, and some file systems keep them "
+                    "in "
                     "one folder. Rename one of them"
                 )
         return runs
@@ -118,7 +139,8 @@ def check_yaml(path: Path) -> None:
         mark = error.problem_mark or error.context_mark
         place = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise UserError(
-            f"{place}: {error.problem or error.context}: this is no YAML. Correct that line or the one "
+            f"{place}: {error.problem or error.context}: this is no YAML. Correct that line or the "
+            "one "
             "before it; indent with spaces, not with tabs."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
@@ -150,7 +172,8 @@ def _check_keys(root: yaml.Node | None, path: Path) -> None:
                 first = firsts.setdefault(name, key)
                 if first is not key:
                     raise UserError(
-                        f"{path}, line {_line(key)}: the key {name} stands there for the second time, and would "
+                        f"{path}, line {_line(key)}: the key {name} stands there for the second "
+                        "time, and would "
                         f"replace the first in line {_line(first)}. Join the two, or remove one."
                     )
                 waiting.append((value, f"{name}."))
@@ -177,7 +200,8 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
 def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, RunConfig]]:
     """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
 
-    Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid key.
+    Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid
+    key.
     """
     config = _validate(Config, document, prefix="")
     shared = {key: document[key] for key in RunConfig.model_fields if key in document}
@@ -189,7 +213,9 @@ def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, Ru
 
 
 def load_benchmark(document: Mapping[str, Any]) -> BenchmarkConfig:
-    """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as `load_config` does."""
+    """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as
+    `load_config` does.
+    """
     return _validate(Config, document, prefix="").benchmark
 
 
@@ -201,13 +227,30 @@ def _validate(model: type[SectionT], document: Mapping[str, Any], *, prefix: str
         raise UserError(f"{NOT_VALID}\n  " + "\n  ".join(lines)) from None
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of `config.yaml`, for editors."""
-    return Config.model_json_schema()
+def json_schema(model: type[BaseModel] = Config) -> dict[str, Any]:
+    """Return the JSON schema of `config.yaml` or of a part of it, each description on one line."""
+    schema: dict[str, Any] = _unwrapped(model.model_json_schema())
+    return schema
+
+
+def _unwrapped(schema: Any) -> Any:
+    """Join the lines of every description: line breaks of the source mean nothing."""
+    if isinstance(schema, list):
+        return [_unwrapped(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: " ".join(value.split())
+        if key == "description" and isinstance(value, str)
+        else _unwrapped(value)
+        for key, value in schema.items()
+    }
 
 
 def _check_dataset_id(name: str, source: str) -> None:
-    """Raise `UserError` for a local path in `data.source`, which names a dataset of the hub alone."""
+    """Raise `UserError` for a local path in `data.source`, which names a dataset of the hub
+    alone.
+    """
     setting = f"data.source (run {name})"
     change = "Set data.source to null, and data.train to the files or the folder"
     if path_exists(source):
@@ -219,12 +262,16 @@ def _check_dataset_id(name: str, source: str) -> None:
 
 
 def is_hub_id(source: str) -> bool:
-    """Tell whether `source` names a hub repository: `owner/name`, and no local path of that name exists."""
+    """Tell whether `source` names a hub repository: `owner/name`, and no local path of that name
+    exists.
+    """
     return MODEL_ID.fullmatch(source) is not None and not path_exists(source)
 
 
 def path_exists(path: str) -> bool:
-    """Tell whether there is such a file or folder that this user can see; a name that no file can have is none."""
+    """Tell whether there is such a file or folder that this user can see; a name that no file can
+    have is none.
+    """
     try:
         return Path(path).exists()
     except OSError:

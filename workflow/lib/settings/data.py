@@ -38,18 +38,22 @@ class DataColumns(Section):
     labels: str = "labels"
     """Column with each token's own id where it is trained and -100 where not (format tokens)."""
     loss_mask: str = "loss_mask"
-    """Column with 1 where a token is trained and 0 where not, in place of labels (format tokens)."""
+    """Column with 1 where a token is trained and 0 where not, in place of labels (format
+    tokens)."""
 
 
 class DataSource(Section):
-    """One of several sources of a split: its files, and how they differ from what `data` says of all."""
+    """One of several sources of a split: its files, and how they differ from what `data` says of
+    all.
+    """
 
     path: DataPath
     """File, folder or glob, as in `data.train`."""
     name: Name | None = None
     """Label of the source in listings and in the report; null = its path."""
     weight: float = Field(1.0, gt=0.0, le=100.0)
-    """How often an epoch takes each of its documents: 0.5 = a seeded half of them once, 2 = all of them twice; training only."""
+    """How often an epoch takes each of its documents: 0.5 = a seeded half of them once, 2 = all of
+    them twice; training only."""
     file_type: Literal["auto", FileType] | None = None
     """As `data.file_type`, for this source; null = as there."""
     format: Literal["auto", Format] | None = None
@@ -66,7 +70,8 @@ def _entries(value: Any) -> str:
     return "<list>" if isinstance(value, list | tuple) else _entry(value)
 
 
-# A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it could have been.
+# A tag instead of a try of every branch: a mistake is told of what the user wrote, not of all it
+# could have been.
 _Entry = Annotated[
     Annotated[DataPath, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
     Discriminator(_entry),
@@ -85,17 +90,22 @@ class DataConfig(Section):
     name: Name = "pydocs"
     """Label of the dataset; part of its artifacts' folder names."""
     source: str | None = Field(None, min_length=1, max_length=1024)
-    """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local files."""
+    """Hugging Face hub dataset id `owner/name` whose files `train` and `heldout` name; null = local
+    files."""
     revision: str | None = Field(None, min_length=1, max_length=256)
-    """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and recorded."""
+    """Hub branch, tag or commit of `source` (null = `main`); resolved to a commit once and
+    recorded."""
     train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
-    """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`, `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
+    """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`,
+    `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
     heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl"
     """Held-out data, named like the training data; null = split `heldout_share` off those."""
     heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
-    """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of `seed`."""
+    """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of
+    `seed`."""
     file_type: Literal["auto", FileType] = "auto"
-    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text is a document per file, paragraph or line."""
+    """What the bytes of a file are; `auto` decides by its extension, below .gz or .zst. Plain text
+    is a document per file, paragraph or line."""
     format: Literal["auto", Format] = "auto"
     """What a row is; `auto` decides for each source by the columns that are there."""
     columns: DataColumns = DataColumns()
@@ -103,19 +113,24 @@ class DataConfig(Section):
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
-    """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt of inference, the last of them alone, or every token."""
+    """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt
+    of inference, the last of them alone, or every token."""
     seq_len: int = Field(256, ge=8, le=1_048_576)
     """Length of a training row, tokens."""
     packing: bool = True
     """Pack several documents into a row; attention never crosses from one to another."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
-    """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped; all are counted and listed."""
+    """Rows longer than `seq_len` tokens: cut at the end, split into several documents, or dropped;
+    all are counted and listed."""
     near_duplicates: Literal["remove", "refuse", "keep"] = "remove"
-    """Held-out rows that nearly repeat a training row: removed, an error, or kept; counted in any case."""
+    """Held-out rows that nearly repeat a training row: removed, an error, or kept; counted in any
+    case."""
     near_duplicate_threshold: float = Field(0.5, ge=0.1, le=1.0)
-    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six tokens over those that either has; 1 = the same words."""
+    """Smallest resemblance of near-duplicates, 0.1 to 1: shared runs of six tokens over those that
+    either has; 1 = the same words."""
     max_rejected_share: Share = 0.01
-    """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run stops."""
+    """Largest share of rows that may be unusable (broken, empty, of wrong type) before the run
+    stops."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the held-out split and of the packing order."""
 
@@ -126,7 +141,9 @@ class DataConfig(Section):
 
     @property
     def heldout_sources(self) -> tuple[DataSource, ...]:
-        """The held-out sources, each with every setting filled in; empty where they are split off."""
+        """The held-out sources, each with every setting filled in; empty where they are split
+        off.
+        """
         return () if self.heldout is None else self._filled(self.heldout)
 
     def _filled(self, given: DataSources) -> tuple[DataSource, ...]:
@@ -164,6 +181,7 @@ class DataConfig(Section):
     def _revision_needs_source(self) -> "DataConfig":
         if self.revision is not None and self.source is None:
             raise ValueError(
-                "revision is set but source is null: local files have no revision. Set source, or remove revision"
+                "revision is set but source is null: local files have no revision. Set source, or "
+                "remove revision"
             )
         return self

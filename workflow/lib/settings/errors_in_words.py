@@ -13,10 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
-QUOTE = "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, and 1.5 as a number."
+QUOTE = (
+    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, "
+    "and 1.5 as a number."
+)
 SHOWN_CHARS = 2000
 
-# Plain words for pydantic's error types, with its context filled in; its own message for any other type.
+# Plain words for pydantic's error types, with its context filled in; its own message for any other
+# type.
 _BOUNDS = {
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -34,7 +38,9 @@ _BOUNDS = {
     "string_unicode": "must be text that UTF-8 can hold",
     "string_too_short": "must not be empty",
     "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first",
+    "string_pattern_mismatch": (
+        "may have letters, digits, '.', '_' and '-', up to 64, a letter or digit first"
+    ),
     "literal_error": "must be {expected}",
     "tuple_type": "must be a list",
     "dict_type": "must be a section (keys below it)",
@@ -92,7 +98,9 @@ def _either(bounds: list[str]) -> str:
 
 
 def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut off what pydantic adds below a setting: the branch of a union, the index in a list, `[key]`."""
+    """Cut off what pydantic adds below a setting: the branch of a union, the index in a list,
+    `[key]`.
+    """
     depth = 1
     while depth < len(location) and is_section(
         _model_at(model, location[: depth - 1]), location[depth - 1]
@@ -113,7 +121,9 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
-    """Say that a key is unknown, and which one was probably meant: a similar one, or one of another section."""
+    """Say that a key is unknown, and which one was probably meant: a similar one, or one of another
+    section.
+    """
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     elsewhere = [
         f"{section}.{key}"
@@ -135,7 +145,9 @@ def is_section(model: type[BaseModel], key: Any) -> bool:
 
 
 def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
-    """Return the section at `location`, also one below the branches of a union or the entries of a list."""
+    """Return the section at `location`, also one below the branches of a union or the entries of a
+    list.
+    """
     kind: Any = model
     for part in location:
         section = _section_in(kind)
@@ -154,7 +166,9 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _given(document: Mapping[str, Any], path: tuple[Any, ...]) -> str:
-    """Spell a setting with the value that the user gave; alone, if there is none (a setting that must be given)."""
+    """Spell a setting with the value that the user gave; alone, if there is none (a setting that
+    must be given).
+    """
     value: Any = document
     try:
         for part in path:

@@ -15,7 +15,8 @@ class ExportConfig(Section):
     merged: bool = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
     merge_onto: Literal["dequantized", "original"] = "dequantized"
-    """Weights that the adapter is merged into: the NF4 ones it was trained on, or the original ones."""
+    """Weights that the adapter is merged into: the NF4 ones it was trained on, or the original
+    ones."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
 
@@ -34,7 +35,8 @@ class EvaluateConfig(Section):
     tasks_dir: str | None = "workflow/resources/tasks"
     """Folder with task YAML files; null = only the tasks shipped with the harness."""
     task_code: bool = False
-    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do whatever you can."""
+    """Let task files of `tasks_dir` run Python that they name (`!function`, `class`); they can do
+    whatever you can."""
     task_limit: int | None = Field(None, ge=1)
     """Items per task at most; null = all."""
     num_fewshot: int = Field(0, ge=0, le=64)
@@ -44,19 +46,24 @@ class EvaluateConfig(Section):
     samples: int = Field(8, ge=0, le=1000)
     """Held-out prompts that every subject answers, greedily, for reading side by side."""
     sample_temperature: float | None = Field(None, gt=0.0, le=10.0)
-    """Also draw an answer to each sample prompt at this temperature, with `seed`; null = greedy answers alone."""
+    """Also draw an answer to each sample prompt at this temperature, with `seed`; null = greedy
+    answers alone."""
     max_new_tokens: int = Field(96, ge=1, le=8192)
     """Length of a sample answer at most, tokens."""
     batch_size: int | Literal["auto"] = "auto"
-    """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where memory runs out."""
+    """Sequences per forward pass at most; `auto` = what free memory should hold. Halved where
+    memory runs out."""
     processes: int | Literal["auto"] = "auto"
-    """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model does not fit on one GPU)."""
+    """Processes that share the items; `auto` = one per GPU (with `shard: false` 1 where the model
+    does not fit on one GPU)."""
     shard: bool | Literal["auto"] = "auto"
-    """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on one GPU. `false` fills the GPUs one after the other from a single process."""
+    """Cut the weights over the processes instead of copying them; `auto` = where they do not fit on
+    one GPU. `false` fills the GPUs one after the other from a single process."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
     require: dict[str, float] = Field({})
-    """Least gain of tuned over the NF4 base, by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails after everything is made."""
+    """Least gain of tuned over the NF4 base, by `heldout_loss` (nats per token) or `task/metric`;
+    if missed, the workflow fails after everything is made."""
     require_by: Literal["estimate", "interval"] = "estimate"
     """What must reach it: the gain itself, or the lower end of its 95% interval."""
 
@@ -82,7 +89,8 @@ class EvaluateConfig(Section):
                 )
             if name != HELDOUT_LOSS and not all(name.partition("/")):
                 raise ValueError(
-                    f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. Correct the name"
+                    f"require = {name}: must be {HELDOUT_LOSS} or task/metric, as pydocs_mc/acc. "
+                    "Correct the name"
                 )
         return self
 

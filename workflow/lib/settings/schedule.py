@@ -1,8 +1,8 @@
 """The course of a run as pure functions of the step: its length, its learning rate, its rows.
 
-Rows: epoch e visits all rows in the order of a permutation drawn from (seed, e); step s takes the next
-`global_batch_size` entries of the concatenation of these permutations. Resuming at step s therefore
-needs no iterator state, and the number of processes changes nothing.
+Rows: epoch e visits all rows in the order of a permutation drawn from (seed, e); step s takes the
+next `global_batch_size` entries of the concatenation of these permutations. Resuming at step s
+therefore needs no iterator state, and the number of processes changes nothing.
 """
 
 import functools
@@ -15,7 +15,9 @@ from workflow.lib.settings.config import TrainConfig
 
 
 def total_steps(train: TrainConfig, *, num_rows: int) -> int:
-    """Return the number of optimizer steps: `max_steps`, or enough for `epochs` passes over `num_rows` rows."""
+    """Return the number of optimizer steps: `max_steps`, or enough for `epochs` passes over
+    `num_rows` rows.
+    """
     if train.max_steps is not None:
         return train.max_steps
     assert train.epochs is not None, "TrainConfig guarantees epochs or max_steps"
@@ -25,8 +27,9 @@ def total_steps(train: TrainConfig, *, num_rows: int) -> int:
 def learning_rate(train: TrainConfig, *, step: int, num_steps: int) -> float:
     """Return the learning rate of step `step` (0-based) of `num_steps`.
 
-    Linear from 0 (exclusive) to the peak over ceil(warmup_share * num_steps) steps, then constant, or
-    linear or cosine towards `min_lr_share` of the peak, which the step after the last would have.
+    Linear from 0 (exclusive) to the peak over ceil(warmup_share * num_steps) steps, then constant,
+    or linear or cosine towards `min_lr_share` of the peak, which the step after the last would
+    have.
     """
     warmup = math.ceil(round(train.warmup_share * num_steps, 6))  # 0.07 * 100 is 7.000000000000001
     if step < warmup:

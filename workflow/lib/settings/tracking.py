@@ -6,9 +6,14 @@ from workflow.lib.settings.section_base import Section
 
 
 class TrackingConfig(Section):
-    """What shows a run while it trains. Changing it never trains again: results do not depend on it."""
+    """What shows a run while it trains. Changing it never trains again: results do not depend on
+    it.
+    """
 
     tensorboard: bool = True
-    """Write TensorBoard files to `results/tensorboard/<run>/`; look with `tensorboard --logdir results/tensorboard`."""
+    """Write TensorBoard files to `results/tensorboard/<run>/`; look with `tensorboard --logdir
+    results/tensorboard`."""
     wandb_project: str | None = Field(None, min_length=1, max_length=128)
-    """Project of Weights & Biases that gets the curves and the sections `model`, `lora`, `train` (package: `envs/wandb.txt`; key: WANDB_API_KEY in the environment); null = nothing is sent anywhere."""
+    """Project of Weights & Biases that gets the curves and the sections `model`, `lora`, `train`
+    (package: `envs/wandb.txt`; key: WANDB_API_KEY in the environment); null = nothing is sent
+    anywhere."""

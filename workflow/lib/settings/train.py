@@ -17,15 +17,21 @@ class ModelConfig(Section):
     name: Name = "pydocs-base"
     """Label of the base model; part of its artifacts' folder names."""
     source: str = Field("workflow/resources/base", min_length=1, max_length=1024)
-    """Local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id `owner/name`."""
+    """Local directory (config.json, tokenizer, *.safetensors), or a Hugging Face hub id
+    `owner/name`."""
     revision: str | None = Field(None, min_length=1, max_length=256)
-    """Hub branch, tag or commit (hub ids only; null = `main`). It is resolved to a commit once and recorded."""
+    """Hub branch, tag or commit (hub ids only; null = `main`). It is resolved to a commit once and
+    recorded."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"
     ] = "auto"
-    """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed, else varlen (FlashAttention as built into torch; evaluation takes sdpa for it); on a CPU sdpa."""
+    """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed,
+    else varlen (FlashAttention as built into torch; evaluation takes sdpa for it); on a CPU
+    sdpa."""
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of activations and matrix products; `auto` = bfloat16 on GPUs that have it (compute capability 8.0 and more), float16 with a scaled loss on older ones, float32 on CPUs (preflight says where bfloat16 would be faster). float16 is not yet measured on GPUs."""
+    """Type of activations and matrix products; `auto` = bfloat16 on GPUs that have it (compute
+    capability 8.0 and more), float16 with a scaled loss on older ones, float32 on CPUs (preflight
+    says where bfloat16 would be faster). float16 is not yet measured on GPUs."""
 
 
 class QuantizeConfig(Section):
@@ -34,7 +40,8 @@ class QuantizeConfig(Section):
     block_size: Literal[64, 128, 256, 512] = 64
     """Weights that share one scale (absmax)."""
     double_quant: bool = True
-    """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size 64."""
+    """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
+    64."""
 
 
 def _check_expression(key: str, expression: str) -> None:
@@ -52,29 +59,43 @@ class LoraSettings(Section):
     r: Rank = 16
     """Rank of the update."""
     alpha: Alpha = 32.0
-    """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with `use_rslora`)."""
+    """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with
+    `use_rslora`)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input, probability. At 0 one fused operation replaces PEFT's own, faster and with less memory."""
+    """Dropout on the adapter's input, probability. At 0 one fused operation replaces PEFT's own,
+    faster and with less memory."""
     target_modules: tuple[str, ...] | str = "all-linear"
-    """Which linear layers get an adapter: a list of names (the end of their path: `q_proj`, `self_attn.q_proj`), a regular expression for the whole path (`model.layers.3.self_attn.q_proj`), or `all-linear`."""
+    """Which linear layers get an adapter: a list of names (the end of their path: `q_proj`,
+    `self_attn.q_proj`), a regular expression for the whole path
+    (`model.layers.3.self_attn.q_proj`), or `all-linear`."""
     rank_pattern: dict[str, Rank] = Field({})
-    """Other ranks: a regular expression for the end of a path, and the rank there; the first that matches counts."""
+    """Other ranks: a regular expression for the end of a path, and the rank there; the first that
+    matches counts."""
     alpha_pattern: dict[str, Alpha] = Field({})
     """Other values of `alpha`, likewise."""
     use_rslora: bool = False
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
-    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353). Slower, and takes more memory."""
+    """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353).
+    Slower, and takes more memory."""
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole beside the adapter and exported with it, by the names that PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both; of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs."""
+    """Modules that are trained whole beside the adapter and exported with it, by the names that
+    PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both;
+    of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary
+    (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs."""
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
         if not self.target_modules or not all(self.target_modules):
             raise ValueError(
-                "target_modules has an empty name or none at all: name at least one linear layer, or all-linear"
+                "target_modules has an empty name or none at all: name at least one linear layer, "
+                "or all-linear"
             )
-        expressions = {"target_modules": [self.target_modules], "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}  # fmt: skip
+        expressions = {
+            "target_modules": [self.target_modules],
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+        }
         for key, given in expressions.items():
             for expression in given:
                 if isinstance(expression, str):
@@ -85,13 +106,16 @@ class LoraSettings(Section):
     def _modules_have_names(self) -> "LoraSettings":
         if not all(self.modules_to_save):
             raise ValueError(
-                "modules_to_save has an empty name: name lm_head, embed_tokens or both, or leave the list empty"
+                "modules_to_save has an empty name: name lm_head, embed_tokens or both, or leave "
+                "the list empty"
             )
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `modules_to_save` where there are none: runs that were made before it existed stay the same runs."""
+        """Leave out `modules_to_save` where there are none: runs that were made before it existed
+        stay the same runs.
+        """
         document: dict[str, Any] = serialize(self)
         if not document.get("modules_to_save"):
             document.pop("modules_to_save", None)
@@ -110,9 +134,13 @@ class TrainConfig(Section):
     global_batch_size: int = Field(16, ge=1, le=2**20)
     """Rows per optimizer step over all processes; the number of GPUs does not change it."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that fits. A divisor of the rows per process."""
+    """Rows per process and forward pass; `auto` = what preflight predicts to be fastest of all that
+    fits. A divisor of the rows per process."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw"] = "adamw"
-    """AdamW of torch, fused on GPUs (`adamw`), or of bitsandbytes: moments in 8 bits with a scale per 256 (arXiv 2110.02861), in memory that the GPU's driver pages to the host when it is short (tensors from 100,000 elements on; GPUs only), or both. Those of bitsandbytes are not yet measured on GPUs."""
+    """AdamW of torch, fused on GPUs (`adamw`), or of bitsandbytes: moments in 8 bits with a scale
+    per 256 (arXiv 2110.02861), in memory that the GPU's driver pages to the host when it is short
+    (tensors from 100,000 elements on; GPUs only), or both. Those of bitsandbytes are not yet
+    measured on GPUs."""
     learning_rate: float = Field(2e-4, gt=0.0, le=1.0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -132,27 +160,39 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(1.0, gt=0.0)
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
     activation_checkpointing: bool | int | Literal["auto"] = "auto"
-    """Recompute activations in backward instead of keeping them: true = of every decoder layer, false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not change the result."""
+    """Recompute activations in backward instead of keeping them: true = of every decoder layer,
+    false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be
+    fastest of all that fits, together with the micro-batch. Does not change the result."""
     fused_layers: bool = True
-    """Compute RMS norms, rotary embeddings and gated feed-forwards by fused operations, which are faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding differs."""
+    """Compute RMS norms, rotary embeddings and gated feed-forwards by fused operations, which are
+    faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding
+    differs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
-    """Optimizer steps between measurements of the held-out loss, also made after the last step; null = none."""
+    """Optimizer steps between measurements of the held-out loss, also made after the last step;
+    null = none."""
     evaluate_documents: int | None = Field(256, ge=1, le=10**9)
     """Held-out documents measured on at most, drawn by `seed`; null = all."""
     select: Literal["last", "best"] = "last"
-    """Which adapter is the result: that of the `last` step, or the one with the lowest held-out loss (`best`; needs `evaluate_every_steps`)."""
+    """Which adapter is the result: that of the `last` step, or the one with the lowest held-out
+    loss (`best`; needs `evaluate_every_steps`)."""
     checkpoint_every_steps: int = Field(50, ge=1, le=10**9)
-    """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can be. Does not change the result."""
+    """Optimizer steps between checkpoints; one more is written after step 1, to prove that it can
+    be. Does not change the result."""
     checkpoint_every_minutes: float | None = Field(20.0, gt=0.0, le=100_000.0)
-    """Minutes after which a checkpoint is written though `checkpoint_every_steps` is not reached; null = never. Does not change the result."""
+    """Minutes after which a checkpoint is written though `checkpoint_every_steps` is not reached;
+    null = never. Does not change the result."""
     keep_checkpoints: int = Field(2, ge=1, le=1000)
     """Newest checkpoints kept while training. Does not change the result."""
     grace_seconds: float = Field(60.0, ge=1.0, le=86_400.0)
-    """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save; also how long a second start waits for the first. Does not change the result."""
+    """Seconds that a signal to stop (SIGTERM, SIGUSR1, SIGINT) leaves to finish the step and save;
+    also how long a second start waits for the first. Does not change the result."""
     hang_seconds: float = Field(45.0, ge=5.0, le=86_400.0)
-    """Seconds without any progress within a step after which the run is stopped and the process that hangs is named; ten times the longest step so far if that is more. Does not change the result."""
+    """Seconds without any progress within a step after which the run is stopped and the process
+    that hangs is named; ten times the longest step so far if that is more. Does not change the
+    result."""
     deterministic: bool = False
-    """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for bit. On CPUs results are so anyway."""
+    """Use deterministic GPU kernels alone, slower: the same GPUs then give the same adapter bit for
+    bit. On CPUs results are so anyway."""
     log_every_steps: int = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl. Does not change the result."""
 
@@ -160,7 +200,8 @@ class TrainConfig(Section):
     def _one_length(self) -> "TrainConfig":
         if (self.epochs is None) == (self.max_steps is None):
             raise ValueError(
-                f"epochs = {self.epochs} and max_steps = {self.max_steps}: exactly one sets the length. "
+                f"epochs = {self.epochs} and max_steps = {self.max_steps}: exactly one sets the "
+                "length. "
                 "Set the other to null"
             )
         if (
@@ -173,49 +214,73 @@ class TrainConfig(Section):
             )
         if self.select == "best" and self.evaluate_every_steps is None:
             raise ValueError(
-                "select = best: the best adapter is the one with the lowest held-out loss, and evaluate_every_steps is "
+                "select = best: the best adapter is the one with the lowest held-out loss, and "
+                "evaluate_every_steps is "
                 "null. Set it to a number of steps, or set select to last"
             )
         level = self.activation_checkpointing
         if level != "auto" and level < 1 and level is not False:
             raise ValueError(
-                f"activation_checkpointing = {self.activation_checkpointing}: a number of layers must be at least 1. "
+                f"activation_checkpointing = {self.activation_checkpointing}: a number of layers "
+                "must be at least 1. "
                 "Set it to false to recompute none"
             )
         return self
 
 
 class HardwareConfig(Section):
-    """What a run may use. Changing it never retrains a finished run: results do not depend on it."""
+    """What a run may use. Changing it never retrains a finished run: results do not depend on
+    it.
+    """
 
     gpus: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
     """GPUs of a run, on each of its nodes; `auto` = all visible ones; 0 = train on the CPU."""
     nodes: int = Field(1, ge=1, le=512)
-    """Machines that train one run together; more than one needs a cluster profile (`--profile workflow/profiles/slurm`)."""
+    """Machines that train one run together; more than one needs a cluster profile (`--profile
+    workflow/profiles/slurm`)."""
     gpu_model: str | None = Field(None, min_length=1, max_length=64)
-    """GPUs to plan for where none is visible (the login node of a cluster), like `H100` or `A100 40GB`; null = only visible ones."""
+    """GPUs to plan for where none is visible (the login node of a cluster), like `H100` or `A100
+    40GB`; null = only visible ones."""
     cpu_processes: int = Field(2, ge=1, le=64)
     """Processes (gloo ranks) when no GPU is used, on each node."""
     gpu_memory_gib: float | Literal["auto"] = "auto"
-    """Memory of each GPU that may be used, GiB; `auto` = what the driver reports. A smaller value is enforced."""
+    """Memory of each GPU that may be used, GiB; `auto` = what the driver reports. A smaller value
+    is enforced."""
     host_memory_gib: float | Literal["auto"] = "auto"
-    """Host memory that may be used by all processes of a node together, GiB; `auto` = what is available."""
+    """Host memory that may be used by all processes of a node together, GiB; `auto` = what is
+    available."""
     memory_margin_gib: float = Field(0.5, ge=0.0, le=64.0)
     """GPU memory that must stay free in the prediction, GiB."""
     shard_size: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Processes that share one copy of the model; several such groups train as replicas (HSDP) and sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on several nodes, the GPUs of one node keep the gathering of weights inside it."""
+    """Processes that share one copy of the model; several such groups train as replicas (HSDP) and
+    sum their gradients. `auto` = all processes, the least memory. A divisor of their number; on
+    several nodes, the GPUs of one node keep the gathering of weights inside it."""
     price_per_gpu_hour: float | None = Field(None, gt=0.0, le=1e6)
-    """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no cost is shown."""
+    """Price of one GPU for an hour, in any currency, for the predicted cost of the run; null = no
+    cost is shown."""
     offload_activations: bool | int | Literal["auto"] = "auto"
-    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation the layers' inputs, without it all their activations. A number = of so many layers, spread evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or faster. Does not change the result."""
+    """Keep what backward needs of the decoder layers in page-locked host memory: with recomputation
+    the layers' inputs, without it all their activations. A number = of so many layers, spread
+    evenly, first of those that are not recomputed. Saves GPU memory, and costs time where the host
+    link is slower than the layers; `auto` = where preflight predicts that it makes a run fit or
+    faster. Does not change the result."""
     offload_embedding: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Look embedding rows up in host memory (the model's file, mapped once per node) instead of keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
+    """Look embedding rows up in host memory (the model's file, mapped once per node) instead of
+    keeping the table on GPUs; `auto` = where several GPUs train a run. On one GPU it saves
+    vocabulary x hidden size x 2 bytes and costs some milliseconds per micro-batch."""
     offload_layers: int | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each process's share of them; they are copied to the GPU while the layer before computes. At most the model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. `auto` = as many as preflight predicts that a run needs to fit, or to be faster."""
+    """Decoder layers, spread evenly, whose packed weights wait in page-locked host memory, each
+    process's share of them; they are copied to the GPU while the layer before computes. At most the
+    model's layers. Adapters, their gradients and the optimizer's state stay on the GPU. `auto` = as
+    many as preflight predicts that a run needs to fit, or to be faster."""
     reshard_after_forward: bool | Literal["auto"] = Field("auto", union_mode="left_to_right")
-    """Free gathered weights after forward (FULL_SHARD); false = keep them to backward (SHARD_GRAD_OP), which takes more memory and half the traffic; `auto` = what preflight predicts to be fastest of all that fits. Does not change the result."""
+    """Free gathered weights after forward (FULL_SHARD); false = keep them to backward
+    (SHARD_GRAD_OP), which takes more memory and half the traffic; `auto` = what preflight predicts
+    to be fastest of all that fits. Does not change the result."""
     calibration: str | None = Field(None, min_length=1, max_length=4096)
-    """measurements.jsonl of the benchmark (`results/benchmark/.../page/`), made on GPUs of this run's kind: the predicted times are fitted to it; null = constants measured on H200, scaled by data sheets."""
+    """measurements.jsonl of the benchmark (`results/benchmark/.../page/`), made on GPUs of this
+    run's kind: the predicted times are fitted to it; null = constants measured on H200, scaled by
+    data sheets."""
 
     @model_validator(mode="after")
     def _positive(self) -> "HardwareConfig":

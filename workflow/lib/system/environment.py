@@ -1,4 +1,6 @@
-"""The environment of the shell commands that Snakemake starts, and of the workers that torchrun starts."""
+"""The environment of the shell commands that Snakemake starts, and of the workers that torchrun
+starts.
+"""
 
 import os
 import sys
@@ -8,9 +10,11 @@ LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worke
 
 
 def use_this_interpreter(root: Path) -> None:
-    """Let `python -m workflow.scripts.<stage>` mean this interpreter and the workflow in `root`, from any folder.
+    """Let `python -m workflow.scripts.<stage>` mean this interpreter and the workflow in `root`,
+    from any folder.
 
-    It holds for this process and what it starts. A conda environment goes before it, as it is activated later.
+    It holds for this process and what it starts. A conda environment goes before it, as it is
+    activated later.
     """
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     os.environ["PATH"] = os.pathsep.join(search)

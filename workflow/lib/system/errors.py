@@ -1,10 +1,13 @@
-"""What a user may see: mistakes that the user can mend, a stop that somebody asked for, and what follows from another process's failure."""
+"""What a user may see: mistakes that the user can mend, a stop that somebody asked for, and what
+follows from another process's failure.
+"""
 
 from workflow.lib.system.redaction import redacted
 
 
 class UserError(ValueError):
-    """A setting, file or machine that cannot work; the message says what, its value, the bound, and what to change.
+    """A setting, file or machine that cannot work; the message says what, its value, the bound, and
+    what to change.
 
     Logins of URLs and tokens in it are masked.
     """
@@ -15,7 +18,9 @@ class UserError(ValueError):
 
 
 class BatchMemoryError(UserError):
-    """A batch of `size` sequences ran out of memory where processes go in step: all must start again with less."""
+    """A batch of `size` sequences ran out of memory where processes go in step: all must start
+    again with less.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(str(size))
@@ -23,7 +28,9 @@ class BatchMemoryError(UserError):
 
 
 class PeerLostError(RuntimeError):
-    """Not a cause: this process, or all of this machine, only noticed that others of the run are gone, or wait for them."""
+    """Not a cause: this process, or all of this machine, only noticed that others of the run are
+    gone, or wait for them.
+    """
 
     MARK = "lost another process"  # how its message begins
 

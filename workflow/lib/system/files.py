@@ -31,7 +31,9 @@ def canonical_json(value: Any) -> str:
 
 
 def short_hash(value: Any) -> str:
-    """Return the first `KEY_LENGTH` hexadecimal digits of the SHA-256 of `canonical_json(value)`."""
+    """Return the first `KEY_LENGTH` hexadecimal digits of the SHA-256 of
+    `canonical_json(value)`.
+    """
     return json_sha256(value)[:KEY_LENGTH]
 
 
@@ -52,7 +54,9 @@ def file_sha256(path: Path, *, moved: Callable[[], None] = lambda: None) -> str:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is synced and renamed, on failure removed."""
+    """Yield a temporary path beside `path`; on success it is synced and renamed, on failure
+    removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
@@ -76,7 +80,9 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, after everything in it is on the disk; what had the name before is removed."""
+    """Give a finished folder its name, after everything in it is on the disk; what had the name
+    before is removed.
+    """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
     shutil.rmtree(final, ignore_errors=True)
@@ -200,7 +206,9 @@ PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed version of every package that can change a result; absent ones are left out."""
+    """Return the installed version of every package that can change a result; absent ones are left
+    out.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -211,7 +219,9 @@ def package_versions() -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """Return the commit of this checkout, `-dirty` appended if it has changes; None outside a checkout."""
+    """Return the commit of this checkout, `-dirty` appended if it has changes; None outside a
+    checkout.
+    """
     root = Path(__file__).resolve().parents[3]
     try:
         described = subprocess.run(
@@ -235,7 +245,9 @@ def source_commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what made an artifact: stage, commit, versions, platform, UTC time. No host, user or absolute path."""
+    """Return what made an artifact: stage, commit, versions, platform, UTC time. No host, user or
+    absolute path.
+    """
     return {
         "stage": Path(sys.argv[0]).stem,
         "commit": source_commit(),

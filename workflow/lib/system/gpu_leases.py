@@ -1,9 +1,10 @@
-"""GPUs of this host, leased: whoever holds a card's lock uses the card, and nobody else of this workflow does.
+"""GPUs of this host, leased: whoever holds a card's lock uses the card, and nobody else of this
+workflow does.
 
-Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a job
-locks one file per card, named by the card's UUID, in a folder that all users of the host share. The
-kernel frees a lock with the process that holds it, however that ends: nothing is left to clean up.
-A card on which another program holds memory is waited for too. Who came first is not kept.
+Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a
+job locks one file per card, named by the card's UUID, in a folder that all users of the host share.
+The kernel frees a lock with the process that holds it, however that ends: nothing is left to clean
+up. A card on which another program holds memory is waited for too. Who came first is not kept.
 """
 
 import contextlib
@@ -31,18 +32,22 @@ def lease(
     folder: Path = FOLDER,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> list[Gpu]:
-    """Lock `count` of the GPUs that `gpus()` lists and return them; waits as long as too few are free.
+    """Lock `count` of the GPUs that `gpus()` lists and return them; waits as long as too few are
+    free.
 
-    The locks last as long as this process, and pass to the program that it becomes by exec. `waiting`
-    is told once why the wait is long. Raises `UserError` if there are fewer GPUs than `count`.
+    The locks last as long as this process, and pass to the program that it becomes by exec.
+    `waiting` is told once why the wait is long. Raises `UserError` if there are fewer GPUs than
+    `count`.
     """
     told = False
     while count:
         listed = interchangeable(gpus(), count=count)
         if len(listed) < count:
             raise UserError(
-                f"{count} GPU(s) are asked for, {len(listed)} are visible here (CUDA_VISIBLE_DEVICES = "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Lower hardware.gpus, or show more."
+                f"{count} GPU(s) are asked for, {len(listed)} are visible here "
+                "(CUDA_VISIBLE_DEVICES = "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Lower hardware.gpus, or "
+                "show more."
             )
         held, why = _try_to_lock(listed, count=count, folder=folder)
         if held:
@@ -56,7 +61,9 @@ def lease(
 
 
 def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list[Gpu], list[str]]:
-    """Lock `count` of `gpus`, or none; return those locked, and why each of the others is not to be had."""
+    """Lock `count` of `gpus`, or none; return those locked, and why each of the others is not to be
+    had.
+    """
     held: list[tuple[Gpu, int]] = []
     why = []
     for gpu in gpus:
@@ -78,7 +85,9 @@ def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list
 
 
 def _lock(folder: Path, uuid: str) -> int | None:
-    """Return the descriptor of a card's lock file, locked and inherited by exec; None if another holds it."""
+    """Return the descriptor of a card's lock file, locked and inherited by exec; None if another
+    holds it.
+    """
     descriptor = _open(folder, uuid)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,5 +109,6 @@ def _open(folder: Path, name: str) -> int:
         return os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise UserError(
-            f"{folder}: the folder of GPU leases cannot be used ({error}). Remove it, or let all users write to it."
+            f"{folder}: the folder of GPU leases cannot be used ({error}). Remove it, or let all "
+            "users write to it."
         ) from None

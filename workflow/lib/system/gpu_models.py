@@ -1,10 +1,10 @@
 """GPUs that predictions know without having one: speed by data sheet, memory as CUDA reports it.
 
-Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H100) and data sheets (A5000,
-A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures halved. Links: the same
-sheets, one direction (NVLink's figures count both); bridges that some cards can have are not counted. Memory:
-`total_memory` of CUDA, as PyTorch's out-of-memory messages show it; it is below the figure on the box, and
-error correction takes more where it is switched on.
+Speeds: NVIDIA's architecture white papers (GA102, AD102, RTX Blackwell, A100, H100) and data sheets
+(A5000, A6000, L40S, RTX 6000 Ada, H200, HGX B200), AMD's data sheet of the MI300X; sparse figures
+halved. Links: the same sheets, one direction (NVLink's figures count both); bridges that some cards
+can have are not counted. Memory: `total_memory` of CUDA, as PyTorch's out-of-memory messages show
+it; it is below the figure on the box, and error correction takes more where it is switched on.
 """
 
 import difflib
@@ -23,15 +23,17 @@ MOST_GPUS = 4096
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs of one machine reach each other: bytes/s of a GPU in one direction, and the share that collectives get."""
+    """How GPUs of one machine reach each other: bytes/s of a GPU in one direction, and the share
+    that collectives get.
+    """
 
     name: str
     bandwidth: float
     share: float
 
 
-# Shares are assumed, but for NVLink's, which our 2 x H200 bear out. PCIe: without direct access between cards, as on
-# GeForce, a collective's bytes go through host memory.
+# Shares are assumed, but for NVLink's, which our 2 x H200 bear out. PCIe: without direct access
+# between cards, as on GeForce, a collective's bytes go through host memory.
 PCIE_4, PCIE_5 = Link("PCIe 4.0", 32e9, 0.4), Link("PCIe 5.0", 64e9, 0.4)
 NVLINK_3, NVLINK_4, NVLINK_5 = (
     Link(f"NVLink {generation}", bandwidth, 0.8)
@@ -44,8 +46,8 @@ INFINITY = Link("Infinity Fabric", 64e9, 0.8)  # one link between two GPUs; eigh
 class GpuModel:
     """One kind of GPU.
 
-    flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s; memory_gib: GiB that a
-    process sees; link: to its neighbours, as most machines have it; aliases: what people call it.
+    flops: dense bf16 FLOP/s with fp32 accumulation; bandwidth: memory bytes/s; memory_gib: GiB that
+    a process sees; link: to its neighbours, as most machines have it; aliases: what people call it.
     """
 
     name: str
@@ -62,7 +64,9 @@ class GpuModel:
 def _model(
     name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
 ) -> GpuModel:
-    """A GPU whose slot is that of its generation: PCIe 5.0 where its own links are newer than Ampere's."""
+    """A GPU whose slot is that of its generation: PCIe 5.0 where its own links are newer than
+    Ampere's.
+    """
     host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
     return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
 
@@ -92,10 +96,12 @@ BY_NAME = {model.name: model for model in MODELS}
 
 
 def automatic_dtype(*, cuda: bool, bfloat16: bool) -> str:
-    """Return the type that `model.compute_dtype: auto` means; bfloat16: whether the GPUs have it (compute capability 8.0 and more).
+    """Return the type that `model.compute_dtype: auto` means; bfloat16: whether the GPUs have it
+    (compute capability 8.0 and more).
 
-    float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on any CPU, and the reloaded adapter
-    is compared within 1e-4 in place of 4e-2. preflight says where bfloat16 would save time.
+    float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on
+    any CPU, and the reloaded adapter is compared within 1e-4 in place of 4e-2. preflight says where
+    bfloat16 would save time.
     """
     if not cuda:
         return "float32"
@@ -114,8 +120,8 @@ def dtype_lack(name: str, *, cuda: bool, bfloat16: bool) -> str | None:
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean.
 
-    Raises `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known (the nearest
-    ones are listed), or the text can be read in two ways.
+    Raises `UserError`, in the name of `setting`, if the count is 0 or absurd, the kind is not known
+    (the nearest ones are listed), or the text can be read in two ways.
     """
     readings = list(dict.fromkeys(_readings(text.strip())))
     known = _models_by_plain_name()
@@ -133,7 +139,9 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
-    """Return the kind of GPU that a setting names, which says nothing of how many; raises `UserError` as `parse_gpus` does."""
+    """Return the kind of GPU that a setting names, which says nothing of how many; raises
+    `UserError` as `parse_gpus` does.
+    """
     if model := _models_by_plain_name().get(_plain(text)):
         return model
     _, model = parse_gpus(text, setting=setting)

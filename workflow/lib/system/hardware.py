@@ -1,4 +1,6 @@
-"""The machine: visible GPUs, host memory and disks, asked from the driver and the kernel, without torch."""
+"""The machine: visible GPUs, host memory and disks, asked from the driver and the kernel, without
+torch.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,8 @@ class Gpu:
     """Memory that programs hold on it now, whoever started them."""
     uuid: str
     bfloat16: bool = True
-    """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that too."""
+    """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that
+    too."""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -100,7 +103,8 @@ def _has_bfloat16(handle: object) -> bool:
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs that a run of `count` may get any of: those with no less memory than the count-th largest.
+    """Return the GPUs that a run of `count` may get any of: those with no less memory than the
+    count-th largest.
 
     What is planned for the smallest of them holds for all. Cards of one kind differ by up to 1%.
     """
@@ -109,7 +113,9 @@ def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that processes can still take, bytes: the smaller of MemAvailable and the cgroup's rest."""
+    """Return the host memory that processes can still take, bytes: the smaller of MemAvailable and
+    the cgroup's rest.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -120,10 +126,17 @@ def available_host_bytes() -> int:
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU multiplies bfloat16 itself: AVX512-BF16 or AMX (x86), or the extension BF16 (Arm)."""
+    """Tell whether the CPU multiplies bfloat16 itself: AVX512-BF16 or AMX (x86), or the extension
+    BF16 (Arm).
+    """
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":")[::2] for line in lines)
-    flags = {flag for key, found in pairs if key.strip() in ("flags", "Features") for flag in found.split()}  # fmt: skip
+    flags = {
+        flag
+        for key, found in pairs
+        if key.strip() in ("flags", "Features")
+        for flag in found.split()
+    }
     return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
@@ -142,10 +155,13 @@ def check_writable(folders: Sequence[Path]) -> None:
                 else "its owner and mode do not allow it"
             )
             raise UserError(
-                f"{folder} cannot be written: {why}. Mend that, and repeat the command; all that is finished is kept."
+                f"{folder} cannot be written: {why}. Mend that, and repeat the command; all that "
+                "is finished is kept."
             )
         if disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES or (disk.f_files and not disk.f_favail):
             raise UserError(
-                f"{folder} cannot be written: its disk is full ({disk.f_bavail * disk.f_frsize:,} bytes and {disk.f_favail:,} "
-                "files are left). Free some space, and repeat the command; all that is finished is kept."
+                f"{folder} cannot be written: its disk is full ({disk.f_bavail * disk.f_frsize:,} "
+                f"bytes and {disk.f_favail:,} "
+                "files are left). Free some space, and repeat the command; all that is finished is "
+                "kept."
             )

@@ -1,9 +1,11 @@
-"""Bounds of processor time and memory around work whose size foreign text decides: templates and regular expressions.
+"""Bounds of processor time and memory around work whose size foreign text decides: templates and
+regular expressions.
 
-A sandbox keeps a template from the interpreter, but not from a loop within loops or from 100 GB of text. The kernel
-counts instead: a timer of the process stops the first, the limit of its address space the second. Time is
-processor time, so a busy machine changes nothing. Rendering a short
-conversation took 28 µs, and the bounds 15 more (on a busy core, 2026-11-23).
+A sandbox keeps a template from the interpreter, but not from a loop within loops or from 100 GB of
+text. The kernel
+counts instead: a timer of the process stops the first, the limit of its address space the second.
+Time is processor time, so a busy machine changes nothing. Rendering a short conversation took 28
+µs, and the bounds 15 more (on a busy core, 2026-11-23).
 """
 
 import os
@@ -14,7 +16,8 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-# Of one conversation or task item, which takes a millisecond and some kilobytes; rows have at most 8 MiB.
+# Of one conversation or task item, which takes a millisecond and some kilobytes; rows have at most
+# 8 MiB.
 MAX_SECONDS = 60.0
 MAX_BYTES = 2**30
 REPEAT_SECONDS = 1.0  # for where the first signal comes while something ignores exceptions
@@ -25,10 +28,11 @@ class ExcessError(RuntimeError):
 
 
 class BoundedWork:
-    """Stop what happens within at so much processor time, or so many bytes more than the process has mapped now.
+    """Stop what happens within at so much processor time, or so many bytes more than the process
+    has mapped now.
 
-    None stands for `MAX_SECONDS` and `MAX_BYTES`. Raises `ExcessError` there. Not to be nested. Outside of the main
-    thread, to which alone Python gives signals, time has no bound.
+    None stands for `MAX_SECONDS` and `MAX_BYTES`. Raises `ExcessError` there. Not to be nested.
+    Outside of the main thread, to which alone Python gives signals, time has no bound.
     """
 
     def __init__(self, *, max_seconds: float | None = None, max_bytes: int | None = None) -> None:
@@ -64,7 +68,9 @@ class BoundedWork:
 
 
 class _TimeIsOverError(BaseException):
-    """Not an `Exception`: Jinja, which computes constants beforehand, takes any of those for a constant that has no value."""
+    """Not an `Exception`: Jinja, which computes constants beforehand, takes any of those for a
+    constant that has no value.
+    """
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
@@ -79,5 +85,7 @@ def _mapped_bytes() -> int:
 
 @cache
 def _statm(_pid: int) -> int:
-    """Return what reads the sizes of this process; one that was opened before a fork reads the parent's."""
+    """Return what reads the sizes of this process; one that was opened before a fork reads the
+    parent's.
+    """
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
 """The nodes of a run: which of them this process is on, and where all of them meet.
 
-Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which one
-this is. The step is started on the first node, so its address is where the workers meet.
+Slurm starts one launcher per node (`srun --ntasks-per-node=1`) and says in its environment which
+one this is. The step is started on the first node, so its address is where the workers meet.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from workflow.lib.system.errors import setting_error
 
-# Above the ports of system services, below those that Linux gives to outgoing connections (32768 on).
+# Above the ports of system services, below those that Linux gives to outgoing connections (32768
+# on).
 FIRST_PORT, PORTS = 20000, 10000
 
 
@@ -28,13 +29,16 @@ ALONE = Place(nodes=1, index=0, address="127.0.0.1", port=0, run_id="")
 
 
 def follows(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process works for a launcher on another node: it is part of a step on several, and not the first."""
+    """Tell whether this process works for a launcher on another node: it is part of a step on
+    several, and not the first.
+    """
     several = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
     return several and environment.get("SLURM_NODEID", "0") != "0"
 
 
 def find_place(nodes: int, environment: Mapping[str, str]) -> Place:
-    """Return this process's place, from the variables that Slurm gives to a step; `ALONE` for one node.
+    """Return this process's place, from the variables that Slurm gives to a step; `ALONE` for one
+    node.
 
     Raises `UserError` if the run wants several nodes and this is no step on as many.
     """

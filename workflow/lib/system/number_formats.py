@@ -1,6 +1,7 @@
 """Numbers and text as people read them: rounded, with units, and with nothing invisible left in.
 
-Formatting only: no function here computes a result. Digits are fixed by kind, so that a column lines up.
+Formatting only: no function here computes a result. Digits are fixed by kind, so that a column
+lines up.
 """
 
 import math
@@ -8,13 +9,16 @@ import re
 
 from workflow.lib.system.units import GIB, KIB, MIB
 
-# Characters that act on a terminal or reorder text instead of showing: C0 (without tab and line feed),
-# DEL, C1, bidirectional overrides and isolates (CVE-2021-42574), and lone surrogates (not UTF-8).
+# Characters that act on a terminal or reorder text instead of showing: C0 (without tab and line
+# feed), DEL, C1, bidirectional overrides and isolates (CVE-2021-42574), and lone surrogates (not
+# UTF-8).
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Return `text` with every acting character replaced by its code, `[U+001B]` for ESC; CR LF becomes LF."""
+    """Return `text` with every acting character replaced by its code, `[U+001B]` for ESC; CR LF
+    becomes LF.
+    """
     return _INVISIBLE.sub(lambda found: f"[U+{ord(found.group()):04X}]", text.replace("\r\n", "\n"))
 
 
@@ -93,10 +97,11 @@ def spoken(name: str) -> str:
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:
-    """Return the positions of at most `limit` values that keep the first, the last and every extreme.
+    """Return the positions of at most `limit` values that keep the first, the last and every
+    extreme.
 
-    The curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value, so
-    that no spike disappears. Short curves come back whole.
+    The curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value,
+    so that no spike disappears. Short curves come back whole.
     """
     if len(values) <= limit:
         return list(range(len(values)))

@@ -1,14 +1,15 @@
 """Passwords and tokens taken out of text that is shown or kept: messages, logs.
 
-Secrets belong into the environment (`HF_TOKEN`), never into settings; but a library's message may quote one.
+Secrets belong into the environment (`HF_TOKEN`), never into settings; but a library's message may
+quote one.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 
 MASK = "***"
-# The login in a URL, the hub's access tokens (https://huggingface.co/docs/hub/security-tokens), what signs a URL of object
-# storage for a while, and what a request is authorized by.
+# The login in a URL, the hub's access tokens (https://huggingface.co/docs/hub/security-tokens),
+# what signs a URL of object storage for a while, and what a request is authorized by.
 SECRET_TEXT = re.compile(
     r"(?<=://)[^/\s@'\"]+(?=@)|\bhf_[A-Za-z0-9]{20,}"
     r"|(?<=[?&]sig=)[^&\s'\"]+|(?<=[?&]token=)[^&\s'\"]+|(?<=[?&]Signature=)[^&\s'\"]+"

@@ -1,7 +1,8 @@
-"""Names of packages that no documentation promises, and that this workflow uses nevertheless: one list, checked before work begins.
+"""Names of packages that no documentation promises, and that this workflow uses nevertheless: one
+list, checked before work begins.
 
-A release without one of them would fail late, by an AttributeError, or not at all: an attribute that nobody reads any more can
-still be set. `docs/decisions.md` says what each is used for.
+A release without one of them would fail late, by an AttributeError, or not at all: an attribute
+that nobody reads any more can still be set. `docs/decisions.md` says what each is used for.
 """
 
 from collections.abc import Callable
@@ -50,23 +51,48 @@ INTERFACES = (
     *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
     *_of("torch", "torch", "Tensor", "_base", "_version"),
     *_of("torch", "torch", "UntypedStorage", "_cdata"),
-    *_of_instance("torch", "torch.nn", "Module", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+    *_of_instance(
+        "torch",
+        "torch.nn",
+        "Module",
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "_non_persistent_buffers_set",
+    ),
     *_of("bitsandbytes", "bitsandbytes.functional", "QuantState", "from_dict"),
     *_of("bitsandbytes", "bitsandbytes.optim.adamw", "AdamW", "init_state"),
     *_of_instance(
-        "bitsandbytes", "bitsandbytes.nn", "Linear4bit", "compute_type_is_set", "support_avx512bf16_for_cpu",
-        input_features=2, output_features=2, device="meta",
+        "bitsandbytes",
+        "bitsandbytes.nn",
+        "Linear4bit",
+        "compute_type_is_set",
+        "support_avx512bf16_for_cpu",
+        input_features=2,
+        output_features=2,
+        device="meta",
     ),
     *_of(
-        "transformers", "transformers", "PreTrainedModel",
-        "_init_weights", "_keep_in_fp32_modules_strict", "_no_split_modules",
+        "transformers",
+        "transformers",
+        "PreTrainedModel",
+        "_init_weights",
+        "_keep_in_fp32_modules_strict",
+        "_no_split_modules",
     ),
     *_of_instance("transformers", "transformers", "PreTrainedConfig", "_attn_implementation"),
     *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
     *_of("peft", "peft", "LoraConfig", "_register_custom_module"),
     *_of("lm_eval", "lm_eval.utils", "", "env"),
-    *_of("lm_eval", "lm_eval.models.huggingface", "HFLM", "_loglikelihood_tokens", "_model_call", "_model_generate"),
-)  # fmt: skip
+    *_of(
+        "lm_eval",
+        "lm_eval.models.huggingface",
+        "HFLM",
+        "_loglikelihood_tokens",
+        "_model_call",
+        "_model_generate",
+    ),
+)
 OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")
 
 
@@ -75,7 +101,8 @@ def check_interfaces(*packages: str) -> None:
     for used in (used for used in INTERFACES if used.package in packages):
         if not _there(used):
             raise UserError(
-                f"{used.package} {version(used.package)} has no {used.owner_name}.{used.name}, which this workflow uses. "
+                f"{used.package} {version(used.package)} has no {used.owner_name}.{used.name}, "
+                "which this workflow uses. "
                 f"Install the release that envs/pins.txt names."
             )
 

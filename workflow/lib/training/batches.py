@@ -1,6 +1,7 @@
 """From rows of the tokens folder to the tensors of a forward pass.
 
-A micro-batch is made in host memory by a thread while the one before is computed, so the device does not wait for it.
+A micro-batch is made in host memory by a thread while the one before is computed, so the device
+does not wait for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +18,11 @@ from workflow.lib.model.layers.packed_attention import document_bounds
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: input_ids, position_ids (rows, seq_len); positions, targets (trained tokens,). All int64.
+    """One forward pass: input_ids, position_ids (rows, seq_len); positions, targets (trained
+    tokens,). All int64.
 
-    bounds: `packed_attention.document_bounds` of the rows. embedded: the tokens' embedding rows (rows * seq_len, hidden), where
-    they are looked up outside of the model.
+    bounds: `packed_attention.document_bounds` of the rows. embedded: the tokens' embedding rows
+    (rows * seq_len, hidden), where they are looked up outside of the model.
     """
 
     input_ids: torch.Tensor
@@ -51,9 +53,11 @@ class MicroBatch:
 
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return the attention cost of each row of (rows, seq_len): the sum of the squared lengths of its documents.
+    """Return the attention cost of each row of (rows, seq_len): the sum of the squared lengths of
+    its documents.
 
-    A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n squared.
+    A document of n tokens has the positions 0 to n - 1, and the sum of 2 p + 1 over them is n
+    squared.
     """
     sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
     costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
@@ -63,10 +67,13 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
 def process_rows(
     rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the part of a step's rows that process `rank` of `size` trains on, in the order in which it does.
+    """Return the part of a step's rows that process `rank` of `size` trains on, in the order in
+    which it does.
 
-    All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the costliest
-    first and every second round backwards: the processes take rows of neighbouring cost at the same time.
+    All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the
+    costliest
+    first and every second round backwards: the processes take rows of neighbouring cost at the same
+    time.
     """
     assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
     rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
@@ -81,7 +88,8 @@ def micro_batches(
     device: torch.device,
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield a micro-batch on `device` for each group of row numbers; the next one is being made meanwhile.
+    """Yield a micro-batch on `device` for each group of row numbers; the next one is being made
+    meanwhile.
 
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
     """
@@ -119,7 +127,9 @@ def make_batch(
     *,
     device: torch.device,
 ) -> MicroBatch:
-    """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at position i - 1."""
+    """Build a micro-batch from arrays of shape (rows, seq_len). A masked token i is predicted at
+    position i - 1.
+    """
     flat_targets = np.flatnonzero(loss_mask)
     assert not loss_mask[:, 0].any(), (
         "the first token of a row has no predecessor to be predicted from"

@@ -1,8 +1,9 @@
 """Held-out loss while a run trains, and the adapter that had the lowest.
 
-Documents are packed into rows as in training and go through the training model itself, sharded as it is. Every improvement is
-kept beside the checkpoints, in a folder `best-<8 digits>`, until no checkpoint from before it is left: a run that is resumed
-from any of them finds the best adapter that it had then.
+Documents are packed into rows as in training and go through the training model itself, sharded as
+it is. Every improvement is kept beside the checkpoints, in a folder `best-<8 digits>`, until no
+checkpoint from before it is left: a run that is resumed from any of them finds the best adapter
+that it had then.
 """
 
 import math
@@ -40,7 +41,8 @@ def heldout_rows(documents: Sequence[Document], *, seq_len: int) -> list[list[Do
 
 
 class HeldOut:
-    """The held-out documents of a run, or `at_most` of them drawn by `seed`, ready to be measured on.
+    """The held-out documents of a run, or `at_most` of them drawn by `seed`, ready to be measured
+    on.
 
     Raises `UserError` if there is none with a trained token.
     """
@@ -60,7 +62,8 @@ class HeldOut:
         chosen = choose_documents(documents, at_most=at_most, seed=seed)
         if not chosen:
             raise UserError(
-                "train.evaluate_every_steps asks for the held-out loss, and no held-out document has a trained token. "
+                "train.evaluate_every_steps asks for the held-out loss, and no held-out document "
+                "has a trained token. "
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
         taken = [documents[number] for number in chosen]
@@ -69,13 +72,16 @@ class HeldOut:
         self._rows = heldout_rows(taken, seq_len=self._seq_len)
 
     def due(self, step: int) -> bool:
-        """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and after the last."""
+        """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and
+        after the last.
+        """
         return step % self._every == 0 or step == self._num_steps
 
     def loss(
         self, training: nn.Module, *, world: World, moved: Callable[[], None] = lambda: None
     ) -> float:
-        """Return the mean -log p (nats) of a trained token of the documents; equal on all processes. Collective.
+        """Return the mean -log p (nats) of a trained token of the documents; equal on all
+        processes. Collective.
 
         Calls `moved` after every batch.
         """
@@ -98,7 +104,9 @@ class HeldOut:
         return float(total[0] / total[1])
 
     def _batches(self, world: World) -> Iterator[MicroBatch]:
-        """Yield this process's rows. All processes have as many batches, because each gathers the weights."""
+        """Yield this process's rows. All processes have as many batches, because each gathers the
+        weights.
+        """
         mine = self._rows[world.rank :: world.size]
         most = -(-len(self._rows) // world.size)
         for start in range(0, most, self._micro_batch_size):
@@ -139,7 +147,8 @@ def open_heldout(
 
 
 class BestAdapter:
-    """Keeps the adapter with the lowest held-out loss in the checkpoints' folder. All processes call all methods.
+    """Keeps the adapter with the lowest held-out loss in the checkpoints' folder. All processes
+    call all methods.
 
     rows: the metrics of the run up to the step that it continues from. Adapters that a killed
     process kept after that step are removed. Raises `UserError` if the adapter that the rows call
@@ -155,7 +164,8 @@ class BestAdapter:
                 self._improve(loss=row["heldout_loss"], step=row["step"])
         if self.step and not best_dir(folder, self.step).is_dir():
             raise UserError(
-                f"the adapter of step {self.step}, which had the lowest held-out loss, is not in {folder}. "
+                f"the adapter of step {self.step}, which had the lowest held-out loss, is not in "
+                f"{folder}. "
                 "Set train.select to last, or move the folder away to train anew."
             )
         if world.is_main:

@@ -1,6 +1,8 @@
-"""From a plan to a model ready to train, in the one order that is right; and the checks before the first step.
+"""From a plan to a model ready to train, in the one order that is right; and the checks before the
+first step.
 
-quantized linears -> adapters -> fused layers -> activation checkpointing -> layers on the host -> sharding -> memory -> weights -> adapter values.
+quantized linears -> adapters -> fused layers -> activation checkpointing -> layers on the host ->
+sharding -> memory -> weights -> adapter values.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,9 @@ from workflow.lib.settings.config import RunConfig
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """The sharded training module, its FSDP units (none with one process), and the bytes this process read."""
+    """The sharded training module, its FSDP units (none with one process), and the bytes this
+    process read.
+    """
 
     training: CausalLMForTraining
     units: list[FSDPModule]
@@ -48,11 +52,15 @@ class TrainingModel:
         } | {"inference_mode": True}
 
     def state_bytes(self) -> int:
-        """Return the bytes of what training changes, over all processes: fp32 weights and Adam's two moments."""
+        """Return the bytes of what training changes, over all processes: fp32 weights and Adam's
+        two moments.
+        """
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return the trainable parameters, and all (quantized weights counted as weights, not as bytes)."""
+        """Return the trainable parameters, and all (quantized weights counted as weights, not as
+        bytes).
+        """
         model = self.training.peft_model
         trainable = sum(p.numel() for p in trainable_parameters(self.training).values())
         linears = sum(m.in_features * m.out_features for _, m in nf4_linears(model))
@@ -79,7 +87,8 @@ def build_training_model(
 ) -> TrainingModel:
     """Build the run's model on this process. Collective.
 
-    base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read. Raises `UserError` if the base does not fit its config or the targets.
+    base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read.
+    Raises `UserError` if the base does not fit its config or the targets.
     """
     if world.device.type == "cuda" and plan["gpu_memory_bytes"] is not None:
         total = torch.cuda.get_device_properties(world.device).total_memory

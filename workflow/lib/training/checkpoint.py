@@ -1,10 +1,11 @@
-"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, written in the background.
+"""Checkpoints of a run in progress: adapter, optimizer, step and metrics, written in the
+background.
 
-A checkpoint is a folder `step-<8 digits>` below a folder that carries the fingerprint of the run's trajectory.
-It is written under a temporary name, synced, and renamed when all processes have finished, so a folder with the
-final name is whole; if a disk damages it later, its checksums say so, and the one before it is taken. Only trainable
-tensors are in it; it can be read by another number of processes. Random numbers need no state: they are functions of
-(seed, step, rank).
+A checkpoint is a folder `step-<8 digits>` below a folder that carries the fingerprint of the run's
+trajectory. It is written under a temporary name, synced, and renamed when all processes have
+finished, so a folder with the final name is whole; if a disk damages it later, its checksums say
+so, and the one before it is taken. Only trainable tensors are in it; it can be read by another
+number of processes. Random numbers need no state: they are functions of (seed, step, rank).
 """
 
 import json
@@ -61,24 +62,30 @@ def step_dir(folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to prove that it can be done."""
+    """When to write a checkpoint: every so many steps, every so many minutes, and after step 1, to
+    prove that it can be done.
+    """
 
     every_steps: int
     every_minutes: float | None
     began_s: float = field(default_factory=time.monotonic)
 
     def due(self, *, step: int, last_saved_s: float | None) -> bool:
-        """Tell whether a checkpoint is due after `step` (1-based); differs between processes by their clocks."""
+        """Tell whether a checkpoint is due after `step` (1-based); differs between processes by
+        their clocks.
+        """
         since = time.monotonic() - (self.began_s if last_saved_s is None else last_saved_s)
         late = self.every_minutes is not None and since >= 60 * self.every_minutes
         return step == 1 or step % self.every_steps == 0 or late
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and removes old ones. All processes call all methods.
+    """Writes checkpoints in the background, one at a time, and removes old ones. All processes call
+    all methods.
 
-    The background thread has a process group to itself: on a group that the main thread uses too (to agree on a stop,
-    say), the collectives of both would meet in another order on another process.
+    The background thread has a process group to itself: on a group that the main thread uses too
+    (to agree on a stop, say), the collectives of both would meet in another order on another
+    process.
     """
 
     def __init__(
@@ -92,15 +99,18 @@ class CheckpointWriter:
         self._failure: WriteError | None = None
         self.last_saved_s: float | None = None
         """When the last write began, on the monotonic clock."""
-        # Started while there is memory: Python waits for ever for a new thread that gets too little to say that it runs.
+        # Started while there is memory: Python waits for ever for a new thread that gets too little
+        # to say that it runs.
         # A daemon: a process that fails must not wait at its end for one that is gone.
         threading.Thread(target=self._serve, daemon=True).start()
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """At the end of the block finish the write in progress, also if a `UserError` ends it (on all processes alike).
+        """At the end of the block finish the write in progress, also if a `UserError` ends it (on
+        all processes alike).
 
-        Not after any other exception: processes that do not share it would be waited for. Collective.
+        Not after any other exception: processes that do not share it would be waited for.
+        Collective.
         """
         try:
             yield
@@ -120,7 +130,9 @@ class CheckpointWriter:
         self._writing = True
 
     def wait(self) -> None:
-        """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any process."""
+        """Finish the write in progress, if any. Collective. Raises `UserError` if it failed on any
+        process.
+        """
         if not self._writing:
             return
         self._written.wait()
@@ -130,8 +142,10 @@ class CheckpointWriter:
             kept = saved_steps(self._folder)
             remains = f"that of step {kept[-1]} is kept" if kept else "there is none before it"
             raise UserError(
-                f"the checkpoint after step {self._newest} cannot be written to {self._folder} ({self._failure}); "
-                f"{remains}. Mend that (free disk space?) and repeat the command; it continues from the last checkpoint."
+                f"the checkpoint after step {self._newest} cannot be written to {self._folder} "
+                f"({self._failure}); "
+                f"{remains}. Mend that (free disk space?) and repeat the command; it continues "
+                "from the last checkpoint."
             )
 
     def _serve(self) -> None:
@@ -212,7 +226,9 @@ def discard(path: Path) -> None:
 
 
 def _pieces(training: nn.Module, optimizer: ShardwiseAdam) -> dict[str, Piece]:
-    """Return this process's part of the weights and of the optimizer's tensors; its rates and betas are settings."""
+    """Return this process's part of the weights and of the optimizer's tensors; its rates and betas
+    are settings.
+    """
     weights, rank = trainable_parameters(training), dist.get_rank()
     named = {f"adapter/{n}": param.detach() for n, param in weights.items()}
     named["optimizer/step"] = optimizer.count
@@ -227,7 +243,9 @@ def _pieces(training: nn.Module, optimizer: ShardwiseAdam) -> dict[str, Piece]:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that were not whole."""
+    """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that
+    were not whole.
+    """
 
     step: int
     skipped: list[dict[str, Any]]  # {"step", "reason"}
@@ -244,7 +262,8 @@ def resume_(
 ) -> Resumed:
     """Load the newest whole checkpoint into `training` and `optimizer`. Collective.
 
-    A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of another run.
+    A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of
+    another run.
     """
     found: list[Any] = [saved_steps(folder) if world.is_main else None]
     dist.broadcast_object_list(found, src=0, group=world.io_group)
@@ -268,7 +287,9 @@ def resume_(
 
 
 def _problem(path: Path, *, world: World) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if nothing; each process reads its share. Collective."""
+    """Return what is wrong with a checkpoint's files, None if nothing; each process reads its
+    share. Collective.
+    """
     mine: str | None = None
     try:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
@@ -297,8 +318,10 @@ def _load_(
     index = read_index(path)
     if (index["identity"], index["step"]) != (identity, step):
         raise UserError(
-            f"checkpoint {path} is that of step {index['step']} of {index['identity']}, this run is {identity}: its "
-            "settings, data or base differ. Move the folder away to continue from the one before it."
+            f"checkpoint {path} is that of step {index['step']} of {index['identity']}, this run "
+            f"is {identity}: its "
+            "settings, data or base differ. Move the folder away to continue from the one before "
+            "it."
         )
     try:
         pieces = _pieces(training, optimizer)  # the live tensors, not copies
@@ -311,18 +334,23 @@ def _load_(
                 optimizer.requantize_(name, mine)
     except (OSError, DamagedError) as error:
         raise UserError(
-            f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue from the one before it."
+            f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue "
+            "from the one before it."
         ) from None
 
 
 def _cut_otherwise(index: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, torch.Tensor]:
-    """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into other blocks; else nothing."""
+    """Return empty tensors for the whole moments of 8 bits, if other processes have cut them into
+    other blocks; else nothing.
+    """
     scales = [n for n in pieces.keys() & index["tensors"].keys() if n.endswith("_absmax")]
     if all(tuple(index["tensors"][n]["shape"]) == pieces[n].shape for n in scales):
         return {}
     names = {whole for n in scales for whole in (n, n.removesuffix("_absmax"))}
     entries = {n: index["tensors"][n] for n in names if n in index["tensors"]}
-    return {n: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for n, e in entries.items()}  # fmt: skip
+    return {
+        n: torch.empty(e["shape"], dtype=getattr(torch, e["dtype"])) for n, e in entries.items()
+    }
 
 
 def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
@@ -335,7 +363,8 @@ def save_adapter(training: nn.Module, folder: Path, *, world: World) -> None:
         write_sharded(folder, pieces, group=world.io_group, facts={})
     except WriteError as error:
         raise UserError(
-            f"the adapter cannot be written to {folder} ({error}). Mend that (free disk space?) and repeat the "
+            f"the adapter cannot be written to {folder} ({error}). Mend that (free disk space?) "
+            "and repeat the "
             "command; it continues from the last checkpoint."
         ) from None
 
@@ -355,7 +384,8 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
         read_into_(folder, index, pieces)
     except (OSError, DamagedError) as error:
         raise UserError(
-            f"the adapter in {folder} cannot be read ({error}). Set train.select to last, or train anew."
+            f"the adapter in {folder} cannot be read ({error}). Set train.select to last, or train "
+            "anew."
         ) from None
 
 
@@ -380,7 +410,9 @@ def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def left_by(killed: str, folder: Path) -> str:
-    """Say how far the process `killed` (its id) had come that trained with this folder of checkpoints, and what it has left."""
+    """Say how far the process `killed` (its id) had come that trained with this folder of
+    checkpoints, and what it has left.
+    """
     reached = max((row["step"] for row in _whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)

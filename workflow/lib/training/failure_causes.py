@@ -1,7 +1,7 @@
 """From an exception or an exit status to its cause in a user's words, and what to change.
 
-A worker translates what it raises (`explained`); the launcher chooses among the failures of all processes: one that
-lost its peer is a consequence, whatever came first on the clock.
+A worker translates what it raises (`explained`); the launcher chooses among the failures of all
+processes: one that lost its peer is a consequence, whatever came first on the clock.
 """
 
 import re
@@ -19,13 +19,15 @@ from workflow.lib.system.errors import PeerLostError, UserError
 from workflow.lib.system.files import unwritable
 from workflow.lib.system.units import GIB
 
-# As torch words it, and NCCL below torch, for GPUs; the allocators, and the start of a thread, for the host.
+# As torch words it, and NCCL below torch, for GPUs; the allocators, and the start of a thread, for
+# the host.
 NO_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|Cuda failure (\d+ )?'out of memory'"
 )
 PEER_LOST = re.compile(
-    r"Connection (closed|reset) by|Broken pipe|Socket Timeout|Timed out waiting|gloo.*(closed|timed? ?out)"
+    r"Connection (closed|reset) by|Broken pipe|Socket Timeout|Timed out "
+    r"waiting|gloo.*(closed|timed? ?out)"
     r"|remote process exit|NCCL communicator was aborted|Connection refused",
     re.IGNORECASE,
 )
@@ -33,21 +35,27 @@ SHARED_MEMORY = re.compile(r"NCCL.*(/dev/shm|shared memory segment)", re.DOTALL)
 # What the text of an error betrays, and the message; the first that is found counts.
 TROUBLES = {
     re.compile(
-        r"driver on your system is too old|driver version is insufficient|forward compatibility was attempted"
+        r"driver on your system is too old|driver version is insufficient|forward compatibility "
+        r"was attempted"
         r"|no kernel image is available|PTX was compiled with an unsupported toolchain",
         re.IGNORECASE,
-    ): "this PyTorch does not fit the GPU or its driver ({cause}). Install a newer driver, or the PyTorch of an older CUDA "
-    "(envs/), and repeat the command; it continues from what is finished.",
+    ): "this PyTorch does not fit the GPU or its driver ({cause}). Install a newer "
+    "driver, or the PyTorch of an older CUDA (envs/), and "
+    "repeat the command; it continues from what is finished.",
     re.compile(
-        r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side assert"
+        r"CUDA error|CUDA driver error|unhandled cuda error|GPU is lost|Xid|ECC error|device-side "
+        r"assert"
         r"|no CUDA-capable device",
         re.IGNORECASE,
-    ): "the GPU or its driver failed ({cause}). Look for Xid in `dmesg` and at `nvidia-smi`; reset or leave "
-    "out the GPU (CUDA_VISIBLE_DEVICES), and repeat the command; it continues from the last checkpoint, also on fewer GPUs.",
+    ): "the GPU or its driver failed ({cause}). Look for Xid in `dmesg` and at "
+    "`nvidia-smi`; reset or leave out the GPU (CUDA_VISIBLE_DEVICES), and repeat the "
+    "command; it continues from the last "
+    "checkpoint, also on fewer GPUs.",
     re.compile(
         r"NCCL error|nccl\w*Error"
     ): "NCCL, which connects the GPUs, failed ({cause}). With NCCL_DEBUG=WARN in the "
-    "environment it says more; between machines, NCCL_SOCKET_IFNAME names the network to use, and all need the same "
+    "environment it says more; between machines, NCCL_SOCKET_IFNAME names the network to use, and "
+    "all need the same "
     "versions. Mend that and repeat the command; it continues from the last checkpoint.",
 }
 
@@ -56,7 +64,8 @@ TROUBLES = {
 def explained(
     *, run: str, preflight: dict[str, Any], measured_bytes: Callable[[], int]
 ) -> Iterator[None]:
-    """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`); pass on the rest.
+    """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`);
+    pass on the rest.
 
     preflight: the document with the prediction. measured_bytes: this process's peak so far.
     """
@@ -98,7 +107,9 @@ def _out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, *, run: str, preflight: dict[str, Any], measured: int
 ) -> str:
-    """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its table."""
+    """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its
+    table.
+    """
     plan, predicted = preflight["plan"], preflight["peak_bytes"]
     where = "GPU" if plan["device"] == "cuda" else "host"
     smaller = [
@@ -113,17 +124,23 @@ def out_of_memory(
         )
     return (
         f"out of {where} memory: preflight predicted a peak of {predicted / GIB:.2f} GiB of "
-        f"{preflight['capacity_bytes'] / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use before the request that "
-        f"failed ({_first_line(error)}). Is another program using this memory? {change}, and repeat the command; "
+        f"{preflight['capacity_bytes'] / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use "
+        "before the request that "
+        f"failed ({_first_line(error)}). Is another program using this memory? {change}, and "
+        "repeat the command; "
         f"it continues from the last checkpoint.\n{render(preflight, run=run)}"
     )
 
 
 def shared_memory_full(error: BaseException) -> str:
-    """Return the message for what NCCL meets in a container, which gets 64 MB of shared memory unless told otherwise."""
+    """Return the message for what NCCL meets in a container, which gets 64 MB of shared memory
+    unless told otherwise.
+    """
     return (
-        f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the container with more of it "
-        "(docker run --shm-size=8g, or --ipc=host), and repeat the command; it continues from the last checkpoint."
+        f"the shared memory of this machine, /dev/shm, is full ({_ends(error)}). Start the "
+        "container with more of it "
+        "(docker run --shm-size=8g, or --ipc=host), and repeat the command; it continues from the "
+        "last checkpoint."
     )
 
 
@@ -137,13 +154,14 @@ SIGNAL_CAUSES = {
 def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
     """Say why a process died of a signal.
 
-    out_of_memory_kills: processes that the kernel has killed for memory on this machine meanwhile. damaged: what was
-    found wrong with the inputs since.
+    out_of_memory_kills: processes that the kernel has killed for memory on this machine meanwhile.
+    damaged: what was found wrong with the inputs since.
     """
     name = signal.Signals(number).name
     if number == signal.SIGKILL and out_of_memory_kills > 0:
         return (
-            f"killed by {name}: the machine ran out of host memory, and the kernel ended it. Stop other programs, lower "
+            f"killed by {name}: the machine ran out of host memory, and the kernel ended it. Stop "
+            "other programs, lower "
             "hardware.cpu_processes or train.micro_batch_size, or add memory"
         )
     cause = SIGNAL_CAUSES.get(signal.Signals(number), "")
@@ -152,7 +170,9 @@ def killed(number: int, *, out_of_memory_kills: int, damaged: list[str]) -> str:
 
 
 def memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has ended for lack of memory since the machine started."""
+    """Return how many processes the kernel has ended for lack of memory since the machine
+    started.
+    """
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -170,7 +190,9 @@ def damaged_tokens(folder: Path) -> list[str]:
 
 
 def first_cause(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own account, if one did."""
+    """Return rank and failure (torchrun's `ProcessFailure`) of the process that failed on its own
+    account, if one did.
+    """
     return min(failures.items(), key=lambda item: (followed(item[1]), item[1].timestamp, item[0]))
 
 

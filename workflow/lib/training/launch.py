@@ -1,4 +1,6 @@
-"""Starting the processes of a run through torchrun's own API, and naming the process that failed first."""
+"""Starting the processes of a run through torchrun's own API, and naming the process that failed
+first.
+"""
 
 import fcntl
 import json
@@ -39,7 +41,8 @@ ELSEWHERE = "another machine of the run says why, in the same log; if none does,
 REPEAT = "Repeat the command to continue from what is finished."
 
 DEFAULTS = {  # unless the user has set them
-    # Growing segments waste 2.5% where fixed ones waste 10%; `closed_form.ALLOCATOR_SLACK` counts on it.
+    # Growing segments waste 2.5% where fixed ones waste 10%; `closed_form.ALLOCATOR_SLACK` counts
+    # on it.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "200",  # collectives in the flight recorder
 }
@@ -56,13 +59,17 @@ def launch_workers(
     what: str = "training",
     inspect_inputs: Callable[[], list[str]] = list,
 ) -> None:
-    """Run `python -m module arguments` in `processes` torchrun workers; return when all have ended well.
+    """Run `python -m module arguments` in `processes` torchrun workers; return when all have ended
+    well.
 
-    `place` says which share of them this machine starts, and where all meet. Every node of the run calls this.
+    `place` says which share of them this machine starts, and where all meet. Every node of the run
+    calls this.
 
-    what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is wrong with the files that it read. Raises `UserError`
-    with the cause of the process that failed first, `BatchMemoryError` if that is it, `PeerLostError` if that process is on another node, and
-    `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a checkpoint).
+    what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is
+    wrong with the files that it read. Raises `UserError` with the cause of the process that failed
+    first, `BatchMemoryError` if that is it, `PeerLostError` if that process is on another node, and
+    `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a
+    checkpoint).
     """
     local = processes // place.nodes
     stop_on_signals()
@@ -168,10 +175,11 @@ def _remove(folder: Path) -> None:
 
 
 def stop_on_signals() -> None:
-    """Have `stop_signals.SIGNALS` end the workers by SIGTERM, as torchrun does for those that it knows; an ignored one stays ignored.
+    """Have `stop_signals.SIGNALS` end the workers by SIGTERM, as torchrun does for those that it
+    knows; an ignored one stays ignored.
 
-    The terminal and Snakemake both tell a launcher. What comes within `TWICE_S` is the same request: torchrun would take
-    it for a second one, which cuts short how the workers save.
+    The terminal and Snakemake both tell a launcher. What comes within `TWICE_S` is the same
+    request: torchrun would take it for a second one, which cuts short how the workers save.
     """
     last = -math.inf
 
@@ -188,7 +196,9 @@ def stop_on_signals() -> None:
 
 
 def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -> dict[str, str]:
-    """Return the variables that the workers of this machine inherit; processes: how many they are."""
+    """Return the variables that the workers of this machine inherit; processes: how many they
+    are.
+    """
     threads = str(max(1, threads_of_job() // processes))
     variables = {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
     variables |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -201,7 +211,8 @@ def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -
 def threads_of_job() -> int:
     """Return how many threads all processes of this job may have together.
 
-    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that this process may use.
+    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that
+    this process may use.
     """
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
     return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
@@ -256,7 +267,9 @@ def _watch(watch: Watch, hung: list[str], ended: threading.Event) -> None:
 
 
 def children() -> list[int]:
-    """Return the ids of this process's children: the workers, also one that has not come so far as to give a sign."""
+    """Return the ids of this process's children: the workers, also one that has not come so far as
+    to give a sign.
+    """
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in lists for pid in path.read_text().split()]
 
@@ -275,7 +288,9 @@ def _cause(
 
 
 def _rendezvous(place: Place) -> dict[str, Any]:
-    """Return where the workers meet: on this machine alone, or at the first node of the allocation."""
+    """Return where the workers meet: on this machine alone, or at the first node of the
+    allocation.
+    """
     if place.nodes == 1:
         use_loopback()
         return {"run_id": uuid.uuid4().hex, "rdzv_backend": LOOPBACK}

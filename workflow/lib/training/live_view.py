@@ -1,8 +1,10 @@
 """The live view of a training: TensorBoard files, and on request Weights & Biases.
 
-Both show the lines of `metrics.jsonl` and are never read again. At every start they get what the rewound journal holds
-before what comes: TensorBoard's files are written anew, Weights & Biases is sent what it has not got. So resuming, after
-whatever end, neither doubles nor loses a point. Called on the main process alone.
+Both show the lines of `metrics.jsonl` and are never read again. At every start they get what the
+rewound journal holds
+before what comes: TensorBoard's files are written anew, Weights & Biases is sent what it has not
+got. So resuming, after whatever end, neither doubles nor loses a point. Called on the main process
+alone.
 """
 
 import importlib
@@ -42,9 +44,11 @@ def check_tracking(settings: TrackingConfig) -> None:
         )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
         raise setting_error(
-            "tracking.wandb_project", settings.wandb_project, "there is no WANDB_API_KEY in the environment",
+            "tracking.wandb_project",
+            settings.wandb_project,
+            "there is no WANDB_API_KEY in the environment",
             "Export it, or WANDB_MODE=offline to send later (wandb sync), or set null",
-        )  # fmt: skip
+        )
 
 
 @contextmanager
@@ -57,10 +61,12 @@ def live_view(
     rows: Sequence[Row],
     config: Mapping[str, Any],
 ) -> Iterator[View]:
-    """Show `rows`, those of the journal so far, and then every row that the yielded function is given.
+    """Show `rows`, those of the journal so far, and then every row that the yielded function is
+    given.
 
-    folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same after resuming; config: the
-    settings to show beside the curves; what `check_tracking` asks for is there. Raises `UserError` if Weights & Biases refuses the run.
+    folder: holds `tensorboard/<run>/` and `wandb/`; identity: of the trajectory, the same after
+    resuming; config: the settings to show beside the curves; what `check_tracking` asks for is
+    there. Raises `UserError` if Weights & Biases refuses the run.
     """
     with ExitStack() as stack:
         views: list[View] = []
@@ -68,8 +74,13 @@ def live_view(
             views.append(stack.enter_context(_tensorboard(folder / "tensorboard" / run, rows)))
         if settings.wandb_project is not None:
             sent = _wandb(
-                settings.wandb_project, folder=folder, run=run, identity=identity, rows=rows, config=config
-            )  # fmt: skip
+                settings.wandb_project,
+                folder=folder,
+                run=run,
+                identity=identity,
+                rows=rows,
+                config=config,
+            )
             views.append(stack.enter_context(sent))
 
         def show(row: Row) -> None:
@@ -87,7 +98,9 @@ def curves(row: Row) -> dict[str, float]:
 
 @contextmanager
 def _tensorboard(folder: Path, rows: Sequence[Row]) -> Iterator[View]:
-    """Write event files anew. Points carry the time at which the run would have had them without interruption."""
+    """Write event files anew. Points carry the time at which the run would have had them without
+    interruption.
+    """
     from tensorboardX import SummaryWriter
 
     for old in folder.glob("events.out.tfevents.*"):
@@ -121,7 +134,9 @@ def _wandb(
     rows: Sequence[Row],
     config: Mapping[str, Any],
 ) -> Iterator[View]:
-    """Continue the run of this identity, or begin it. Its steps only rise, so a step that it has is not sent again."""
+    """Continue the run of this identity, or begin it. Its steps only rise, so a step that it has is
+    not sent again.
+    """
     os.environ.update(WANDB_ENVIRONMENT)  # before the import, which reads them
     wandb = importlib.import_module("wandb")
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,8 +145,14 @@ def _wandb(
     )
     try:
         started = wandb.init(
-            project=project, name=run, id=identity, resume="allow", dir=str(folder), config=dict(config), settings=quiet
-        )  # fmt: skip
+            project=project,
+            name=run,
+            id=identity,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            settings=quiet,
+        )
     except wandb.Error as error:
         raise UserError(
             f"tracking.wandb_project = {project!r}: Weights & Biases refuses the run ({error}). "

@@ -1,8 +1,9 @@
 """The optimization loop: one function per step, and a generator that yields the state after each.
 
-Loss of a step = sum over its trained tokens of -log p, divided by their number over all micro-batches and
-processes. That number is known beforehand on every process (data order is a pure function), so each
-micro-batch's backward is already scaled, and gradients are summed over processes.
+Loss of a step = sum over its trained tokens of -log p, divided by their number over all
+micro-batches and processes. That number is known beforehand on every process (data order is a pure
+function), so each micro-batch's backward is already scaled, and gradients are summed over
+processes.
 """
 
 import functools
@@ -42,7 +43,9 @@ logger = logging.getLogger("workflow")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`; `step` counts from 1, `tokens` are those of the step over all processes."""
+    """One line of `metrics.jsonl`; `step` counts from 1, `tokens` are those of the step over all
+    processes.
+    """
 
     step: int
     loss: float
@@ -54,7 +57,8 @@ class StepMetrics:
     peak_bytes: int
     elapsed_s: float
     repeats: int | None = None
-    """In float16: steps so far that were made once more with a smaller loss scale; None in other types."""
+    """In float16: steps so far that were made once more with a smaller loss scale; None in other
+    types."""
     heldout_loss: float | None = None
     """Measured after the step; None where it was not, and then not in the line."""
 
@@ -76,7 +80,9 @@ def make_optimizer(training: nn.Module, train: TrainConfig) -> ShardwiseAdam:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return this process's peak so far, bytes: allocated by torch on a GPU, resident set on a CPU."""
+    """Return this process's peak so far, bytes: allocated by torch on a GPU, resident set on a
+    CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -94,10 +100,11 @@ def steps(
     elapsed_s: float,
     world: World,
 ) -> Iterator[StepMetrics]:
-    """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all processes. Collective.
+    """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
+    processes. Collective.
 
-    elapsed_s: seconds that earlier invocations of this run have trained. Raises `UserError` if the loss or
-    the gradient is not finite, or the gradient is zero.
+    elapsed_s: seconds that earlier invocations of this run have trained. Raises `UserError` if the
+    loss or the gradient is not finite, or the gradient is zero.
     """
     training.train()
     taken = _Taken(store, train, micro_batch_size=micro_batch_size, world=world)
@@ -116,10 +123,16 @@ def steps(
             group["lr"] = rate
         trained = int(store.trained_tokens_per_row[rows].sum())
         loss, norm = optimizer_step(
-            training, optimizer, islice(batches, len(groups)),
-            trained_tokens=trained, max_norm=train.max_grad_norm, seed=train.seed, step=step, world=world,
+            training,
+            optimizer,
+            islice(batches, len(groups)),
+            trained_tokens=trained,
+            max_norm=train.max_grad_norm,
+            seed=train.seed,
+            step=step,
+            world=world,
             again=functools.partial(_again, store, groups, world),
-        )  # fmt: skip
+        )
         scale = loss_scale_of(training)
         seconds = time.monotonic() - began
         elapsed_s += seconds
@@ -138,7 +151,9 @@ def steps(
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
-    """Make the step's random numbers a function of (seed, step, rank), so that resuming needs no state."""
+    """Make the step's random numbers a function of (seed, step, rank), so that resuming needs no
+    state.
+    """
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 
 
@@ -188,16 +203,20 @@ def optimizer_step(
     world: World,
     again: Callable[[], Iterable[tuple[list[int], MicroBatch]]],
 ) -> tuple[float, float]:
-    """Forward, backward, clip, update over one global batch; return its loss and its gradient norm before clipping.
+    """Forward, backward, clip, update over one global batch; return its loss and its gradient norm
+    before clipping.
 
-    batches: this process's part of it. again: the same with their row numbers, for a message that says what went wrong, and
-    for a step in float16 whose gradients overflow, which is made once more with a smaller loss scale. Nothing is updated if `check_step` raises. Collective.
+    batches: this process's part of it. again: the same with their row numbers, for a message that
+    says what went wrong, and for a step in float16 whose gradients overflow, which is made once
+    more with a smaller loss scale. Nothing is updated if `check_step` raises. Collective.
     """
     scale, pending = loss_scale_of(training), batches
     while True:
         seed_dropout(seed, step=step, rank=world.rank)
         factor = 1.0 if scale is None else scale.factor
-        total = backward(training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device)  # fmt: skip
+        total = backward(
+            training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device
+        )
         sum_copies_(training)
         if scale is not None:
             scale.unscale_(training)
@@ -228,7 +247,9 @@ def backward(
     factor: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Accumulate gradients times `factor` over this process's micro-batches; return its part of the loss () float64."""
+    """Accumulate gradients times `factor` over this process's micro-batches; return its part of the
+    loss () float64.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
         total += _part(training, batch, trained_tokens=trained_tokens, factor=factor)
@@ -238,10 +259,17 @@ def backward(
 def _part(
     training: nn.Module, batch: MicroBatch, *, trained_tokens: int, factor: float
 ) -> torch.Tensor:
-    """Accumulate a micro-batch's gradients; return its part of the loss (). Its graph goes with this call: it holds hidden states."""
+    """Accumulate a micro-batch's gradients; return its part of the loss (). Its graph goes with
+    this call: it holds hidden states.
+    """
     summed = training(
-        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds, batch.embedded
-    )  # fmt: skip
+        batch.input_ids,
+        batch.position_ids,
+        batch.positions,
+        batch.targets,
+        batch.bounds,
+        batch.embedded,
+    )
     part = summed / trained_tokens
     (part if factor == 1.0 else part * factor).backward()
     found: torch.Tensor = part.detach()
@@ -266,7 +294,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) 
 
 
 def _by_mesh(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters that are cut over the same processes together: of others torch takes no common norm."""
+    """Return the parameters that are cut over the same processes together: of others torch takes no
+    common norm.
+    """
     groups: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
@@ -279,19 +309,24 @@ def _total_norm(params: list[nn.Parameter]) -> torch.Tensor:
 
 
 def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:
-    """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run; origin: where it arose."""
+    """Raise `UserError` if a step's loss or gradient norm cannot be that of a healthy run; origin:
+    where it arose.
+    """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise UserError(
-            f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has diverged{f' ({origin})' if origin else ''}. "
+            f"step {step + 1}: loss = {loss}, gradient norm = {norm}: training has "
+            f"diverged{f' ({origin})' if origin else ''}. "
             "Lower train.learning_rate, raise train.warmup_share, or set train.max_grad_norm; "
             "the last checkpoint is kept."
         )
     if norm == 0.0:
-        # Adapters start with gradients of their own; later ones vanish where the update has saturated the model.
+        # Adapters start with gradients of their own; later ones vanish where the update has
+        # saturated the model.
         causes = {
-            True: "nothing is being learned. Check that the rows have trained tokens (data.loss_on).",
-            False: "the updates have broken the model. Lower train.learning_rate or lora.alpha, or set "
-            "train.max_grad_norm; the last checkpoint is kept.",
+            True: "nothing is being learned. Check that the rows have trained tokens "
+            "(data.loss_on).",
+            False: "the updates have broken the model. Lower train.learning_rate or lora.alpha, "
+            "or set train.max_grad_norm; the last checkpoint is kept.",
         }
         raise UserError(
             f"step {step + 1}: the gradient norm is exactly 0 (loss = {loss}): {causes[step == 0]}"

@@ -1,4 +1,5 @@
-"""Where NaN or infinity came from: the first module, or else the gradient, that is not finite, and the rows.
+"""Where NaN or infinity came from: the first module, or else the gradient, that is not finite, and
+the rows.
 
 Called once a step has gone wrong, before its update and with its gradients as backward made them.
 """
@@ -23,8 +24,9 @@ def find_origin(
 ) -> str:
     """Return in words where the step's first value that is not finite arose. Collective.
 
-    batches: this process's rows and micro-batches of the step, equally many on all processes. They are run forward once
-    more. The step's gradients must still be there and not be clipped, which by NaN makes all NaN.
+    batches: this process's rows and micro-batches of the step, equally many on all processes. They
+    are run forward once more. The step's gradients must still be there and not be clipped, which by
+    NaN makes all NaN.
     """
     mine: str | None = None
     with forward_only(training):
@@ -38,7 +40,10 @@ def find_origin(
                     batch.bounds,
                 )
             if mine is None and (found or not loss.isfinite()):
-                mine = f"first in {found[0] if found else 'the loss'}, forward, rows {rows} of the tokens, process {world.rank}"
+                mine = (
+                    f"first in {found[0] if found else 'the loss'}, forward, rows {rows} of "
+                    f"the tokens, process {world.rank}"
+                )
     forward = next((text for text in _everyones(mine, world) if text is not None), None)
     return forward or _first_gradient(training, world) or "in the sum"
 

@@ -1,9 +1,12 @@
-"""AdamW over the shards of the adapter: torch's own, or that of bitsandbytes, with moments of 8 bits or paged to the host.
+"""AdamW over the shards of the adapter: torch's own, or that of bitsandbytes, with moments of 8
+bits or paged to the host.
 
-Adam is element by element, so every process updates its own shard as if it were a whole tensor: bitsandbytes knows no
-DTensor, and torch dispatches each one by itself, in 15 times the time of plain tensors, for which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring elements of a shard (arXiv 2110.02861): another number
-of processes cuts other blocks, so from their checkpoint moments are decoded and quantized anew, which moves them by
-at most half a step of their code; everything else is exact.
+Adam is element by element, so every process updates its own shard as if it were a whole tensor:
+bitsandbytes knows no DTensor, and torch dispatches each one by itself, in 15 times the time of
+plain tensors, for which the GPU would wait. Moments of 8 bits have a scale per 256 neighbouring
+elements of a shard (arXiv 2110.02861): another number of processes cuts other blocks, so from their
+checkpoint moments are decoded and quantized anew, which moves them by at most half a step of their
+code; everything else is exact.
 """
 
 import math
@@ -22,13 +25,20 @@ from workflow.lib.model.nf4_model import local, local_range
 BLOCK_SIZE = (
     256  # elements that share a scale; bitsandbytes/optim/optimizer.py, Optimizer2State.init_state
 )
-# Moment, which is its key in torch's state -> its key in that of bitsandbytes; its scales have "absmax" in place of "state".
+# Moment, which is its key in torch's state -> its key in that of bitsandbytes; its scales have
+# "absmax" in place of "state".
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
-BITS_AND_PAGED = {"adamw_8bit": (8, False), "paged_adamw_8bit": (8, True), "paged_adamw": (32, True)}  # fmt: skip
+BITS_AND_PAGED = {
+    "adamw_8bit": (8, False),
+    "paged_adamw_8bit": (8, True),
+    "paged_adamw": (32, True),
+}
 
 
 class ShardwiseAdam(torch.optim.Optimizer):
-    """AdamW over this process's shards. `count` (): the updates so far, which is the moments' step."""
+    """AdamW over this process's shards. `count` (): the updates so far, which is the moments'
+    step.
+    """
 
     def __init__(
         self,
@@ -60,7 +70,9 @@ class ShardwiseAdam(torch.optim.Optimizer):
         self._scales = {name: self._padded_scales(name) for name in params}
 
     def _padded_scales(self, name: str) -> dict[str, torch.Tensor]:
-        """Put the scales of both moments into buffers of the largest shard's size, so that those of all shards are one tensor."""
+        """Put the scales of both moments into buffers of the largest shard's size, so that those of
+        all shards are one tensor.
+        """
         if self._bits != 8 or isinstance(self._inner, _TorchAdamW):
             return {}
         param, shard, found = self._params[name], self._shards[name], {}
@@ -72,9 +84,11 @@ class ShardwiseAdam(torch.optim.Optimizer):
         return found
 
     def begin(self, *, unless: torch.Tensor) -> None:
-        """Start the update where the device can be told to leave it: torch's own, so that the device need not wait for the host.
+        """Start the update where the device can be told to leave it: torch's own, so that the
+        device need not wait for the host.
 
-        unless: () bool on the device. `step` completes the update; without it nothing has happened if `unless` is true.
+        unless: () bool on the device. `step` completes the update; without it nothing has happened
+        if `unless` is true.
         """
         self._begun = isinstance(self._inner, _TorchAdamW)
         if self._begun:
@@ -124,7 +138,8 @@ class ShardwiseAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def requantize_(self, name: str, stored: Mapping[str, torch.Tensor]) -> None:
-        """Take moments of 8 bits that other processes' cuts have quantized; `stored`: whole, named as in `pieces`.
+        """Take moments of 8 bits that other processes' cuts have quantized; `stored`: whole, named
+        as in `pieces`.
 
         Raises `DamagedError` if their shapes do not belong to the parameter.
         """
@@ -149,11 +164,16 @@ class _TorchAdamW:
         self._adamw = torch.optim.AdamW(shards, **settings, fused=True)
         for shard in shards:
             step = torch.zeros((), device=shard.device)
-            self._adamw.state[shard] = {"step": step, **{m: torch.zeros_like(shard) for m in MOMENTS}}  # fmt: skip
+            self._adamw.state[shard] = {
+                "step": step,
+                **{m: torch.zeros_like(shard) for m in MOMENTS},
+            }
         self._count = 0
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
-        """Update the shards that have a gradient, which have been updated `count` times; not if `unless` is true."""
+        """Update the shards that have a gradient, which have been updated `count` times; not if
+        `unless` is true.
+        """
         if count != self._count:  # a checkpoint was read, or the update before was left
             for state in self._adamw.state.values():
                 state["step"].fill_(count)
@@ -181,7 +201,8 @@ class _BitsandbytesAdamW:
         for place, shard in enumerate(shards):
             self._adamw.init_state(group, shard, 0, place)
         if paged and torch.cuda.is_available():
-            torch.cuda.synchronize()  # filled with zeros by then: before a checkpoint is read into it
+            # filled with zeros by then: before a checkpoint is read into it
+            torch.cuda.synchronize()
 
     def step(self, count: int, *, lr: float, unless: torch.Tensor | None) -> None:
         """Update the shards that have a gradient, which have been updated `count` times."""

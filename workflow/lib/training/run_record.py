@@ -1,7 +1,7 @@
 """The record of a run: a line per step while it trains, a summary when it is done.
 
-Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on resuming, so without
-gaps or doubles) and `history.jsonl` (one line per start, never rewound).
+Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the checkpoint on
+resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound).
 """
 
 import json
@@ -50,7 +50,8 @@ class Journal:
         """Seconds trained so far, over all invocations."""
 
     def add(self, metrics: StepMetrics) -> bool:
-        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to the log now and then.
+        """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
+        the log now and then.
 
         Return whether it has a line.
         """
@@ -72,7 +73,8 @@ class Journal:
         """Return the facts of a step for the progress bar."""
         heldout = metrics.heldout_loss
         return (
-            f"loss {metrics.loss:.3f}, {'' if heldout is None else f'held-out {heldout:.3f}, '}|g| {metrics.grad_norm:.2f}, "
+            f"loss {metrics.loss:.3f}, {'' if heldout is None else f'held-out {heldout:.3f}, '}|g| "
+            f"{metrics.grad_norm:.2f}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
         )
 

@@ -48,10 +48,11 @@ def startup_checks(
     *,
     moved: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Check what must hold before the first step; return the checks for the report. Calls `moved` on its way. Collective.
+    """Check what must hold before the first step; return the checks for the report. Calls `moved`
+    on its way. Collective.
 
-    Raises `UserError` if our logits are not the family's, a gathered tensor differs from the checkpoint, or a row
-    has no trained token.
+    Raises `UserError` if our logits are not the family's, a gathered tensor differs from the
+    checkpoint, or a row has no trained token.
     """
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
@@ -70,9 +71,11 @@ def startup_checks(
         count = len(reader.names())
     if wrong:
         raise UserError(
-            f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: the weights would "
+            f"{len(wrong)} tensors differ from the checkpoint after gathering, first {wrong[0]}: "
+            "the weights would "
             "be silently wrong. Check the files in "
-            f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and NCCL."
+            f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and "
+            "NCCL."
         )
     held, total = local_bytes(model.training)
     fewest = int(store.trained_tokens_per_row.min())
@@ -90,7 +93,8 @@ def startup_checks(
         _check(
             "every process holds its share of the parameters",
             held <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
-            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share a copy"
+            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share "
+            "a copy"
             + (
                 f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
                 if model.hosted
@@ -102,7 +106,8 @@ def startup_checks(
 
 
 def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> dict[str, Any]:
-    """Compare our logits with those of the family's own forward, which may do more after its head than we know.
+    """Compare our logits with those of the family's own forward, which may do more after its head
+    than we know.
 
     Raises `UserError` if they differ. Collective.
     """
@@ -116,8 +121,10 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
     if not difference <= FAMILY_TOLERANCE * largest:
         family = type(training.peft_model.get_base_model()).__name__  # type: ignore[operator]
         raise UserError(
-            f"{family} is not supported: its logits differ by {difference:.3g} (of {largest:.3g}) from the product of "
-            "hidden states and head, so the loss would be another model's. Choose another model.source."
+            f"{family} is not supported: its logits differ by {difference:.3g} (of {largest:.3g}) "
+            "from the product of "
+            "hidden states and head, so the loss would be another model's. Choose another "
+            "model.source."
         )
     return _check(
         "logits equal those of the model family's own forward",

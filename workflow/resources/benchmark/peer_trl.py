@@ -1,8 +1,10 @@
-"""The same case by other software: TRL's SFTTrainer over Accelerate (DDP, FSDP1 or FSDP2), bitsandbytes NF4, PEFT LoRA.
+"""The same case by other software: TRL's SFTTrainer over Accelerate (DDP, FSDP1 or FSDP2),
+bitsandbytes NF4, PEFT LoRA.
 
-A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the same random base, with
-the packed weights as bf16 views, the storage that these stacks recommend for sharding, and takes the same rows, batch, rank
-and steps. Peaks, speed and the rate of products are measured by the same code. Accelerate is told what to do by the environment
+A worker of the benchmark (`benchmark_run` starts it), and no part of the training. It loads the
+same random base, with the packed weights as bf16 views, the storage that these stacks recommend for
+sharding, and takes the same rows, batch, rank and steps. Peaks, speed and the rate of products are
+measured by the same code. Accelerate is told what to do by the environment
 variables that `accelerate launch` sets. Packages: envs/peers.txt.
 """
 
@@ -68,7 +70,9 @@ VERSIONS = {
 
 
 class Watch(TrainerCallback):
-    """Records what a step takes, as the benchmark of our engine does: all that the step started has ended."""
+    """Records what a step takes, as the benchmark of our engine does: all that the step started has
+    ended.
+    """
 
     def __init__(self, seen: Observed, device: torch.device, pulse: Pulse) -> None:
         self._seen, self._device, self._pulse = seen, device, pulse
@@ -166,7 +170,10 @@ def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pul
         )  # fmt: skip
         if sharded and trainer.accelerator.distributed_type != DistributedType.FSDP:
             kind = trainer.accelerator.distributed_type.value
-            raise UserError(f"Accelerate shards nothing on {device.type} (distributed type {kind}): nothing was measured")  # fmt: skip
+            raise UserError(
+                f"Accelerate shards nothing on {device.type} (distributed type {kind}): nothing "
+                "was measured"
+            )
         total = parameter_bytes(model)
         trainer.train()
         seen.checks = [held(parameter_bytes(trainer.model_wrapped), total, sharded=sharded)]
@@ -179,7 +186,9 @@ def parameter_bytes(model: torch.nn.Module) -> int:
 
 
 def held(found: int, total: int, *, sharded: bool) -> dict[str, Any]:
-    """Return a check whether the processes share the parameters: packed weights may have stayed whole on each."""
+    """Return a check whether the processes share the parameters: packed weights may have stayed
+    whole on each.
+    """
     detail = f"{found:,} of {total:,} bytes on the main process"
     name = "every process holds its share of the parameters"
     return {"name": name, "passed": not sharded or found < 0.75 * total, "detail": detail}
@@ -188,7 +197,9 @@ def held(found: int, total: int, *, sharded: bool) -> dict[str, Any]:
 def arguments(
     job: Job, config: RunConfig, folder: str, device: torch.device, *, sharded: bool
 ) -> SFTConfig:
-    """Return the trainer's settings; sharded models are recomputed by Accelerate, as it recommends."""
+    """Return the trainer's settings; sharded models are recomputed by Accelerate, as it
+    recommends.
+    """
     assert job.peer is not None
     return SFTConfig(
         output_dir=folder,
@@ -223,7 +234,9 @@ def dataset(job: Job, config: RunConfig) -> Dataset:
 
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that nothing is encoded with: the trainer asks for one, with a padding token."""
+    """Return a tokenizer that nothing is encoded with: the trainer asks for one, with a padding
+    token.
+    """
     words = {"<end>": vocab_size - 1}
     core = Tokenizer(WordLevel(words, unk_token="<end>"))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")

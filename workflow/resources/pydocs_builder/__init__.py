@@ -1,1 +1,3 @@
-"""Question/answer pairs, a multiple-choice task and a raw corpus from the documentation in CPython itself."""
+"""Question/answer pairs, a multiple-choice task and a raw corpus from the documentation in CPython
+itself.
+"""

@@ -1,4 +1,5 @@
-"""The raw corpus: docstrings, the language reference and source code, without anything that is held out.
+"""The raw corpus: docstrings, the language reference and source code, without anything that is held
+out.
 
 Three things keep a held-out answer from the base model: the documentation of held-out objects is
 left out; source code comes without any docstring and without the held-out functions and classes;
@@ -56,7 +57,9 @@ def build_corpus(
 
 
 def protected_texts(split: Split) -> list[str]:
-    """Return the held-out texts that the corpus must not contain: answers and descriptions, not bare names."""
+    """Return the held-out texts that the corpus must not contain: answers and descriptions, not
+    bare names.
+    """
     texts = {text for pair in split.heldout for text in (pair.completion, pair.description)}
     return sorted(t for t in texts if len(normalised(t).split()) >= MIN_CONTAINED_WORDS)
 

@@ -1,4 +1,5 @@
-"""Near-duplicate texts: Jaccard similarity of word 5-grams, and containment of a text in a document.
+"""Near-duplicate texts: Jaccard similarity of word 5-grams, and containment of a text in a
+document.
 
 The measure is the resemblance of Broder, "On the resemblance and containment of documents" (1997).
 """
@@ -56,7 +57,9 @@ class ShingleIndex:
         )
 
     def contained_in(self, document: str) -> frozenset[Shingle]:
-        """Return all shingles of the indexed texts of which the document holds `THRESHOLD` or more."""
+        """Return all shingles of the indexed texts of which the document holds `THRESHOLD` or
+        more.
+        """
         found = shingles(document)
         contained = {
             number
@@ -67,14 +70,18 @@ class ShingleIndex:
 
 
 def pair_texts(pair: dict[str, str]) -> tuple[str, str]:
-    """Return what is compared of a question/answer pair: the completion, and prompt with completion."""
+    """Return what is compared of a question/answer pair: the completion, and prompt with
+    completion.
+    """
     return pair["completion"], f"{pair['prompt']} {pair['completion']}"
 
 
 def near_duplicates(
     pairs: Sequence[dict[str, str]], of_pairs: Sequence[dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Return the members of `pairs` whose completion, or whole, nearly repeats that of any of `of_pairs`."""
+    """Return the members of `pairs` whose completion, or whole, nearly repeats that of any of
+    `of_pairs`.
+    """
     completions = ShingleIndex(pair_texts(pair)[0] for pair in of_pairs)
     wholes = ShingleIndex(pair_texts(pair)[1] for pair in of_pairs)
     return [

@@ -75,7 +75,9 @@ SECTION = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A question with its answer; `source` is the object it is about; `description` a text that the prompt reveals."""
+    """A question with its answer; `source` is the object it is about; `description` a text that the
+    prompt reveals.
+    """
 
     prompt: str
     completion: str
@@ -119,7 +121,9 @@ def all_pairs(
 
 
 def object_pairs(item: DocumentedObject) -> Iterator[Pair]:
-    """Yield the pairs about one object: its purpose or its call, and perhaps details and its name."""
+    """Yield the pairs about one object: its purpose or its call, and perhaps details and its
+    name.
+    """
     blocks = text.prose(item.doc)
     summary = text.answer(blocks)
     if not summary:
@@ -161,7 +165,9 @@ def describing_sentence(item: DocumentedObject) -> str:
 
 
 def name_question(item: DocumentedObject) -> str:
-    """Return the question for the object's name given its description, or "" where none can be asked."""
+    """Return the question for the object's name given its description, or "" where none can be
+    asked.
+    """
     description = describing_sentence(item)
     if not description or item.kind == "module" or item.short_name == "__init__":
         return ""

@@ -12,7 +12,9 @@ HELDOUT_SHARE = 0.06  # of objects, before near-duplicates of train leave
 
 @dataclass(frozen=True)
 class Split:
-    """The two splits, and how many pairs and objects left the held-out one as near-duplicates of train."""
+    """The two splits, and how many pairs and objects left the held-out one as near-duplicates of
+    train.
+    """
 
     train: list[Pair]
     heldout: list[Pair]
@@ -28,8 +30,8 @@ class Split:
 def split_pairs(pairs: Sequence[Pair]) -> Split:
     """Hold out a share of the objects with all their pairs.
 
-    An object of which any pair nearly repeats one of train moves to train with all its pairs. A move may
-    make another held-out object a near-duplicate, so this repeats until none is left.
+    An object of which any pair nearly repeats one of train moves to train with all its pairs. A
+    move may make another held-out object a near-duplicate, so this repeats until none is left.
     """
     by_source: defaultdict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:

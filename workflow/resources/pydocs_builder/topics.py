@@ -1,4 +1,6 @@
-"""The language reference inside `pydoc_data.topics`: titled sections, and the definitions in them."""
+"""The language reference inside `pydoc_data.topics`: titled sections, and the definitions in
+them.
+"""
 
 import re
 import textwrap

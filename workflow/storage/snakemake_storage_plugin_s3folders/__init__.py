@@ -1,10 +1,11 @@
 """Snakemake's S3 storage, with folders that appear while Snakemake runs, and a bucket that stays.
 
-`--default-storage-provider s3folders`, with this folder's parent on PYTHONPATH; settings and variables are those of
-`s3`, under this name (SNAKEMAKE_STORAGE_S3FOLDERS_...). Differences from snakemake-storage-plugin-s3 0.3.6:
+`--default-storage-provider s3folders`, with this folder's parent on PYTHONPATH; settings and
+variables are those of `s3`, under this name (SNAKEMAKE_STORAGE_S3FOLDERS_...). Differences from
+snakemake-storage-plugin-s3 0.3.6:
 
-- It remembers that a folder is not there, so the folder that a job made elsewhere stays missing to the Snakemake that
-  sent the job. Here only "it is a folder" is remembered.
+- It remembers that a folder is not there, so the folder that a job made elsewhere stays missing to
+  the Snakemake that sent the job. Here only "it is a folder" is remembered.
 - It deletes a bucket whose last object it removes. Here it never does.
 """
 

@@ -1,8 +1,9 @@
 """Chat messages as people write them, made into the one form that chat templates expect.
 
-OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same. Arguments of tool
-calls become objects, for templates write them as JSON and would quote a string again. All other keys of
-a message (name, reasoning_content, ...) go to the template as they are. What does not fit raises `RowError`.
+OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same.
+Arguments of tool calls become objects, for templates write them as JSON and would quote a string
+again. All other keys of a message (name, reasoning_content, ...) go to the template as they are.
+What does not fit raises `RowError`.
 """
 
 import json
@@ -35,7 +36,9 @@ READ_KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "functi
 
 
 class RowError(ValueError):
-    """A row that cannot be used; the message is `kind` or `kind: detail`, without characters that a terminal obeys."""
+    """A row that cannot be used; the message is `kind` or `kind: detail`, without characters that a
+    terminal obeys.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(reason))
@@ -43,7 +46,9 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the template gets them, whether each one's tokens may be trained, and the tools on offer."""
+    """Messages as the template gets them, whether each one's tokens may be trained, and the tools
+    on offer.
+    """
 
     messages: list[Message]
     trained: list[bool]
@@ -51,7 +56,9 @@ class Conversation:
 
 
 def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a list, or of its JSON text, and which are to be trained: the assistant's, but for weight 0."""
+    """Return the messages of a list, or of its JSON text, and which are to be trained: the
+    assistant's, but for weight 0.
+    """
     items = json_value(raw, what) if isinstance(raw, str) else raw
     if not isinstance(items, list):
         raise RowError(f"not a list of messages: {what} is {kind(items)}")
@@ -88,7 +95,9 @@ def _either(item: dict[str, Any], key: str, other: str) -> Any:
 
 
 def _content(content: Any, role: str, has_calls: bool, where: str) -> str:
-    """Return a message's text. System prompts, tool results and turns that call a tool may be empty."""
+    """Return a message's text. System prompts, tool results and turns that call a tool may be
+    empty.
+    """
     what = f"content of {where}"
     if isinstance(content, list) and role != "tool":
         content = "".join(_part(part, what) for part in content)
@@ -102,7 +111,9 @@ def _content(content: Any, role: str, has_calls: bool, where: str) -> str:
 
 
 def _part(part: Any, what: str) -> str:
-    """Return the text of a part of a content list; pictures and sounds are refused, not left out."""
+    """Return the text of a part of a content list; pictures and sounds are refused, not left
+    out.
+    """
     given = part.get("type", "text") if isinstance(part, dict) else kind(part)
     if given not in ("text", "input_text", "output_text"):
         raise RowError(f"not text: {what} has a part of type {given!r}")
@@ -119,7 +130,9 @@ def _weight(item: dict[str, Any], place: int) -> int:
 
 
 def _tool_calls(item: dict[str, Any], written: Any, where: str) -> list[dict[str, Any]]:
-    """Return the calls of a message: OpenAI's list, its old single `function_call`, or ShareGPT's JSON text."""
+    """Return the calls of a message: OpenAI's list, its old single `function_call`, or ShareGPT's
+    JSON text.
+    """
     calls = item.get("tool_calls") or []
     if item.get("function_call") is not None:
         calls = [item["function_call"]]
@@ -150,7 +163,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_tools(raw: Any, *, what: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a list, or of its JSON text, each as `{"type": "function", "function": ...}`; None if there are none."""
+    """Return the tools of a list, or of its JSON text, each as `{"type": "function", "function":
+    ...}`; None if there are none.
+    """
     items = json_value(raw, what) if isinstance(raw, str) and raw.strip() else raw
     if not items:
         return None

@@ -1,7 +1,8 @@
-"""Conversations to text through a chat template, which is code of others: Transformers runs it in Jinja's immutable sandbox.
+"""Conversations to text through a chat template, which is code of others: Transformers runs it in
+Jinja's immutable sandbox.
 
-What the template does not write would silently not be trained. So a conversation with tools is rendered once
-more with every function name and tool result marked, and each mark must come back.
+What the template does not write would silently not be trained. So a conversation with tools is
+rendered once more with every function name and tool result marked, and each mark must come back.
 """
 
 import json
@@ -30,8 +31,10 @@ LOOKS_AHEAD = {
     "nextitem",
 }  # attributes of Jinja's `loop`
 SEARCHES = {"split", "rsplit", "partition", "rpartition", "find", "startswith", "endswith"}
-# Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow, so
-# they are given this day (the default in Llama 3.2's template): the macro shadows Transformers' function.
+# Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow,
+# so
+# they are given this day (the default in Llama 3.2's template): the macro shadows Transformers'
+# function.
 FIXED_DATE = "2024-07-26"
 DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ format | replace('%Y', '2024') | replace('%y', '24')"
@@ -39,7 +42,8 @@ DATE_MACRO = (
     " | replace('%A', 'Friday') | replace('%a', 'Fri') | replace('%H', '12') | replace('%M', '00')"
     " | replace('%S', '00') }}{% endmacro %}"
 )
-# Templates write a text once, and a little around it. A tokenizer takes 150 bytes of memory for a byte of text.
+# Templates write a text once, and a little around it. A tokenizer takes 150 bytes of memory for a
+# byte of text.
 MAX_RENDERED_CHARS = 2 * MAX_ROW_BYTES
 # What a template raises at data that it was not written for.
 TEMPLATE_ERRORS = (
@@ -171,8 +175,8 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         """Return the text, and the character spans of its generation blocks.
 
-        Raises `RowError` if the template refuses or writes too much, `UserError` if it takes too much time or memory:
-        how much a machine has of them must not decide which rows are trained.
+        Raises `RowError` if the template refuses or writes too much, `UserError` if it takes too
+        much time or memory: how much a machine has of them must not decide which rows are trained.
         """
         try:
             with BoundedWork():
@@ -191,12 +195,15 @@ class ChatTemplate:
         texts, spans = rendered
         if len(texts[0]) > MAX_RENDERED_CHARS:
             raise RowError(
-                f"too large: the chat template writes {len(texts[0])} characters, more than {MAX_RENDERED_CHARS}"
+                f"too large: the chat template writes {len(texts[0])} characters, more than "
+                f"{MAX_RENDERED_CHARS}"
             )
         return texts[0], spans[0] if spans else []
 
     def check_tools(self, conversation: Conversation) -> None:
-        """Raise `RowError` if the template leaves out a tool, a call or a tool's result, or does not train a call."""
+        """Raise `RowError` if the template leaves out a tool, a call or a tool's result, or does
+        not train a call.
+        """
         if not uses_tools(conversation):
             return
         marked, expected = _marked(conversation)
@@ -211,7 +218,8 @@ class ChatTemplate:
         outside = [name for name in _called(marked) if self.has_blocks and name not in blocks]
         if outside:
             raise RowError(
-                "tools not trained: the chat template writes calls outside of its {% generation %} blocks; "
+                "tools not trained: the chat template writes calls outside of its {% generation %} "
+                "blocks; "
                 "give one that writes them inside in data.chat_template"
             )
 
@@ -219,7 +227,8 @@ class ChatTemplate:
 def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
     beginning = preview(str(messages[0]["content"] if messages else ""))
     return UserError(
-        f"data.chat_template, or without it the tokenizer's own: the chat template {excess} for one conversation, "
+        f"data.chat_template, or without it the tokenizer's own: the chat template {excess} for "
+        "one conversation, "
         f"which begins with {beginning!r}. Name a template without such loops or "
         "repetitions in data.chat_template, or remove that conversation."
     )
@@ -257,7 +266,9 @@ def uses_tools(conversation: Conversation) -> bool:
 
 
 def _marked(conversation: Conversation) -> tuple[Conversation, dict[str, tuple[str, int]]]:
-    """Return the conversation with function names and tool results marked; and what each mark stands for, and how often."""
+    """Return the conversation with function names and tool results marked; and what each mark
+    stands for, and how often.
+    """
     tools = conversation.tools or []
     calls = [c for m in conversation.messages for c in m.get("tool_calls", ())]
     counts = Counter(entry["function"]["name"] for entry in [*tools, *calls])

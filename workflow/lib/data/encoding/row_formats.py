@@ -1,8 +1,10 @@
-"""What a row means: its columns become a conversation, a plain text or ready token ids, by one of five formats.
+"""What a row means: its columns become a conversation, a plain text or ready token ids, by one of
+five formats.
 
-`messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts, or lists of
-messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask, `text` stays text. A row that does not
-fit raises `RowError`; its message is the reason in `rejects.jsonl`, and what stands before the colon is counted.
+`messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts,
+or lists of messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask,
+`text` stays text. A row that does not fit raises `RowError`; its message is the reason in
+`rejects.jsonl`, and what stands before the colon is counted.
 """
 
 import difflib
@@ -27,7 +29,8 @@ IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
 MESSAGES_COLUMN = DataColumns().messages
 SHAREGPT_COLUMN = "conversations"  # taken for `messages` where data.columns says nothing else
 
-# Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first that fits.
+# Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first
+# that fits.
 REQUIRED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -35,7 +38,8 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "text": ("text",),
 }
-# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the text beside them.
+# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
+# text beside them.
 TARGETS = ("labels", "loss_mask")
 WITHOUT_TEMPLATE: frozenset[Format] = frozenset({"tokens", "text"})
 
@@ -54,10 +58,13 @@ Sample = Conversation | TokenRow | str
 def choose_format(
     found: Collection[str], *, format: str, columns: DataColumns, setting: str
 ) -> Format:
-    """Return the format of rows with the columns `found`: the one that is set, or for `auto` the first that fits.
+    """Return the format of rows with the columns `found`: the one that is set, or for `auto` the
+    first that fits.
 
-    Raises `UserError` that lists the columns found and expected if none fits; `setting` names the source.
-    Without any column there is not one object in it: any format will do to reject its rows, each with its own reason.
+    Raises `UserError` that lists the columns found and expected if none fits; `setting` names the
+    source.
+    Without any column there is not one object in it: any format will do to reject its rows, each
+    with its own reason.
     """
     candidates = [name for name in REQUIRED if format in ("auto", name)]
     if not found:

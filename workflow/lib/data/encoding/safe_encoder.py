@@ -1,11 +1,12 @@
 """Text to token ids, where only the chat template can write a special token, never the data.
 
-A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it would
-end the turn. Here such text is *guarded* before rendering: every character of the occurrence is replaced
-by one of the private-use plane. After rendering, guarded and unguarded spellings are swapped, and a
-second tokenizer reads the result whose special tokens are spelled guarded: the template's tokens match,
-the data's text is ordinary. Lengths do not change, so character positions stay valid. Text without
-such strings, nearly all, takes the first tokenizer as it is.
+A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it
+would
+end the turn. Here such text is *guarded* before rendering: every character of the occurrence is
+replaced by one of the private-use plane. After rendering, guarded and unguarded spellings are
+swapped, and a second tokenizer reads the result whose special tokens are spelled guarded: the
+template's tokens match, the data's text is ordinary. Lengths do not change, so character positions
+stay valid. Text without such strings, nearly all, takes the first tokenizer as it is.
 """
 
 import json
@@ -24,7 +25,9 @@ PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned cha
 
 
 class SafeEncoder:
-    """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept ordinary."""
+    """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept
+    ordinary.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -43,7 +46,9 @@ class SafeEncoder:
 
     @cached_property
     def _guarded(self) -> Tokenizer:
-        """Made at its first use: a large vocabulary takes a second, and most chats spell no special token."""
+        """Made at its first use: a large vocabulary takes a second, and most chats spell no special
+        token.
+        """
         spec = json.loads(self._plain.to_str())
         guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
         for text, alias in self._names.items():
@@ -83,7 +88,9 @@ class SafeEncoder:
         return starts[-1] if starts else None
 
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
-        """Encode what the template rendered; `guarded` says that its messages went through `guard`."""
+        """Encode what the template rendered; `guarded` says that its messages went through
+        `guard`.
+        """
         if not guarded:
             return self._plain.encode(text, add_special_tokens=False)
         swapped = self._either.sub(lambda match: match.group().translate(self._swap), text)
@@ -143,7 +150,8 @@ def _first_from(encoding: Encoding, start: int) -> int:
 def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     """Return the tokens [first, stop) that touch the characters [start, end); (0, 0) if none does.
 
-    Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets takes ten times as long.
+    Tokens follow the text, so both of their ends ascend and can be bisected: a list of all offsets
+    takes ten times as long.
     """
 
     def characters(place: int) -> tuple[int, int]:
@@ -172,7 +180,8 @@ def _any_of(strings: list[str]) -> re.Pattern[str]:
 def _rename_specials(spec: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return a tokenizer's JSON with other spellings of its special tokens, ids unchanged.
 
-    Many tokenizers list a special token in the model's vocabulary too (a dict, or pairs for Unigram).
+    Many tokenizers list a special token in the model's vocabulary too (a dict, or pairs for
+    Unigram).
     """
     model = dict(spec["model"])
     vocab = model["vocab"]

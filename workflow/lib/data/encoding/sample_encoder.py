@@ -78,7 +78,9 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: token ids uint32 and loss mask bool, both of shape (length,); False at position 0."""
+    """A document: token ids uint32 and loss mask bool, both of shape (length,); False at position
+    0.
+    """
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
@@ -146,10 +148,11 @@ class SampleEncoder:
         return self.begin(sample)()
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
-        """Return what encodes the sample; of a conversation, rendered now. Both raise `RowError` as `encode` does.
+        """Return what encodes the sample; of a conversation, rendered now. Both raise `RowError` as
+        `encode` does.
 
-        To begin many samples and then end them takes four fifths of the time of one after the other: template and
-        tokenizer do not put each other out of the processor's caches.
+        To begin many samples and then end them takes four fifths of the time of one after the
+        other: template and tokenizer do not put each other out of the processor's caches.
         """
         if isinstance(sample, Conversation):
             assert self._template is not None, "conversations need a chat template"
@@ -170,12 +173,16 @@ class SampleEncoder:
         return [text, *chats]
 
     def end_of_turn_ids(self) -> list[int]:
-        """Return the special tokens that end what the assistant is trained to say; none without a template."""
+        """Return the special tokens that end what the assistant is trained to say; none without a
+        template.
+        """
         ends = {end for _, _, found in self._answered_probes() for end in found}
         return sorted(ends & self._encoder.special_ids)
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
-        """Yield each probe that the template takes, with its ids and the last tokens of its trained turns."""
+        """Yield each probe that the template takes, with its ids and the last tokens of its trained
+        turns.
+        """
         if self._template is None:
             return
         for probe in PROBES:
@@ -187,7 +194,9 @@ class SampleEncoder:
     def _answered(
         self, template: ChatTemplate, conversation: Conversation
     ) -> tuple[list[int], list[int]]:
-        """Return the whole conversation's ids, and the last token of each trained turn. It spells no special token."""
+        """Return the whole conversation's ids, and the last token of each trained turn. It spells
+        no special token.
+        """
         conversation = template.adapted(conversation)
         template.check_tools(conversation)
         whole, blocks = template.render(conversation.messages, tools=conversation.tools)
@@ -198,7 +207,9 @@ class SampleEncoder:
         return self._encoder.encode_rendered(whole, guarded=False).ids, ends
 
     def _encode_text(self, text: str) -> list[Encoded]:
-        """Every token is trained; bos (if the tokenizer has one) and eos stand around the text once."""
+        """Every token is trained; bos (if the tokenizer has one) and eos stand around the text
+        once.
+        """
         ids = [*self._bos, *self._encoder.encode_plain(text).ids, *self._eos]
         return [_encoded(ids, [(0, len(ids))], self._encoder.holds_special(text))]
 
@@ -292,7 +303,8 @@ class SampleEncoder:
             start = text.rindex(begun[anchor:]) + len(begun) - anchor
         else:
             raise RowError(
-                f"turn not found: the chat template does not write message {place + 1} behind what it renders "
+                f"turn not found: the chat template does not write message {place + 1} behind what "
+                "it renders "
                 "as its prompt (add_generation_prompt); give one that does in data.chat_template"
             )
         answer = text[start:]
@@ -379,7 +391,9 @@ class SampleEncoder:
         return first, self._with_end_of_turn(ids, first, stop)
 
     def _with_end_of_turn(self, ids: list[int], first: int, stop: int) -> int:
-        """Extend a span by the special token behind it, where the template left it out of the block."""
+        """Extend a span by the special token behind it, where the template left it out of the
+        block.
+        """
         special = self._encoder.special_ids
         ends_open = stop > first and ids[stop - 1] not in special
         return stop + 1 if ends_open and stop < len(ids) and ids[stop] in special else stop
@@ -396,7 +410,8 @@ class SampleEncoder:
             ) from None
         if int(encoded.ids[encoded.mask][-1]) not in self._encoder.special_ids:
             raise _template_error(
-                "an assistant's turn does not end with a special token, so no model could learn to stop"
+                "an assistant's turn does not end with a special token, so no model could learn to "
+                "stop"
             )
         turn = text.turns[0]
         steady = template.has_constant_prompt and not template.looks_ahead
@@ -425,7 +440,8 @@ def _encoded(ids: list[int], trained: Spans, held_special_text: bool) -> Encoded
 
 def _template_error(finding: str) -> UserError:
     return UserError(
-        f"The chat template cannot be used for training: {finding}. Give another one in data.chat_template: "
+        f"The chat template cannot be used for training: {finding}. Give another one in "
+        "data.chat_template: "
         "a Jinja file that writes each assistant turn as "
         "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}."
     )

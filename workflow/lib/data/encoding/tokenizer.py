@@ -1,4 +1,6 @@
-"""The tokenizer of the base model: loaded from its folder, checked for what training needs, and digested."""
+"""The tokenizer of the base model: loaded from its folder, checked for what training needs, and
+digested.
+"""
 
 import hashlib
 from pathlib import Path
@@ -24,10 +26,12 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, without network access and without running code from it.
+    """Load the tokenizer of a model folder, without network access and without running code from
+    it.
 
-    Raises `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no eos token; and if
-    a config.json beside it has absurd sizes, of which Transformers would make lists.
+    Raises `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no
+    eos token; and if a config.json beside it has absurd sizes, of which Transformers would make
+    lists.
     """
     if (folder / "config.json").is_file():
         read_bounded(folder / "config.json")

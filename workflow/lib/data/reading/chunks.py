@@ -1,8 +1,8 @@
 """Stretches of a data file, as the one process that reads hands them to those that encode.
 
-Reading a line takes a fiftieth of parsing it, so a chunk carries bytes, and `rows()` decodes and parses
-them wherever it is called. Chunks can be pickled. Where a row's bytes cannot be found without
-parsing (CSV, JSON arrays), a chunk carries what was parsed.
+Reading a line takes a fiftieth of parsing it, so a chunk carries bytes, and `rows()` decodes and
+parses them wherever it is called. Chunks can be pickled. Where a row's bytes cannot be found
+without parsing (CSV, JSON arrays), a chunk carries what was parsed.
 """
 
 import json
@@ -40,7 +40,9 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of a JSON Lines file from line `first` on; of one beyond `MAX_ROW_BYTES`, its beginning and one byte more."""
+    """Lines of a JSON Lines file from line `first` on; of one beyond `MAX_ROW_BYTES`, its beginning
+    and one byte more.
+    """
 
     first: int
     lines: tuple[bytes, ...]
@@ -84,7 +86,9 @@ parse_json_at = _DECODER.raw_decode
 
 @dataclass(frozen=True)
 class TextBlocks:
-    """Plain texts, each with the number of its first line; each becomes a row with the one column `text`."""
+    """Plain texts, each with the number of its first line; each becomes a row with the one column
+    `text`.
+    """
 
     numbers: tuple[int, ...]
     texts: tuple[bytes, ...]
@@ -109,7 +113,9 @@ def _text_row(number: int, text: bytes) -> Row | BrokenRow:
 
 @dataclass(frozen=True)
 class CsvRecords:
-    """Records of a CSV file from row `first` on; bytes that are no UTF-8 stand in them as lone surrogates."""
+    """Records of a CSV file from row `first` on; bytes that are no UTF-8 stand in them as lone
+    surrogates.
+    """
 
     first: int
     header: tuple[str, ...]
@@ -154,7 +160,9 @@ class Parsed:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table from row `first` on, as an Arrow stream: a pickled batch would drag its whole file along."""
+    """Rows of a table from row `first` on, as an Arrow stream: a pickled batch would drag its whole
+    file along.
+    """
 
     first: int
     stream: bytes
@@ -205,7 +213,9 @@ def _table_row(number: int, value: dict[str, Any] | None) -> Row | BrokenRow:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of structs: a table gives every struct of a column all fields that any of them has."""
+    """Drop the null fields of structs: a table gives every struct of a column all fields that any
+    of them has.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):

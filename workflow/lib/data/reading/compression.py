@@ -1,6 +1,7 @@
 """Data files as streams of bytes, whatever compression is around them; pyarrow brings both codecs.
 
-A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is bounded.
+A compressed file may be made to fill a disk or to take hours (a bomb), so what it may unpack to is
+bounded.
 """
 
 import io
@@ -15,7 +16,8 @@ import pyarrow
 from workflow.lib.data.reading.file_types import compression_of
 
 BUFFER_BYTES = 2**20
-# Rows that repeat each other, such as lists of zeros, may shrink a hundredfold; gzip can shrink 1,032 times, zstd more.
+# Rows that repeat each other, such as lists of zeros, may shrink a hundredfold; gzip can shrink
+# 1,032 times, zstd more.
 MAX_RATIO = 500
 MIN_UNPACKED_BYTES = 2**30  # below this no file is suspected
 
@@ -55,7 +57,8 @@ class _Unpacked(io.RawIOBase):
         self._unpacked += count
         if self._unpacked > self._most:
             raise UnreadableError(
-                f"it unpacks to more than {MAX_RATIO} times its size ({self._most / 2**30:.1f} GiB), "
+                f"it unpacks to more than {MAX_RATIO} times its size ({self._most / 2**30:.1f} "
+                "GiB), "
                 "as files do that are made to fill a disk; if that is right, unpack it yourself"
             )
         return count
@@ -67,7 +70,9 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_seekable(path: Path) -> IO[bytes]:
-    """Open a file for reading at any place; a compressed one is unpacked into a temporary file, which goes when closed."""
+    """Open a file for reading at any place; a compressed one is unpacked into a temporary file,
+    which goes when closed.
+    """
     if compression_of(path) is None:
         return path.open("rb")
     with open_bytes(path) as packed, ExitStack() as on_error:

@@ -1,7 +1,9 @@
-"""Rows of a data file of any type, in order, with their numbers; broken rows are reported, never skipped.
+"""Rows of a data file of any type, in order, with their numbers; broken rows are reported, never
+skipped.
 
-A reader yields chunks of rows; a row that holds no usable object is a `BrokenRow`. What makes the whole
-file unusable (another type of file, cut off, an open quote to the end) raises `UserError` instead.
+A reader yields chunks of rows; a row that holds no usable object is a `BrokenRow`. What makes the
+whole file unusable (another type of file, cut off, an open quote to the end) raises `UserError`
+instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,10 +66,12 @@ def read_chunks(
     file_type: FileType | None = None,
     rows_per_chunk: int = ROWS_PER_CHUNK,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`; the same ones every time.
+    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`; the same ones every
+    time.
 
-    `setting` is the key that names the file, for messages; `file_type` None is told by the name. Raises
-    `UserError` if the type is unknown, the content is another, or the file cannot be read on from some point.
+    `setting` is the key that names the file, for messages; `file_type` None is told by the name.
+    Raises `UserError` if the type is unknown, the content is another, or the file cannot be read on
+    from some point.
     """
     kind = file_type or file_type_of(path, setting=setting)
     try:
@@ -89,9 +93,11 @@ def read_rows(
 
 
 def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
-    """Return the columns of the first `COLUMN_SCAN_ROWS` objects of these files, in the order of appearance.
+    """Return the columns of the first `COLUMN_SCAN_ROWS` objects of these files, in the order of
+    appearance.
 
-    Empty if no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at all.
+    Empty if no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at
+    all.
     """
     rows = chain.from_iterable(
         read_rows(file.path, setting=setting, file_type=file.file_type) for file in files
@@ -120,7 +126,9 @@ def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
 
 
 def _unlike(kind: FileType, head: bytes) -> str | None:
-    """Say what speaks against the type in a text file's first bytes. A NUL in a JSON text makes its row broken."""
+    """Say what speaks against the type in a text file's first bytes. A NUL in a JSON text makes its
+    row broken.
+    """
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":
         return "one JSON array, which belongs into a .json file"

@@ -1,10 +1,13 @@
-"""Files of a Hugging Face hub repository: resolved to one commit, chosen, downloaded, verified, published.
+"""Files of a Hugging Face hub repository: resolved to one commit, chosen, downloaded, verified,
+published.
 
-The idea: everything is asked for by commit, never by branch, so a branch that moves meanwhile changes
-nothing; and a folder appears under its name only when every byte in it was checked against the hub's
-metadata (SHA-256 of LFS files, git blob id of the others). Until then the files lie in the hidden sibling
-folder `.<name>.partial`, from which a repeated command goes on: finished files are kept, others
-start again. Weights are safetensors only: pickles can run code when loaded, and code is never fetched.
+The idea: everything is asked for by commit, never by branch, so a branch that moves meanwhile
+changes nothing; and a folder appears under its name only when every byte in it was checked against
+the hub's metadata (SHA-256 of LFS files, git blob id of the others). Until then the files lie in
+the hidden sibling folder `.<name>.partial`, from which a repeated command goes on: finished files
+are kept, others
+start again. Weights are safetensors only: pickles can run code when loaded, and code is never
+fetched.
 
 The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business.
 """
@@ -58,7 +61,9 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """What the user asked for: a repository, a revision (None = its main branch), and of a dataset the files."""
+    """What the user asked for: a repository, a revision (None = its main branch), and of a dataset
+    the files.
+    """
 
     repo_id: str
     revision: str | None
@@ -77,7 +82,9 @@ class Source:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it; `sha256` is known for LFS files, `blob_id` (git) is right for the others."""
+    """A file as the hub lists it; `sha256` is known for LFS files, `blob_id` (git) is right for the
+    others.
+    """
 
     path: str
     size: int  # bytes
@@ -118,7 +125,8 @@ def list_files(source: Source, *, commit: str) -> list[HubFile]:
 def choose_files(
     source: Source, listing: Sequence[HubFile], *, commit: str, folder: Path
 ) -> list[HubFile]:
-    """Return the files to download, by path. Of a sharded model, its index is downloaded into `folder` to tell.
+    """Return the files to download, by path. Of a sharded model, its index is downloaded into
+    `folder` to tell.
 
     Raises `UserError` if the repository lacks a file that is needed.
     """
@@ -170,7 +178,9 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
 
 
 def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """The named files, those of the named folders, and those that a glob matches (`sources.matching`)."""
+    """The named files, those of the named folders, and those that a glob matches
+    (`sources.matching`).
+    """
     chosen: set[str] = set()
     for name in source.files or ():
         found = matching(paths, name)
@@ -178,7 +188,8 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
             near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
             hint = f"near names are {_some(near)}" if near else f"it has {_some(paths)}"
             raise UserError(
-                f"data.train or data.heldout = {name!r}: the dataset {source.repo_id!r} has no such file; "
+                f"data.train or data.heldout = {name!r}: the dataset {source.repo_id!r} has no "
+                "such file; "
                 f"{hint}. Set it to a path in the dataset's repository."
             )
         chosen |= found
@@ -201,12 +212,15 @@ def _some(names: Sequence[str], *, limit: int = 8) -> str:
 
 
 def check_disk_space(source: Source, files: Sequence[HubFile], *, folder: Path) -> None:
-    """Raise `UserError` if what is still to be downloaded into `folder` does not fit on its disk."""
+    """Raise `UserError` if what is still to be downloaded into `folder` does not fit on its
+    disk.
+    """
     needed = sum(file.size for file in files if not _has_size(folder / file.path, file.size))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise source.error(
-            f"{needed / 2**30:.1f} GiB are to be downloaded, {free / 2**30:.1f} GiB are free on the disk",
+            f"{needed / 2**30:.1f} GiB are to be downloaded, {free / 2**30:.1f} GiB are free on "
+            "the disk",
             "Free the difference, or run in a folder on a larger disk",
         )
 
@@ -229,7 +243,8 @@ def fetch_file(source: Source, file: HubFile, *, commit: str, folder: Path) -> s
     if not correct or path.stat().st_size != file.size:
         path.unlink()
         raise UserError(
-            f"{file.path} of {source.repo_id} was damaged on the way: its size or checksum is not what "
+            f"{file.path} of {source.repo_id} was damaged on the way: its size or checksum is not "
+            "what "
             "the hub announces. It was removed; repeat the command to download it again."
         )
     with path.open("rb") as synced:
@@ -238,7 +253,9 @@ def fetch_file(source: Source, file: HubFile, *, commit: str, folder: Path) -> s
 
 
 def _git_blob_id(path: Path) -> str:
-    """Name of a file's content in git: SHA-1 of a header and the bytes. Files outside LFS are small."""
+    """Name of a file's content in git: SHA-1 of a header and the bytes. Files outside LFS are
+    small.
+    """
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
@@ -258,7 +275,8 @@ def manifest(
 
 @contextmanager
 def partial_folder(output: Path) -> Iterator[Path]:
-    """Yield the locked folder `.<name>.partial` beside `output`; it stays until `publish` renames it.
+    """Yield the locked folder `.<name>.partial` beside `output`; it stays until `publish` renames
+    it.
 
     Raises `UserError` if `output` has content, or another process downloads to it.
     """

@@ -1,7 +1,7 @@
 """What the hub, the network and the disk raise, as messages that say what to change.
 
-The order of `_explanations` matters: huggingface_hub derives "gated" from "not found", and both from
-its general HTTP error.
+The order of `_explanations` matters: huggingface_hub derives "gated" from "not found", and both
+from its general HTTP error.
 """
 
 import errno
@@ -35,7 +35,9 @@ def explained_errors(source: Source) -> Iterator[None]:
 
 
 def explain(source: Source, error: Exception) -> UserError | None:
-    """Say what an exception means for the user; None if it concerns neither hub, network nor a full disk."""
+    """Say what an exception means for the user; None if it concerns neither hub, network nor a full
+    disk.
+    """
     for kind, bound, change in _explanations(source, error):
         if isinstance(error, kind):
             return source.error(bound, change)
@@ -52,7 +54,9 @@ def explain(source: Source, error: Exception) -> UserError | None:
 
 
 def _taken(source: Source) -> str:
-    """Say why the hub was asked at all: a folder's name that is mistyped looks like an id of the hub."""
+    """Say why the hub was asked at all: a folder's name that is mistyped looks like an id of the
+    hub.
+    """
     return f"no folder {source.repo_id} is here, so it was taken as a hub id"
 
 

@@ -1,8 +1,10 @@
-"""A JSON array of objects, read as a stream: the text in memory is one element's at a time, not the file's.
+"""A JSON array of objects, read as a stream: the text in memory is one element's at a time, not the
+file's.
 
-The standard decoder parses an element at a place of a buffer. Where the buffer ends within an element it
-fails at the buffer's end, or at the start of a string that it does not see the end of; then more is read.
-An error anywhere else is the file's. Buffers double, so that a large element is not parsed too often.
+The standard decoder parses an element at a place of a buffer. Where the buffer ends within an
+element it fails at the buffer's end, or at the start of a string that it does not see the end of;
+then more is read. An error anywhere else is the file's. Buffers double, so that a large element is
+not parsed too often.
 """
 
 import io
@@ -33,7 +35,8 @@ BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Read an array of objects, or, if the file begins with an object that ends with its line, JSON Lines.
+    """Read an array of objects, or, if the file begins with an object that ends with its line, JSON
+    Lines.
 
     Raises `UnreadableError` where the array cannot be read on.
     """

@@ -1,6 +1,7 @@
 """A row of a data file, whole or broken, with its number; and text of the data as it may be shown.
 
-A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in `samples`.
+A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in
+`samples`.
 """
 
 import json
@@ -8,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 PREVIEW_CHARS = 160
-# A row beyond this is refused unread, so that memory stays bounded whatever a file holds: 8 bytes for each token of
-# the longest training row (2^20). The tokenizers library takes 150 bytes for a byte of text (20 MB: 3.0 GB, 2026-11-21).
+# A row beyond this is refused unread, so that memory stays bounded whatever a file holds: 8 bytes
+# for each token of the longest training row (2^20). The tokenizers library takes 150 bytes for a
+# byte of text (20 MB: 3.0 GB, 2026-11-21).
 MAX_ROW_BYTES = 8 * 2**20
 MAX_DEPTH = 64  # of lists and objects in each other; far below what would exhaust a recursion
 
@@ -30,7 +32,9 @@ class Row:
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A row that holds no object: its number (from 1), why (`kind` or `kind: detail`), and its first characters."""
+    """A row that holds no object: its number (from 1), why (`kind` or `kind: detail`), and its
+    first characters.
+    """
 
     number: int
     reason: str
@@ -42,7 +46,8 @@ def _start(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return `text` with what a terminal would obey or hide (escapes, bidirectional marks) spelled out.
+    """Return `text` with what a terminal would obey or hide (escapes, bidirectional marks) spelled
+    out.
 
     Lone surrogates, which no UTF-8 file can hold, are spelled out too.
     """
@@ -57,7 +62,8 @@ def preview(text: str) -> str:
 
 
 def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | BrokenRow:
-    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded depth.
+    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded
+    depth.
 
     brackets: how many open in its text, where that is known; few cannot nest deeply.
     """

@@ -1,4 +1,6 @@
-"""Parquet and Arrow files as chunks, a batch at a time; an Arrow file is an IPC file (Feather) or an IPC stream."""
+"""Parquet and Arrow files as chunks, a batch at a time; an Arrow file is an IPC file (Feather) or
+an IPC stream.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""JSON Lines, CSV, TSV and plain text as chunks, in memory bounded by `MAX_ROW_BYTES` whatever a file holds."""
+"""JSON Lines, CSV, TSV and plain text as chunks, in memory bounded by `MAX_ROW_BYTES` whatever a
+file holds.
+"""
 
 import csv
 import io
@@ -13,8 +15,8 @@ from workflow.lib.data.reading.row import MAX_ROW_BYTES
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
-# A row beyond `MAX_ROW_BYTES` is passed over, but the search for its end must end too: in a file without line feeds
-# it would take as long as the file is large.
+# A row beyond `MAX_ROW_BYTES` is passed over, but the search for its end must end too: in a file
+# without line feeds it would take as long as the file is large.
 MAX_SKIPPED_BYTES = 32 * MAX_ROW_BYTES
 MAX_BLANK_LINES = (
     1_000_000  # behind each other; a compressed megabyte can hold a thousand times as many
@@ -22,9 +24,11 @@ MAX_BLANK_LINES = (
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number; of one beyond `MAX_ROW_BYTES`, its beginning and one byte more.
+    """Yield each line with its number; of one beyond `MAX_ROW_BYTES`, its beginning and one byte
+    more.
 
-    Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES` behind each other.
+    Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES`
+    behind each other.
     """
     number = blank = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
@@ -44,7 +48,8 @@ def _check_skipped(size: int, what: str) -> None:
     if size > MAX_SKIPPED_BYTES:
         raise UnreadableError(
             f"{what} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, "
-            f"and a row may have {MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between its rows"
+            f"and a row may have {MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between "
+            "its rows"
         )
 
 
@@ -96,7 +101,9 @@ def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs with the number of their first line; of one beyond `MAX_ROW_BYTES`, its beginning."""
+    """Yield paragraphs with the number of their first line; of one beyond `MAX_ROW_BYTES`, its
+    beginning.
+    """
     start, text, size = 0, bytearray(), 0
     for number, line in numbered_lines(file):
         if line.strip():
@@ -148,7 +155,9 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
 
 
 def _separator(head: bytes) -> str:
-    """Return the comma, or the semicolon that spreadsheets write where numbers have decimal commas."""
+    """Return the comma, or the semicolon that spreadsheets write where numbers have decimal
+    commas.
+    """
     header = head.lstrip().split(b"\n")[0]
     return ";" if b";" in header and b"," not in header else ","
 

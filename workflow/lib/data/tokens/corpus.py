@@ -1,9 +1,11 @@
-"""The files of a split to shards: every row is encoded or dropped with a reason, and counted either way.
+"""The files of a split to shards: every row is encoded or dropped with a reason, and counted either
+way.
 
-One process reads the files and hands out chunks of bytes, all others parse and encode them into shards of the
-work folder. A chunk whose shard is finished there is passed over, so a killed run loses what was
-in work and no more. A row is *unusable* if it is broken, empty or of a wrong type; too many of them stop the
-run. A row that is only too long is dropped or cut as `data.overlong` says, and stops nothing.
+One process reads the files and hands out chunks of bytes, all others parse and encode them into
+shards of the work folder. A chunk whose shard is finished there is passed over, so a killed run
+loses what was in work and no more. A row is *unusable* if it is broken, empty or of a wrong type;
+too many of them stop the run. A row that is only too long is dropped or cut as `data.overlong`
+says, and stops nothing.
 """
 
 import logging
@@ -50,7 +52,8 @@ LOG_SECONDS = 60  # between two lines of progress in the log
 class Encoding:
     """What a process needs to encode rows; formats and columns by number of the source.
 
-    The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens takes a second to build.
+    The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens
+    takes a second to build.
     """
 
     encoder: SampleEncoder
@@ -184,7 +187,9 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 class Progress:
-    """Shows how many rows are done: a bar on a terminal, and a line each `log_seconds` in the log. A context manager."""
+    """Shows how many rows are done: a bar on a terminal, and a line each `log_seconds` in the log.
+    A context manager.
+    """
 
     def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
         self._name, self._log_seconds = name, log_seconds
@@ -223,14 +228,17 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of a file's rows is unusable; `rejects` lists them."""
+    """Raise `UserError` if more than the share `largest` of a file's rows is unusable; `rejects`
+    lists them.
+    """
     for file in (file for corpus in corpora for file in corpus.files):
         share = file.unusable / max(1, file.rows_read)
         if share > largest:
             raise setting_error(
                 "data.max_rejected_share",
                 largest,
-                f"{file.unusable} of {file.rows_read} rows of {file.file} are unusable ({share:.1%}).\n  "
+                f"{file.unusable} of {file.rows_read} rows of {file.file} are unusable "
+                f"({share:.1%}).\n  "
                 + "\n  ".join(file.first_reasons)
                 + f"\nAll of them, with reasons: {rejects}",
                 _remedy(file),

@@ -1,4 +1,5 @@
-"""The documents of a corpus in order: a few numbers of each in arrays on disk, its tokens in the shards.
+"""The documents of a corpus in order: a few numbers of each in arrays on disk, its tokens in the
+shards.
 
 Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
 system may take its memory back at any time.
@@ -45,8 +46,9 @@ class _OpenShard:
 class Documents:
     """All documents of a corpus.
 
-    Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole row, `trained` tokens,
-    `ordinals` number of the row among all rows read, `digests` of the token ids. `stem` begins the names of its files.
+    Attributes, each of shape (documents,): `lengths` tokens as kept, `full_lengths` of the whole
+    row, `trained` tokens, `ordinals` number of the row among all rows read, `digests` of the token
+    ids. `stem` begins the names of its files.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Documents:
         return shard.ids[span], shard.mask[span]
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of document `index`, shape (length,), mapped; the file of masks stays closed."""
+        """Return the token ids of document `index`, shape (length,), mapped; the file of masks
+        stays closed.
+        """
         number, place = self._locate(index)
         shard = self._opened(number)
         return shard.ids[shard.span(place)]

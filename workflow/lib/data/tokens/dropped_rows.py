@@ -1,4 +1,6 @@
-"""Lists on disk of the rows that were dropped or cut, written while reading, so that memory stays small."""
+"""Lists on disk of the rows that were dropped or cut, written while reading, so that memory stays
+small.
+"""
 
 import json
 from collections import Counter
@@ -36,6 +38,8 @@ class Listing:
         self._rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def cut(self, *, file: str, row: int, tokens: int, documents: int, kept: int) -> None:
-        """List a row of `tokens` tokens that was cut: it became `documents` documents of `kept` tokens in all."""
+        """List a row of `tokens` tokens that was cut: it became `documents` documents of `kept`
+        tokens in all.
+        """
         line = {"file": file, "row": row, "tokens": tokens, "documents": documents, "kept": kept}
         self._truncated.write(json.dumps(line, ensure_ascii=False) + "\n")

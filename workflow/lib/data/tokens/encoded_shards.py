@@ -1,10 +1,12 @@
-"""Shards: what became of one chunk of a data file, encoded by any process and kept on disk until all are done.
+"""Shards: what became of one chunk of a data file, encoded by any process and kept on disk until
+all are done.
 
-A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and `.facts.json`, the
-last written last: with it, and with the checksums in it, the shard is finished, and a run that takes up the work
-again reads it instead of encoding the chunk anew. Its content depends on the chunk and the settings alone.
-Nothing is synced, which would stop every process some times for each chunk: what a power cut
-leaves half written fails its checksum, and is encoded once more.
+A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and
+`.facts.json`, the
+last written last: with it, and with the checksums in it, the shard is finished, and a run that
+takes up the work again reads it instead of encoding the chunk anew. Its content depends on the
+chunk and the settings alone. Nothing is synced, which would stop every process some times for each
+chunk: what a power cut leaves half written fails its checksum, and is encoded once more.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ SHARD_VERSION = 3  # to be raised when the same chunk and settings give another 
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
 
-# One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the file.
+# One entry per document; `ordinal` counts the rows read of the chunk, `row` is the number in the
+# file.
 TABLE = np.dtype(
     [
         ("length", "<u4"),
@@ -51,8 +54,10 @@ class TooLongError(RowError):
 class ShardFacts:
     """What is known of a shard without its documents.
 
-    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped: ordinals of the
-    rows that became no document. special_texts: rows whose text spells a special token, encoded as text.
+    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped:
+    ordinals of the
+    rows that became no document. special_texts: rows whose text spells a special token, encoded as
+    text.
     rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
     checksums: CRC-32 of each array.
     """
@@ -152,9 +157,11 @@ class ShardBuilder:
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train something.
+    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train
+    something.
 
-    The first token of a document is no target: nothing stands before it. Raises `TooLongError` if nothing is left.
+    The first token of a document is no target: nothing stands before it. Raises `TooLongError` if
+    nothing is left.
     """
     ids, mask = encoded.ids, encoded.mask
     if len(ids) <= seq_len:
@@ -181,7 +188,9 @@ def encode_rows(
     overlong: Overlong,
     stem: Path,
 ) -> None:
-    """Write the shard of a chunk's rows to `stem`; all rows of a block are begun, then ended (`SampleEncoder.begin`)."""
+    """Write the shard of a chunk's rows to `stem`; all rows of a block are begun, then ended
+    (`SampleEncoder.begin`).
+    """
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]

@@ -27,7 +27,9 @@ SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at mo
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
 ) -> dict[str, Any]:
-    """Return vocabulary size, special ids and digests; rows are filled with pad, or with eos where there is no pad."""
+    """Return vocabulary size, special ids and digests; rows are filled with pad, or with eos where
+    there is no pad.
+    """
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     return {
         "vocab_size": len(tokenizer),
@@ -52,7 +54,9 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> dict[str
 
 
 def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[dict[str, Any]]:
-    """Return the facts on each data file: what it is, what was read of it, what it gives to its split."""
+    """Return the facts on each data file: what it is, what was read of it, what it gives to its
+    split.
+    """
     return [
         {
             "split": name,
@@ -87,7 +91,9 @@ def _counts_by_file(split: Split) -> list[dict[str, Any]]:
 def splits_facts(
     train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the facts on both splits; `fill` is the share of a training row's places that documents take."""
+    """Return the facts on both splits; `fill` is the share of a training row's places that
+    documents take.
+    """
     facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
@@ -126,7 +132,9 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str
 
 
 def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers of the longest."""
+    """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers
+    of the longest.
+    """
     firsts, lengths = split.first_of_row, split.documents.full_lengths
     counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
     for start in range(0, len(firsts), BLOCK):
@@ -148,7 +156,9 @@ def _percentiles(counts: npt.NDArray[np.int64]) -> dict[str, int]:
 
 
 def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
-    """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all beyond."""
+    """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all
+    beyond.
+    """
     edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
     if len(counts) > seq_len + 1:
         edges = np.append(edges, len(counts))
@@ -168,7 +178,9 @@ def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
 
 
 def drop_facts(listing: Listing) -> dict[str, Any]:
-    """Return how many rows were dropped for each reason, and how many held-out ones were training rows."""
+    """Return how many rows were dropped for each reason, and how many held-out ones were training
+    rows.
+    """
     reasons = dict(sorted(listing.dropped_by_reason.items()))
     return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 
@@ -180,7 +192,9 @@ def file_facts(folder: Path) -> dict[str, str]:
 
 
 def samples(train: Split, tokenizer: PreTrainedTokenizerBase) -> list[list[tuple[str, bool]]]:
-    """Return the first, middle and last training document as segments of text, each trained or not."""
+    """Return the first, middle and last training document as segments of text, each trained or
+    not.
+    """
     places = sorted({0, len(train) // 2, len(train) - 1})
     return [_segments(train[place], tokenizer) for place in places]
 

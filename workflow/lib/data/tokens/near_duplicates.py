@@ -1,9 +1,10 @@
 """Near-duplicates within the training and the held-out documents, and between them.
 
-Two documents are near-duplicates if their resemblance (`shingles`) is at least a threshold. Keys of bands
-propose pairs, and every pair is then measured on the tokens themselves: a reported pair is one; of the true ones
-at the threshold 2% are missed, and fewer of those above it. Shingles that more than a tenth of the documents
-have (system prompts, templates) do not count: what every document says makes none a copy of another.
+Two documents are near-duplicates if their resemblance (`shingles`) is at least a threshold. Keys of
+bands propose pairs, and every pair is then measured on the tokens themselves: a reported pair is
+one; of the true ones at the threshold 2% are missed, and fewer of those above it. Shingles that
+more than a tenth of the documents have (system prompts, templates) do not count: what every
+document says makes none a copy of another.
 """
 
 import math
@@ -45,7 +46,9 @@ _NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True)
 class Measure:
-    """What two documents are compared by: pieces of the tokens, shingles that do not count, and the threshold."""
+    """What two documents are compared by: pieces of the tokens, shingles that do not count, and the
+    threshold.
+    """
 
     table: npt.NDArray[np.uint32]
     ignored: Hashes
@@ -62,9 +65,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """How many documents resemble an earlier one of their split, and which held-out ones resemble a training one.
+    """How many documents resemble an earlier one of their split, and which held-out ones resemble a
+    training one.
 
-    Documents that equal another are not among them. pairs: (held-out document, training document, resemblance).
+    Documents that equal another are not among them. pairs: (held-out document, training document,
+    resemblance).
     """
 
     train: int
@@ -73,7 +78,9 @@ class NearDuplicates:
 
 
 def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: float) -> Measure:
-    """Return the measure for a data set, of which some training documents show what is widespread."""
+    """Return the measure for a data set, of which some training documents show what is
+    widespread.
+    """
     mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
     count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
     places = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
@@ -138,7 +145,9 @@ def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
 
 
 def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
-    """Cut a series into stretches of about `TOKENS_AT_ONCE`, shape (any,): one more entry than that at most."""
+    """Cut a series into stretches of about `TOKENS_AT_ONCE`, shape (any,): one more entry than that
+    at most.
+    """
     places = np.cumsum(tokens) // TOKENS_AT_ONCE
     edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(tokens)]
     return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
@@ -147,7 +156,9 @@ def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
 def find_near_duplicates(
     train: Split, heldout: Split, measure: Measure, *, keys_at_once: int = KEYS_AT_ONCE
 ) -> NearDuplicates:
-    """Compare the documents of both splits, whose keys are written; about `keys_at_once` are in memory."""
+    """Compare the documents of both splits, whose keys are written; about `keys_at_once` are in
+    memory.
+    """
     return NearDuplicates(
         train=_within(train, measure, keys_at_once),
         heldout=_within(heldout, measure, keys_at_once),
@@ -157,14 +168,18 @@ def find_near_duplicates(
 
 @dataclass(frozen=True)
 class _Keys:
-    """One band's keys of the documents of a split's `first_of_row`, and the place of each there; all of one range."""
+    """One band's keys of the documents of a split's `first_of_row`, and the place of each there;
+    all of one range.
+    """
 
     keys: Keys
     places: Places
 
 
 def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
-    """Return the keys that lie in range number `part`, if all possible ones are cut into `parts`."""
+    """Return the keys that lie in range number `part`, if all possible ones are cut into
+    `parts`.
+    """
     lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
     keys, places = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
     edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
@@ -186,7 +201,8 @@ def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple
 
 
 def stable_order(keys: Keys) -> Places:
-    """Return what NumPy's stable argsort does, in an eighth of its time where few keys are equal (24,000 keys, AVX-512).
+    """Return what NumPy's stable argsort does, in an eighth of its time where few keys are equal
+    (24,000 keys, AVX-512).
 
     Its unstable one is vectorized; then equal keys alone are put in order.
     """
@@ -216,7 +232,9 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
 def _between(
     heldout: Split, train: Split, measure: Measure, keys_at_once: int
 ) -> list[tuple[int, int, float]]:
-    """Return each held-out document that resembles a training one, with that one and the resemblance."""
+    """Return each held-out document that resembles a training one, with that one and the
+    resemblance.
+    """
     compared = _Comparison(heldout, train, measure)
     stored = [(split, stored_keys(split.documents, measure)) for split in (heldout, train)]
     found: list[tuple[int, int, float]] = []
@@ -244,7 +262,8 @@ def _between(
 class _Comparison:
     """Measures proposed pairs of a document of one split and one of another, many at once.
 
-    found: whether each document of the first is known to resemble one of the second, shape (documents,).
+    found: whether each document of the first is known to resemble one of the second, shape
+    (documents,).
     """
 
     def __init__(self, first: Split, second: Split, measure: Measure) -> None:
@@ -255,7 +274,8 @@ class _Comparison:
         self.found = np.zeros(len(first.first_of_row), dtype=np.bool_)
 
     def add(self, places: Places, partners: Places) -> list[tuple[int, int, float]]:
-        """Take pairs, except of documents that are equal or found already; return new near-duplicates once each.
+        """Take pairs, except of documents that are equal or found already; return new
+        near-duplicates once each.
 
         Few pairs wait for more, and for `measured` in the end.
         """
@@ -285,7 +305,9 @@ class _Comparison:
         return self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
 
     def _of(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
-        """Yield the first near-duplicate of each document among these pairs, and note it in `found`."""
+        """Yield the first near-duplicate of each document among these pairs, and note it in
+        `found`.
+        """
         left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
         for place, partner in pairs.tolist():
             measured = resemblance(left[place], right[partner])

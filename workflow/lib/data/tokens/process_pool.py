@@ -1,9 +1,10 @@
-"""Work spread over processes: results come back in the order of the tasks, whatever the number of processes.
+"""Work spread over processes: results come back in the order of the tasks, whatever the number of
+processes.
 
-Each process prepares itself once and then takes tasks. Processes are forked, so they share what is loaded and
-start at once; nothing that needs threads (torch, parallel tokenizers) may have run before. They ignore
-Ctrl-C, which their parent answers by cancelling what has not begun, and end by themselves
-as soon as the parent is gone, however it went.
+Each process prepares itself once and then takes tasks. Processes are forked, so they share what is
+loaded and start at once; nothing that needs threads (torch, parallel tokenizers) may have run
+before. They ignore Ctrl-C, which their parent answers by cancelling what has not begun, and end by
+themselves as soon as the parent is gone, however it went.
 """
 
 import gc
@@ -47,10 +48,12 @@ def map_in_order(
     processes: int,
     alone: int,
 ) -> Iterator[Result]:
-    """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in memory.
+    """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in
+    memory.
 
-    Tasks and results must be picklable. With one process, or no more than `alone` tasks, which take less
-    time than processes to start, all of it happens in this one. An exception of a task is raised here. Raises `KilledError` if a process is killed, as it is when memory runs out.
+    Tasks and results must be picklable. With one process, or no more than `alone` tasks, which take
+    less time than processes to start, all of it happens in this one. An exception of a task is
+    raised here. Raises `KilledError` if a process is killed, as it is when memory runs out.
     """
     tasks = iter(tasks)
     first = list(islice(tasks, alone + 1))
@@ -62,7 +65,8 @@ def map_in_order(
         processes, mp_context=context, initializer=_prepare, initargs=(prepare,)
     )
     waiting: deque[Future[Result]] = deque()
-    gc.freeze()  # else every process' collector writes to, and so copies, what it shares with this one
+    # else every process' collector writes to, and so copies, what it shares with this one
+    gc.freeze()
     try:
         for task in chain(first, tasks):
             waiting.append(pool.submit(_run, task))

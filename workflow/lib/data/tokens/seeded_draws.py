@@ -1,4 +1,5 @@
-"""Draws of rows and documents: which are held out, and how often an epoch takes those of a weighted source.
+"""Draws of rows and documents: which are held out, and how often an epoch takes those of a weighted
+source.
 
 Numbers are of 4 bytes, as there may be 10^8 of them.
 """
@@ -19,11 +20,12 @@ def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
 
 
 def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return how often an epoch takes each of the documents of source number `source`, shape (documents,).
+    """Return how often an epoch takes each of the documents of source number `source`, shape
+    (documents,).
 
-    A weight w takes every document floor(w) times, and a share of w - floor(w) of them (rounded, but at
-    least one of a source that would lose all) once more, drawn by `seed` from the source alone: the other
-    sources change nothing.
+    A weight w takes every document floor(w) times, and a share of w - floor(w) of them (rounded,
+    but at least one of a source that would lose all) once more, drawn by `seed` from the source
+    alone: the other sources change nothing.
     """
     whole, share = int(weight), weight - int(weight)
     more = round(share * documents)

@@ -1,11 +1,12 @@
 """Shingles of documents, and signatures by which documents that share many of them are found.
 
-A document's *pieces* are its tokens in lower case without what is no letter or digit, special tokens left out; its
-*shingles* are all runs of `SHINGLE_PIECES` pieces. The measure is the resemblance of Broder, "On the
-resemblance and containment of documents" (1997): shingles in common over shingles in either. A signature
-keeps the smallest hash in each of `BINS` bins (one permutation hashing, Li, Owen and Zhang 2012; empty
-bins borrow from the next, Shrivastava and Li 2014), and bands of it are keys: two
-documents of resemblance s share a key with the chance 1 - (1 - s^rows)^bands.
+A document's *pieces* are its tokens in lower case without what is no letter or digit, special
+tokens left out; its *shingles* are all runs of `SHINGLE_PIECES` pieces. The measure is the
+resemblance of Broder, "On the resemblance and containment of documents" (1997): shingles in common
+over shingles in either. A signature keeps the smallest hash in each of `BINS` bins (one permutation
+hashing, Li, Owen and Zhang 2012; empty bins borrow from the next, Shrivastava and Li 2014), and
+bands of it are keys: two documents of resemblance s share a key with the chance 1 - (1 -
+s^rows)^bands.
 """
 
 import math
@@ -19,8 +20,9 @@ SHINGLE_PIECES = 6  # about five words of a common language
 BINS = 96
 BAND_ROWS = (12, 8, 6, 4, 3, 2, 1)  # divisors of BINS
 RECALL = 0.98  # of pairs just at the threshold
-# Bins from one to the next of a key. Neighbours of a short document borrow the same hash, which made 27,000 proposals
-# of 24,000 rows of which 7 were true (1 apart), 5,200 (4) or 540 (32); of 444 pairs of another set 444, 443 and 433 were found.
+# Bins from one to the next of a key. Neighbours of a short document borrow the same hash, which
+# made 27,000 proposals of 24,000 rows of which 7 were true (1 apart), 5,200 (4) or 540 (32); of 444
+# pairs of another set 444, 443 and 433 were found.
 APART = 4
 KEY_BITS = 40
 NOT_WORD = re.compile(r"[\W_]+")
@@ -32,7 +34,9 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def piece_table(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.uint32]:
-    """Return the piece of each token id, shape (ids,): equal numbers for equal pieces, 0 for what is none."""
+    """Return the piece of each token id, shape (ids,): equal numbers for equal pieces, 0 for what
+    is none.
+    """
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special}
     numbers: dict[str, int] = {"": 0}
@@ -49,7 +53,8 @@ def piece_table(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.uint32]:
 def shingles(
     ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, table: npt.NDArray[np.uint32]
 ) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """Return the shingles of documents that lie behind each other, with the number of each one's document.
+    """Return the shingles of documents that lie behind each other, with the number of each one's
+    document.
 
     A document of fewer than `SHINGLE_PIECES` pieces is one shingle, one without pieces has none.
     """
@@ -77,7 +82,9 @@ def mixed(values: Hashes) -> Hashes:
 
 
 def band_rows(threshold: float) -> int:
-    """Return how many bins make a key: as many as still find `RECALL` of the pairs at the threshold."""
+    """Return how many bins make a key: as many as still find `RECALL` of the pairs at the
+    threshold.
+    """
     for rows in BAND_ROWS:
         if 1 - (1 - threshold**rows) ** (BINS // rows) >= RECALL:
             return rows
@@ -87,7 +94,9 @@ def band_rows(threshold: float) -> int:
 def band_keys(
     hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the keys of documents, `KEY_BITS` bits each, shape (BINS // rows, documents); 0 for a document without shingles."""
+    """Return the keys of documents, `KEY_BITS` bits each, shape (BINS // rows, documents); 0 for a
+    document without shingles.
+    """
     bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
     values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
     signature = np.full(documents * BINS, EMPTY)
@@ -113,13 +122,17 @@ def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def resemblance(first: Hashes, second: Hashes) -> float:
-    """Return the share of the shingles of either that both have, 0 where there is none; neither repeats one."""
+    """Return the share of the shingles of either that both have, 0 where there is none; neither
+    repeats one.
+    """
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / max(1, len(first) + len(second) - shared)
 
 
 def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
-    """Return the shingles that more than `share` of the documents have, and at least three of them, sorted."""
+    """Return the shingles that more than `share` of the documents have, and at least three of them,
+    sorted.
+    """
     order = np.lexsort((owners, hashes))
     hashes, owners = hashes[order], owners[order]
     other = hashes[1:] != hashes[:-1]

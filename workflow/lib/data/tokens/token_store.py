@@ -1,9 +1,11 @@
-"""The tokens folder: flat little-endian `.npy` files and a manifest, read by memory map, without torch.
+"""The tokens folder: flat little-endian `.npy` files and a manifest, read by memory map, without
+torch.
 
-A training row holds whole documents one after the other; `position_ids` starts again at 0 with each of
-them, so a row needs no attention mask. The padding tail is one more document that trains nothing.
-`loss_mask[i]` says that token i is a prediction target, predicted from token i - 1 of the same document:
-it is never True where `position_ids` is 0. Held-out documents lie unpacked behind each other, cut by offsets.
+A training row holds whole documents one after the other; `position_ids` starts again at 0 with each
+of them, so a row needs no attention mask. The padding tail is one more document that trains
+nothing. `loss_mask[i]` says that token i is a prediction target, predicted from token i - 1 of the
+same document: it is never True where `position_ids` is 0. Held-out documents lie unpacked behind
+each other, cut by offsets.
 """
 
 from collections.abc import Sequence
@@ -82,7 +84,8 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path) -> "TokenStore":
-        """Map the arrays of the folder `path`, after checking version, types, shapes and file sizes.
+        """Map the arrays of the folder `path`, after checking version, types, shapes and file
+        sizes.
 
         Raises `UserError` if the folder is missing, of another format version, or damaged.
         """
@@ -95,7 +98,9 @@ class TokenStore:
 
     @cached_property
     def trained_tokens_per_row(self) -> npt.NDArray[np.int32]:
-        """Prediction targets of each training row, shape (num_rows,); read in chunks at the first use."""
+        """Prediction targets of each training row, shape (num_rows,); read in chunks at the first
+        use.
+        """
         counts = np.empty(self.num_rows, dtype=np.int32)
         step = max(1, CHUNK_TOKENS // self.seq_len)
         for first in range(0, self.num_rows, step):
@@ -104,7 +109,9 @@ class TokenStore:
         return counts
 
     def heldout_documents(self) -> Sequence[Document]:
-        """Return the held-out documents, each as (token ids uint32, loss mask bool) of shape (length,)."""
+        """Return the held-out documents, each as (token ids uint32, loss mask bool) of shape
+        (length,).
+        """
         return self._heldout
 
     def heldout_sources(self) -> list[str]:
@@ -124,7 +131,8 @@ class TokenStore:
     @staticmethod
     def _lacking_sources(finding: str) -> UserError:
         return UserError(
-            f"{MANIFEST} of the tokens does not say where the held-out documents come from ({finding}). "
+            f"{MANIFEST} of the tokens does not say where the held-out documents come from "
+            f"({finding}). "
             "Delete the tokens folder and run the workflow again."
         )
 
@@ -147,7 +155,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{MANIFEST} cannot be read ({error!r})") from None
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{path / MANIFEST}: format_version = {version!r}, but this version of the workflow reads "
+            f"{path / MANIFEST}: format_version = {version!r}, but this version of the workflow "
+            "reads "
             f"{FORMAT_VERSION}. Delete the folder {path} and run the workflow again."
         )
     return manifest
@@ -198,12 +207,15 @@ def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
 
 def _damaged(path: Path, finding: str) -> UserError:
     return UserError(
-        f"The tokens folder {path} is damaged: {finding}. Delete the folder and run the workflow again."
+        f"The tokens folder {path} is damaged: {finding}. Delete the folder and run the workflow "
+        "again."
     )
 
 
 def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed: int) -> list[int]:
-    """Return the numbers of the documents with trained tokens, in order: all, or `at_most` drawn by `seed`."""
+    """Return the numbers of the documents with trained tokens, in order: all, or `at_most` drawn by
+    `seed`.
+    """
     trained = [number for number, (_, mask) in enumerate(documents) if mask.any()]
     if at_most is None or at_most >= len(trained):
         return trained

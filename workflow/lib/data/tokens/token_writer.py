@@ -18,7 +18,9 @@ BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a 
 
 @dataclass(frozen=True)
 class Window:
-    """Documents that are packed together: document d is `ids[starts[d] : starts[d] + lengths[d]]`, masks alike."""
+    """Documents that are packed together: document d is `ids[starts[d] : starts[d] + lengths[d]]`,
+    masks alike.
+    """
 
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.bool_]
@@ -28,7 +30,9 @@ class Window:
 
 
 class ArrayWriter:
-    """Writes a `.npy` file front to back, of which the number of rows is known at the end. A context manager."""
+    """Writes a `.npy` file front to back, of which the number of rows is known at the end. A
+    context manager.
+    """
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
         self._dtype = np.dtype(ARRAYS[path.name])
@@ -51,7 +55,9 @@ class ArrayWriter:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Its length is the same for any number of rows: NumPy leaves room for the first axis to grow."""
+        """Its length is the same for any number of rows: NumPy leaves room for the first axis to
+        grow.
+        """
         shape = (self.rows, *self._row_shape)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._file, header)

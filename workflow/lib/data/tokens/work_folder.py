@@ -1,6 +1,8 @@
-"""Where a tokens folder is made: finished parts that outlive a kill, and the folder that appears whole or not at all.
+"""Where a tokens folder is made: finished parts that outlive a kill, and the folder that appears
+whole or not at all.
 
-Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a job fails.
+Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a
+job fails.
 """
 
 import logging
@@ -20,9 +22,11 @@ logger = logging.getLogger("workflow")
 
 @contextmanager
 def work_folder(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield the folder of finished parts for the work that `key` identifies; parts of other work are removed.
+    """Yield the folder of finished parts for the work that `key` identifies; parts of other work
+    are removed.
 
-    It stays when the work is interrupted, and goes when that is complete or the data or settings are at fault.
+    It stays when the work is interrupted, and goes when that is complete or the data or settings
+    are at fault.
     """
     parent = output.with_name(f".{output.name}.work")
     work = parent / key
@@ -44,11 +48,14 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
 
 
 def tell_of_others(parent: Path) -> None:
-    """Log where parts of other settings lie: they may be wanted again, or in work now, so none is removed."""
+    """Log where parts of other settings lie: they may be wanted again, or in work now, so none is
+    removed.
+    """
     for other in sorted(parent.parent.glob(".*.work")):
         if other != parent:
             logger.info(
-                "parts of other settings, interrupted or in work, lie in %s: delete it if neither is so",
+                "parts of other settings, interrupted or in work, lie in %s: delete it if neither "
+                "is so",
                 other,
             )
 

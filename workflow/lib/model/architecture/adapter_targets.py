@@ -1,7 +1,8 @@
 """Which linears of a model get an adapter, and of which rank: PEFT's rules, applied to names alone.
 
-PEFT warns or says nothing where a pattern matches nothing; here that is an error. Imports no torch, so preflight and
-training decide alike. Rules read from PEFT 0.21, `check_target_module_exists` and `get_pattern_key`.
+PEFT warns or says nothing where a pattern matches nothing; here that is an error. Imports no torch,
+so preflight and training decide alike. Rules read from PEFT 0.21, `check_target_module_exists` and
+`get_pattern_key`.
 """
 
 import re
@@ -15,15 +16,16 @@ from workflow.lib.system.limits import BoundedWork, ExcessError
 def adapter_ranks(lora: LoraSettings, *, linears: Iterable[str]) -> dict[str, int]:
     """Return the rank of every adapted linear by its path, in the order of `linears`.
 
-    linears: paths as `model.layers.3.self_attn.q_proj`. Raises `UserError` if a name or pattern of the settings
-    matches none of them, or takes too long to match.
+    linears: paths as `model.layers.3.self_attn.q_proj`. Raises `UserError` if a name or pattern of
+    the settings matches none of them, or takes too long to match.
     """
     try:
         with BoundedWork():
             return _adapter_ranks(lora, list(linears))
     except ExcessError as excess:
         raise UserError(
-            f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to match the "
+            f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
+            "match the "
             "model's layers. Write it without repetitions within repetitions, such as (a+)+."
         ) from None
 
@@ -37,7 +39,8 @@ def _adapter_ranks(lora: LoraSettings, paths: list[str]) -> dict[str, int]:
 
 
 def adapter_scale(lora: Mapping[str, object], path: str) -> float:
-    """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA.
+    """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for
+    rank-stabilized LoRA.
 
     lora: the content of PEFT's `adapter_config.json`.
     """
@@ -51,8 +54,9 @@ def adapter_scale(lora: Mapping[str, object], path: str) -> float:
 def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool) -> set[str]:
     """Return the paths of those of a model's `embedding` and `head` that are trained whole.
 
-    embedding, head: paths as `model.embed_tokens`; tied: whether they share one table. Raises `UserError` for another
-    module, or for a tied table, of which PEFT would export a copy for each name.
+    embedding, head: paths as `model.embed_tokens`; tied: whether they share one table. Raises
+    `UserError` for another module, or for a tied table, of which PEFT would export a copy for each
+    name.
     """
     offered = [path.rpartition(".")[2] for path in (head, embedding)]
     chosen = set()
@@ -62,15 +66,18 @@ def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool
             raise setting_error(
                 "lora.modules_to_save",
                 name,
-                f"only the output head and the input embedding can be trained whole; in this model they are {' and '.join(offered)}",
-                f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by lora.target_modules",
+                "only the output head and the input embedding can be trained whole; in this model "
+                f"they are {' and '.join(offered)}",
+                f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by "
+                "lora.target_modules",
             )
         chosen |= {*found}
     if chosen and tied:
         raise setting_error(
             "lora.modules_to_save",
             list(lora.modules_to_save),
-            "this model ties its output head to its input embedding: PEFT would train and export two tables that drift apart",
+            "this model ties its output head to its input embedding: PEFT would train and export "
+            "two tables that drift apart",
             "Remove it, or choose a model.source with a head of its own",
         )
     return chosen
@@ -101,7 +108,8 @@ def _check_targets(targets: tuple[str, ...] | str, *, paths: list[str], chosen: 
             raise setting_error(
                 "lora.target_modules",
                 targets,
-                f"as a regular expression it matches the whole path of no linear layer; a path is {paths[0]}",
+                "as a regular expression it matches the whole path of no linear layer; a path is "
+                f"{paths[0]}",
                 f"Mend it, or give a list of names ({names}), or all-linear",
             )
         return
@@ -119,6 +127,7 @@ def _check_patterns(setting: str, patterns: Mapping[str, float], *, chosen: list
     for pattern in patterns:
         if not any(_ends_with(pattern, path) for path in chosen):
             raise UserError(
-                f"lora.{setting}: {pattern!r} is the end of no adapted layer's path, such as {chosen[0]}. "
+                f"lora.{setting}: {pattern!r} is the end of no adapted layer's path, such as "
+                f"{chosen[0]}. "
                 "Correct or remove it."
             )

@@ -1,7 +1,9 @@
-"""How the decoder layers of each supported family are built, as tables: what config.json says, tensor by tensor.
+"""How the decoder layers of each supported family are built, as tables: what config.json says,
+tensor by tensor.
 
-Dimensions by letter: h hidden, q query heads x head_dim, k key-value heads x head_dim, d head_dim, f feed-forward.
-Linears are (out_features, in_features). Read from Transformers 5.23, `models/<family>`.
+Dimensions by letter: h hidden, q query heads x head_dim, k key-value heads x head_dim, d head_dim,
+f feed-forward. Linears are (out_features, in_features). Read from Transformers 5.23,
+`models/<family>`.
 """
 
 from collections.abc import Mapping

@@ -2,14 +2,18 @@
 
 
 def spread(count: int, total: int) -> list[int]:
-    """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never neighbours."""
+    """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never
+    neighbours.
+    """
     return [(2 * place + 1) * total // (2 * count) for place in range(count)]
 
 
 def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int) -> list[int]:
-    """Return the decoder layers whose activations wait in host memory: all (True), none, or up to `wanted` of them.
+    """Return the decoder layers whose activations wait in host memory: all (True), none, or up to
+    `wanted` of them.
 
-    First come those that are not recomputed, spread evenly and the last one last, whose backward follows at once.
+    First come those that are not recomputed, spread evenly and the last one last, whose backward
+    follows at once.
     recomputed_every: 0 = none is recomputed.
     """
     if wanted is True:

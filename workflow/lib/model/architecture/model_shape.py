@@ -1,8 +1,9 @@
-"""What preflight knows of a model without its weights: `config.json` and the safetensors headers, held against each other.
+"""What preflight knows of a model without its weights: `config.json` and the safetensors headers,
+held against each other.
 
-A decoder layer is a list of linears, whose shapes follow from config.json by the tables of `families`, and
-some 1-D tensors (norms, biases), taken from the headers; for a model that is not there yet, from those
-tables too. All layers of a supported family are alike.
+A decoder layer is a list of linears, whose shapes follow from config.json by the tables of
+`families`, and some 1-D tensors (norms, biases), taken from the headers; for a model that is not
+there yet, from those tables too. All layers of a supported family are alike.
 Nothing here builds a model or knows how many bytes anything takes (`memory` does).
 """
 
@@ -26,7 +27,8 @@ SIZE_KEYS = (
     "vocab_size",
     "max_position_embeddings",
 )
-# Far above any model, and far below what would take hours or all memory: a config.json may say anything.
+# Far above any model, and far below what would take hours or all memory: a config.json may say
+# anything.
 LARGEST_SIZES = {
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
@@ -88,7 +90,8 @@ class ModelShape:
     layer_vectors: tuple[int, ...]
     """Lengths of the 1-D tensors (norms, biases) of one decoder layer."""
     short_positions: int | None = None
-    """Positions up to which LongRoPE (arXiv 2402.13753) takes its short factors; None without LongRoPE."""
+    """Positions up to which LongRoPE (arXiv 2402.13753) takes its short factors; None without
+    LongRoPE."""
 
     def linear_paths(self) -> list[str]:
         """Return the paths of all decoder linears in the model."""
@@ -131,7 +134,8 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def shape_of_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
-    """Return the shape that a config.json alone promises, without a checkpoint; stored in bf16 unless it says otherwise.
+    """Return the shape that a config.json alone promises, without a checkpoint; stored in bf16
+    unless it says otherwise.
 
     `origin` names the document in messages. Raises `UserError` as `read_shape` does.
     """
@@ -185,9 +189,11 @@ def _shape(
 
 
 def _short_positions(config: dict[str, Any]) -> int | None:
-    """Return `original_max_position_embeddings` where the model has LongRoPE, as Transformers 5.23 finds it.
+    """Return `original_max_position_embeddings` where the model has LongRoPE, as Transformers 5.23
+    finds it.
 
-    The rotary parameters may be nested by layer type. Phi 3 has a default, and calls LongRoPE `su` or `yarn` too.
+    The rotary parameters may be nested by layer type. Phi 3 has a default, and calls LongRoPE `su`
+    or `yarn` too.
     """
     phi = config["model_type"] == "phi3"
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -210,7 +216,9 @@ def _tied(config: dict[str, Any], family: Family) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json; raises `UserError` as `read_bounded` does, and for a model that is quantized already."""
+    """Read a config.json; raises `UserError` as `read_bounded` does, and for a model that is
+    quantized already.
+    """
     config = read_bounded(path)
     _refuse_quantized(config, path)
     return config
@@ -219,7 +227,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_bounded(path: Path) -> dict[str, Any]:
     """Read any config.json, before a library builds lists of as many entries as it says.
 
-    Raises `UserError` if it is no JSON object, or a size in it, or in a model within it, is beyond `LARGEST_SIZES`.
+    Raises `UserError` if it is no JSON object, or a size in it, or in a model within it, is beyond
+    `LARGEST_SIZES`.
     """
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
@@ -264,12 +273,14 @@ def _family(config: dict[str, Any], path: Path) -> Family:
     experts = [key for key in EXPERT_KEYS if config.get(key)]
     if experts:
         raise UserError(
-            f"{path}: model_type {name!r} is a mixture of experts ({experts[0]} = {config[experts[0]]}), "
+            f"{path}: model_type {name!r} is a mixture of experts ({experts[0]} = "
+            f"{config[experts[0]]}), "
             f"which this workflow cannot train. {supported}."
         )
     if "auto_map" in config and name not in FAMILIES:
         raise UserError(
-            f"{path}: model_type = {name!r} is code of the model's own repository (auto_map), which is never run. "
+            f"{path}: model_type = {name!r} is code of the model's own repository (auto_map), "
+            "which is never run. "
             f"Choose another model.source. {supported}."
         )
     if not isinstance(name, str) or name not in FAMILIES:
@@ -304,7 +315,9 @@ def _sizes(config: dict[str, Any], family: Family, path: Path) -> dict[str, int]
 
 
 def _linears(family: Family, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return shape (out_features, in_features) of each linear of a layer, by its path in the layer."""
+    """Return shape (out_features, in_features) of each linear of a layer, by its path in the
+    layer.
+    """
     dims = _dims(sizes)
     return {path: (dims[out], dims[into]) for path, (out, into) in family.linears.items()}
 
@@ -360,12 +373,15 @@ def _check_layers(
     num_layers: int,
     folder: Path,
 ) -> tuple[int, ...]:
-    """Check every decoder layer's linears; return the lengths of the 1-D tensors, equal in all layers."""
+    """Check every decoder layer's linears; return the lengths of the 1-D tensors, equal in all
+    layers.
+    """
     layers = _by_layer(tensors)
     if set(layers) - set(range(num_layers)):
         raise UserError(
             f"{folder}: the checkpoint has decoder layer {max(layers)}, but config.json says "
-            f"num_hidden_layers = {num_layers}. The files do not belong together: check model.source."
+            f"num_hidden_layers = {num_layers}. The files do not belong together: check "
+            "model.source."
         )
     weights = {f"{path}.weight" for path in linears}
     vectors = [
@@ -379,13 +395,16 @@ def _check_layers(
     if different:
         raise UserError(
             f"{folder}: norms and biases of decoder layer {different[0]} differ from layer 0. "
-            "The checkpoint is not complete, or its family is not what config.json says: check model.source."
+            "The checkpoint is not complete, or its family is not what config.json says: check "
+            "model.source."
         )
     return vectors[0]
 
 
 def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
-    """Return the tensors of each decoder layer by their name in it, without stored rotary tables."""
+    """Return the tensors of each decoder layer by their name in it, without stored rotary
+    tables.
+    """
     layers: dict[int, dict[str, TensorInfo]] = {}
     for name, tensor in tensors.items():
         parts = name.split(".", 3)

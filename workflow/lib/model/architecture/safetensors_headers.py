@@ -1,4 +1,5 @@
-"""Names, types and shapes of a safetensors checkpoint, read from the file headers alone: no weight, no torch.
+"""Names, types and shapes of a safetensors checkpoint, read from the file headers alone: no weight,
+no torch.
 
 A safetensors file is 8 bytes of header length (little-endian), that many bytes of JSON
 `{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data that the offsets count from
@@ -45,8 +46,8 @@ class TensorInfo:
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `folder` by name.
 
-    Raises `UserError` if there is no safetensors checkpoint, a file is missing, is not what its name
-    says, or is shorter than its header promises.
+    Raises `UserError` if there is no safetensors checkpoint, a file is missing, is not what its
+    name says, or is shorter than its header promises.
     """
     if not (folder / INDEX).is_file():
         return _read_file(_single_file(folder))
@@ -70,12 +71,15 @@ def _single_file(folder: Path) -> Path:
     found = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
     raise UserError(
         f"model.source: {folder} has {found}. Weights are read from safetensors files; "
-        "convert others with `save_pretrained` of Transformers, or choose a checkpoint that has them."
+        "convert others with `save_pretrained` of Transformers, or choose a checkpoint that has "
+        "them."
     )
 
 
 def is_beside(folder: Path, name: str) -> bool:
-    """Tell whether the folder itself has such a file: an index must not lead out of it, and may name anything."""
+    """Tell whether the folder itself has such a file: an index must not lead out of it, and may
+    name anything.
+    """
     try:
         return Path(name).name == name and (folder / name).is_file()
     except (OSError, ValueError):  # a name that no file can have
@@ -139,7 +143,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _not_safetensors(path: Path) -> UserError:
     return UserError(
-        f"{path} is not a safetensors file, whatever its name says, or it is cut short in its header. "
+        f"{path} is not a safetensors file, whatever its name says, or it is cut short in its "
+        "header. "
         "Download it again."
     )
 

@@ -1,7 +1,9 @@
-"""Shapes of public models that ship with the workflow, so that a prediction needs neither network nor download.
+"""Shapes of public models that ship with the workflow, so that a prediction needs neither network
+nor download.
 
-`workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its published
-number of parameters, which a test compares with what the shapes add up to; ids of the same shape with it.
+`workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its
+published number of parameters, which a test compares with what the shapes add up to; ids of the
+same shape with it.
 """
 
 import difflib
@@ -25,7 +27,9 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a shipped model by its hub id, or its last part, in any case; None if none matches."""
+    """Return the config.json of a shipped model by its hub id, or its last part, in any case; None
+    if none matches.
+    """
     wanted = name.lower()
     for hub_id, config in known_models().items():
         if wanted in (hub_id.lower(), hub_id.lower().rpartition("/")[2]):

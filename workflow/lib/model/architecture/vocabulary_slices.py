@@ -1,17 +1,22 @@
-"""How processes divide the vocabulary and the rows of its loss: plain arithmetic, for the engine and for its predictions."""
+"""How processes divide the vocabulary and the rows of its loss: plain arithmetic, for the engine
+and for its predictions.
+"""
 
 import math
 
 CHUNK_ROWS = 1024  # rows that travel, and whose logits exist, at a time
 CHUNK_LOGITS = 2**26  # at most: 256 MiB in fp32, of which there are two or three copies
 FEWEST_ROWS = 128  # of one process in a chunk: with fewer the network's latency would count
-GRADIENT_ROWS = 8192  # of a trained head: so much of its gradient is made in the compute type before it is added in fp32
-# What travels grows with the number of slices, what is stored shrinks with it. A head in 8 slices is small already.
+# of a trained head: so much of its gradient is made in the compute type before it is added in fp32
+GRADIENT_ROWS = 8192
+# What travels grows with the number of slices, what is stored shrinks with it. A head in 8 slices
+# is small already.
 ENOUGH_SLICES = 8
 
 
 def vocabulary_slices(shards: int) -> int:
-    """Return over how many neighbouring processes embedding and head are cut, of `shards` that share a copy of the model.
+    """Return over how many neighbouring processes embedding and head are cut, of `shards` that
+    share a copy of the model.
 
     All of up to 8; of more, the smallest divisor of their number that is at least 8.
     """
@@ -20,7 +25,9 @@ def vocabulary_slices(shards: int) -> int:
 
 
 def chunk_rows(slices: int, *, vocab_size: int) -> int:
-    """Return how many rows each of the processes with a slice contributes to a chunk of the loss."""
+    """Return how many rows each of the processes with a slice contributes to a chunk of the
+    loss.
+    """
     fitting = CHUNK_LOGITS // math.ceil(vocab_size / slices) // FEWEST_ROWS * FEWEST_ROWS
     return max(min(CHUNK_ROWS, fitting) // slices, FEWEST_ROWS)
 

@@ -1,9 +1,11 @@
-"""DoRA on an NF4 weight (arXiv 2402.09353), as an extension that PEFT offers for it (`LoraVariant`).
+"""DoRA on an NF4 weight (arXiv 2402.09353), as an extension that PEFT offers for it
+(`LoraVariant`).
 
-y = (m / n) * (W x + s B A x) + b: the trained magnitudes m (out,) start as the row norms of W; n, the row norms of
-W + s B A, is a constant to autograd (sec. 4.3). PEFT's own layer would need the weight when adapters are injected, where
-ours is on meta, and the sum W + s B A in memory. Here its norm is expanded: n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T,
-row by row, so only a product of width r is added. Magnitudes are filled by `lora.init_adapters_`.
+y = (m / n) * (W x + s B A x) + b: the trained magnitudes m (out,) start as the row norms of W; n,
+the row norms of W + s B A, is a constant to autograd (sec. 4.3). PEFT's own layer would need the
+weight when adapters are injected, where ours is on meta, and the sum W + s B A in memory. Here its
+norm is expanded: n^2 = |W|^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T, row by row, so only a product of
+width r is added. Magnitudes are filled by `lora.init_adapters_`.
 """
 
 from typing import Any
@@ -39,7 +41,9 @@ class NF4Dora(LoraVariant):
     def forward(
         module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **unused: Any
     ) -> torch.Tensor:
-        """Return the output with dropout, which PEFT applies to everything but the plain product `result`."""
+        """Return the output with dropout, which PEFT applies to everything but the plain product
+        `result`.
+        """
         dropped = module.lora_dropout[active_adapter](x).to(result.dtype)
         base: NF4Linear = module.get_base_layer()
         update = scaled(module, dropped, bias=False) - without_bias(base(dropped), base)
@@ -57,13 +61,17 @@ def scaled(layer: Any, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
 
 
 def lengthened(direction: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return direction (..., out) times factor (out,) fp32, in the type of `direction`; the factor's gradient is made in fp32."""
+    """Return direction (..., out) times factor (out,) fp32, in the type of `direction`; the
+    factor's gradient is made in fp32.
+    """
     y: torch.Tensor = _Lengthened.apply(direction, factor)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Lengthened(torch.autograd.Function):
-    """Autograd alone would round the factor's gradient, a sum over all tokens, to the type of the products."""
+    """Autograd alone would round the factor's gradient, a sum over all tokens, to the type of the
+    products.
+    """
 
     @staticmethod
     def forward(ctx: Any, direction: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

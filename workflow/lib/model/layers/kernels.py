@@ -1,8 +1,10 @@
-"""GPU kernels of the engine, in Triton: what PyTorch and bitsandbytes do in several passes over memory, in one.
+"""GPU kernels of the engine, in Triton: what PyTorch and bitsandbytes do in several passes over
+memory, in one.
 
-Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache. `usable` tries it once. Where it
-cannot be used, and on the CPU, the callers (`nf4`, `fused_feed_forward`, `fused_attention`) take the operations of bitsandbytes and PyTorch.
-Values are computed in fp32 and rounded once.
+Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
+`usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4`,
+`fused_feed_forward`, `fused_attention`) take the operations of bitsandbytes and PyTorch. Values are
+computed in fp32 and rounded once.
 """
 
 import functools
@@ -26,13 +28,17 @@ if INSTALLED:
 
 
 def usable(device: torch.device) -> bool:
-    """Return whether the kernels run on this device; tried once, and said in the log if a GPU must do without them."""
+    """Return whether the kernels run on this device; tried once, and said in the log if a GPU must
+    do without them.
+    """
     return device.type == "cuda" and _tried(device)
 
 
 @functools.cache
 def _tried(device: torch.device) -> bool:
-    """Whether decoding gives bit by bit what bitsandbytes gives; whatever fails is what a user's machine lacks."""
+    """Whether decoding gives bit by bit what bitsandbytes gives; whatever fails is what a user's
+    machine lacks.
+    """
     if not INSTALLED:
         logger.warning("Triton is not installed: steps take longer without its kernels.")
         return False
@@ -41,12 +47,19 @@ def _tried(device: torch.device) -> bool:
     packed, state = quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
     try:
         found = dequantize(
-            torch.empty_like(weights), packed, state.absmax, state.state2.absmax,
-            code=state.code, nested_code=state.state2.code, offset=state.offset, block_size=state.blocksize,
-        )  # fmt: skip
-    except Exception as error:  # no compiler, no folder for the cache, an unknown GPU: all of them are Triton's own
+            torch.empty_like(weights),
+            packed,
+            state.absmax,
+            state.state2.absmax,
+            code=state.code,
+            nested_code=state.state2.code,
+            offset=state.offset,
+            block_size=state.blocksize,
+        )
+    # no compiler, no folder for the cache, an unknown GPU: all of them are Triton's own
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        logger.warning("Triton cannot build kernels here (%s): steps take longer without.", reason)  # fmt: skip
+        logger.warning("Triton cannot build kernels here (%s): steps take longer without.", reason)
         return False
     if torch.equal(found, dequantize_4bit(packed, state)):
         return True
@@ -65,23 +78,38 @@ def dequantize(
     offset: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Fill `out` (contiguous, any float type) with the NF4 weights that `packed` encodes; return it.
+    """Fill `out` (contiguous, any float type) with the NF4 weights that `packed` encodes; return
+    it.
 
-    packed, absmax: bytes in tensors of any type; absmax: 8 bits a block, or fp32 if `nested_absmax` is None; nested_absmax: fp32, one for 256
-    blocks. The same values as bitsandbytes' `dequantize_4bit`, bit by bit: products and sums in fp32, none contracted.
+    packed, absmax: bytes in tensors of any type; absmax: 8 bits a block, or fp32 if `nested_absmax`
+    is None; nested_absmax: fp32, one for 256 blocks. The same values as bitsandbytes'
+    `dequantize_4bit`, bit by bit: products and sums in fp32, none contracted.
     """
     blocks = PROGRAM_WEIGHTS // block_size
     grid = (-(-out.numel() // (blocks * block_size)),)
     double = nested_absmax is not None
     triton_kernels.dequantize[grid](
-        out, packed, absmax, nested_absmax if double else absmax, code, nested_code, offset, out.numel(),
-        block_size=block_size, double_quant=double, num_blocks=blocks, num_warps=WARPS // 2, enable_fp_fusion=False,
-    )  # fmt: skip
+        out,
+        packed,
+        absmax,
+        nested_absmax if double else absmax,
+        code,
+        nested_code,
+        offset,
+        out.numel(),
+        block_size=block_size,
+        double_quant=double,
+        num_blocks=blocks,
+        num_warps=WARPS // 2,
+        enable_fp_fusion=False,
+    )
     return out
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
-    """Return act(gate) * up; both contiguous and of one shape. activation: `silu` or `gelu_tanh`."""
+    """Return act(gate) * up; both contiguous and of one shape. activation: `silu` or
+    `gelu_tanh`.
+    """
     product = torch.empty_like(gate)
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
     triton_kernels.gated[grid](
@@ -93,7 +121,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Ten
 def gated_backward_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
 ) -> None:
-    """In place, for the gradient `grad` of act(gate) * up: `gate` and `up` become their gradients, `grad` the product itself."""
+    """In place, for the gradient `grad` of act(gate) * up: `gate` and `up` become their gradients,
+    `grad` the product itself.
+    """
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
     triton_kernels.gated_backward[grid](
         grad, gate, up, gate.numel(), kind=activation, size=PROGRAM_ELEMENTS, num_warps=WARPS
@@ -104,7 +134,8 @@ def gated_backward_(
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
 ) -> torch.Tensor:
-    """Return x cos + rotate_half(x) sin (`back`: minus) of x (rows, seq_len, heads, head_dim); all contiguous.
+    """Return x cos + rotate_half(x) sin (`back`: minus) of x (rows, seq_len, heads, head_dim); all
+    contiguous.
 
     cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
     """

@@ -1,9 +1,11 @@
-"""Products of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and their gradients.
+"""Products of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
+their gradients.
 
-y_i = W_i x + b_i + s_i B_i A_i x. The A of all linears are one matrix, so x is read once for all adapters. An adapter's
-part is made first and the frozen product is added to it by the matrix product itself: one pass over y less, and the small
-part is rounded to the compute type where the large one would be. A and B are fp32 masters, cast to the compute type; their
-gradients are made in fp32.
+y_i = W_i x + b_i + s_i B_i A_i x. The A of all linears are one matrix, so x is read once for all
+adapters. An adapter's part is made first and the frozen product is added to it by the matrix
+product itself: one pass over y less, and the small part is rounded to the compute type where the
+large one would be. A and B are fp32 masters, cast to the compute type; their gradients are made in
+fp32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +29,9 @@ class Adapted(NamedTuple):
 
 
 def adapted(layers: Iterable[Any]) -> list[Adapted]:
-    """Read the weights of PEFT layers: they have `get_base_layer()`, `fused_weights()` and `fused_scale()`."""
+    """Read the weights of PEFT layers: they have `get_base_layer()`, `fused_weights()` and
+    `fused_scale()`.
+    """
     found = []
     for layer in layers:
         a_weight, b_weight = layer.fused_weights()
@@ -52,7 +56,10 @@ def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tenso
 
 def values(linears: Sequence[Adapted], rows: torch.Tensor, low: torch.Tensor) -> list[torch.Tensor]:
     """Return y of every linear."""
-    return [value(linear, rows, part) for linear, part in zip(linears, _parts(linears, low), strict=True)]  # fmt: skip
+    return [
+        value(linear, rows, part)
+        for linear, part in zip(linears, _parts(linears, low), strict=True)
+    ]
 
 
 def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""The NF4 linear layer whose packed weight and quantization state are ordinary parameters, so that FSDP2 shards them.
+"""The NF4 linear layer whose packed weight and quantization state are ordinary parameters, so that
+FSDP2 shards them.
 
-Packed weights, 8-bit absmax and nested absmax are frozen 1-D `float32` parameters: views of the bytes.
-float32 because FSDP2 copies bf16 groups through float on CUDA and so rewrites NaN bit patterns
-(pytorch#159333, bitsandbytes#1945), because torch 2.11 refuses frozen uint8 parameters, and because
-every rank then holds 1/N of the state that other integrations replicate (1 GiB per GPU at 70B).
-The `QuantState` of bitsandbytes is rebuilt at each use.
+Packed weights, 8-bit absmax and nested absmax are frozen 1-D `float32` parameters: views of the
+bytes. float32 because FSDP2 copies bf16 groups through float on CUDA and so rewrites NaN bit
+patterns (pytorch#159333, bitsandbytes#1945), because torch 2.11 refuses frozen uint8 parameters,
+and because every rank then holds 1/N of the state that other integrations replicate (1 GiB per GPU
+at 70B). The `QuantState` of bitsandbytes is rebuilt at each use.
 
 QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absmax2[block2] + offset.
 """
@@ -29,7 +30,9 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 
 @dataclasses.dataclass(frozen=True)
 class NF4Spec:
-    """What a packed weight is: shape (out_features, in_features), weights per scale, double quantization."""
+    """What a packed weight is: shape (out_features, in_features), weights per scale, double
+    quantization.
+    """
 
     shape: tuple[int, int]
     block_size: int
@@ -42,7 +45,9 @@ class NF4Spec:
         return math.ceil(math.prod(self.shape) / self.block_size)
 
     def part_range(self, name: str, *, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes of a part that encode weights `start` to `stop`; `start` begins a nested block."""
+        """Return the bytes of a part that encode weights `start` to `stop`; `start` begins a nested
+        block.
+        """
         if name == "weight":
             return start // 2, math.ceil(stop / 2)
         nested = name == "nested_absmax"
@@ -72,9 +77,9 @@ CODE_SUFFIX = {"quant_map": "weight.quant_map", "nested_quant_map": "weight.nest
 def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     """Return the weights, of `state.shape` in `state.dtype`, that the bytes `packed` (n, 1) encode.
 
-    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets blocks run on from
-    row to row. So rows that are not whole blocks are decoded as rows of one block each, or, where the last block is
-    not full, as one long row (which one thread does).
+    bitsandbytes 0.50 starts a block at every row on CPUs with AVX-512, where quantization lets
+    blocks run on from row to row. So rows that are not whole blocks are decoded as rows of one
+    block each, or, where the last block is not full, as one long row (which one thread does).
     """
     shape, size = state.shape, state.blocksize
     if shape[-1] % size == 0:
@@ -87,9 +92,11 @@ def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
 
 
 class NF4Linear(nn.Linear):
-    """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and Transformers see a linear.
+    """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and
+    Transformers see a linear.
 
-    Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with double
+    Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with
+    double
     quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
     `nested_quant_map` (256,), `nested_offset` ().
     Built on the meta device; filled by `nf4_model.load_weights_`.
@@ -116,7 +123,8 @@ class NF4Linear(nn.Linear):
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`, shape (out_features, in_features).
 
-        Must be called while the parameters are gathered (inside the FSDP unit's forward or backward).
+        Must be called while the parameters are gathered (inside the FSDP unit's forward or
+        backward).
         """
         if kernels.usable(self.weight.device):
             return self._decoded(dtype)
@@ -138,7 +146,9 @@ class NF4Linear(nn.Linear):
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start at a whole block."""
+        """Return the weights, of `shape`, that bytes (uint8) of each parameter encode; they start
+        at a whole block.
+        """
         state = self._quant_state(parts, shape=shape, dtype=dtype)
         return decoded(parts["weight"].unsqueeze(1), state)
 
@@ -191,7 +201,9 @@ def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
 
 
 class _NF4MatMul(torch.autograd.Function):
-    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it by then)."""
+    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
+    by then).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, module: NF4Linear) -> torch.Tensor:

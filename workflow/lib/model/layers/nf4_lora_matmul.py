@@ -21,11 +21,13 @@ from workflow.lib.model.layers.rms_norm import RmsNorm, keepable, restored
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in two nodes.
+    """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in
+    two nodes.
 
     layer: as `lora_products.adapted` wants it.
-    The first node has all that backward needs, the second makes the value and keeps nothing. So when activations are
-    recomputed and only this layer's input is still missing (the last linear of a decoder layer), recomputation stops
+    The first node has all that backward needs, the second makes the value and keeps nothing. So
+    when activations are recomputed and only this layer's input is still missing (the last linear of
+    a decoder layer), recomputation stops
     between them: the product, whose result backward does not need, is not made again.
     """
     placeholder, low = NF4LoraMatMul.apply(x, layer, *layer.fused_weights())  # type: ignore[no-untyped-call]
@@ -34,7 +36,8 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without memory, and A x.
+    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without
+    memory, and A x.
 
     Saves x (..., in), or what it was normed from, and A x (..., r) alone.
     """
@@ -59,7 +62,9 @@ class NF4LoraMatMul(torch.autograd.Function):
 
 
 class _NF4LoraValue(torch.autograd.Function):
-    """The value of `nf4_lora_matmul`. Hands its gradient to the placeholder, so to `NF4LoraMatMul`; saves nothing."""
+    """The value of `nf4_lora_matmul`. Hands its gradient to the placeholder, so to `NF4LoraMatMul`;
+    saves nothing.
+    """
 
     @staticmethod
     def forward(
@@ -74,7 +79,9 @@ class _NF4LoraValue(torch.autograd.Function):
 
 
 def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return W x + b + s B (A x) of layers that share their input x (..., in_features), by one node."""
+    """Return W x + b + s B (A x) of layers that share their input x (..., in_features), by one
+    node.
+    """
     weights = [weight for layer in layers for weight in layer.fused_weights()]
     made: tuple[torch.Tensor, ...] = _NF4LoraMatMuls.apply(x, layers, *weights)  # type: ignore[no-untyped-call]
     return made
@@ -103,7 +110,9 @@ class _NF4LoraMatMuls(torch.autograd.Function):
 def _gradients(
     ctx: Any, layers: Sequence[Any], grads: Sequence[torch.Tensor], *, norm: RmsNorm | None = None
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every layer."""
+    """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every
+    layer.
+    """
     kept, low = ctx.saved_tensors
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(layers)

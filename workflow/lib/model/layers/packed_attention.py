@@ -1,10 +1,11 @@
 """Attention over packed rows: no mask, and no way from one document to another.
 
-Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries (`cu_seq_lens`).
-Documents of one length, as rows that one long document fills, go to cuDNN where that is faster.
-Transformers would find the boundaries itself only in batches of one row, and otherwise attend across documents
-without a word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built
-into torch (torch.nn.attention.varlen), so it needs no further package.
+Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries
+(`cu_seq_lens`). Documents of one length, as rows that one long document fills, go to cuDNN where
+that is faster. Transformers would find the boundaries itself only in batches of one row, and
+otherwise attend across documents without a word (`_is_packed_sequence` in
+modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built into torch
+(torch.nn.attention.varlen), so it needs no further package.
 """
 
 import inspect
@@ -21,7 +22,8 @@ from workflow.lib.system.errors import setting_error
 VARLEN = "varlen"
 FLATTENED = frozenset({VARLEN, "flash_attention_2", "flash_attention_3"})
 
-# What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about caches and outputs.
+# What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about
+# caches and outputs.
 WITHOUT_EFFECT = frozenset(
     {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "output_attentions"}
 )
@@ -71,7 +73,8 @@ def varlen_attention(
     """Causal attention within documents, in the form of Transformers' attention functions.
 
     query: (1, heads, tokens, head_dim); key, value: (1, key_value_heads, tokens, head_dim). Returns
-    (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do anything else.
+    (1, tokens, heads, head_dim) and no weights. Raises `UserError` if the model tells it to do
+    anything else.
     """
     assert not dropout, "resolve_training_attention refuses attention dropout"
     unknown = {name for name, value in told.items() if value is not None} - WITHOUT_EFFECT
@@ -81,7 +84,8 @@ def varlen_attention(
         raise setting_error(
             "model.attention",
             VARLEN,
-            f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which varlen cannot do, and "
+            f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which "
+            "varlen cannot do, and "
             "the model would be trained without",
             "Set it to eager",
         )
@@ -98,19 +102,28 @@ def varlen_attention(
                 )
             return found.transpose(1, 2).flatten(0, 1)[None], None
     output = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-        scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0), **GROUPED_HEADS,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **GROUPED_HEADS,
+    )
     assert isinstance(output, torch.Tensor)
     return output[None], None
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and faster than FlashAttention 2.
+    """Whether cuDNN attends over documents of one length (documents, heads, length, head_dim), and
+    faster than FlashAttention 2.
 
-    It does from Hopper on: forward and backward of 4,096 tokens take 0.6 times as long on an H200 (64 heads, 8 of keys). Its
-    packed form makes a plan at every call, which takes 40 ms (torch 2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it
-    promises no equal bits.
+    It does from Hopper on: forward and backward of 4,096 tokens take 0.6 times as long on an H200
+    (64 heads, 8 of keys). Its packed form makes a plan at every call, which takes 40 ms (torch
+    2.11, cuDNN 9.19, November 2026). Deterministic runs do without it: it promises no equal bits.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False

@@ -1,7 +1,9 @@
-"""RMS norms whose output is not kept for backward: what takes it keeps the norm's input, which autograd has anyway.
+"""RMS norms whose output is not kept for backward: what takes it keeps the norm's input, which
+autograd has anyway.
 
-A norm's output is as large as its input, and making it again reads that once: 0.06 ms for 4,096 rows of 8,192 on an H200, of 30
-for the layer. So a decoder layer keeps two hidden states less, in memory or on their way to the host.
+A norm's output is as large as its input, and making it again reads that once: 0.06 ms for 4,096
+rows of 8,192 on an H200, of 30 for the layer. So a decoder layer keeps two hidden states less, in
+memory or on their way to the host.
 """
 
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-SOURCE = "workflow_norm_source"  # attribute of an output: the norm, its input, and the output's version then
+# attribute of an output: the norm, its input, and the output's version then
+SOURCE = "workflow_norm_source"
 
 
 class RmsNorm(nn.Module):
@@ -31,7 +34,9 @@ class RmsNorm(nn.Module):
 
 
 def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:
-    """Return what a node saves in place of its input x (..., width), as rows (T, width): with a norm, that norm's input."""
+    """Return what a node saves in place of its input x (..., width), as rows (T, width): with a
+    norm, that norm's input.
+    """
     source: tuple[Any, ...] = getattr(x, SOURCE, (None, x, None))
     norm, kept, version = source
     if norm is not None and version != x._version:
@@ -40,5 +45,7 @@ def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:
 
 
 def restored(norm: RmsNorm | None, kept: torch.Tensor) -> torch.Tensor:
-    """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there (FSDP gathers it)."""
+    """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there
+    (FSDP gathers it).
+    """
     return kept if norm is None else norm.made(kept)

@@ -72,7 +72,9 @@ def rotate(
     out, x, cos, sin, angles, num_heads,
     back: tl.constexpr, half: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Turn all heads of one token; `angles` tokens have a cosine and sine of their own, then they come again."""
+    """Turn all heads of one token; `angles` tokens have a cosine and sine of their own, then they
+    come again.
+    """
     token = tl.program_id(0).to(tl.int64)
     head, place = tl.arange(0, heads), tl.arange(0, width)
     turn = (token % angles) * 2 * half + place

@@ -1,7 +1,9 @@
-"""What a training step asks of the allocator, written down: requests, releases, and the phases that they fall into.
+"""What a training step asks of the allocator, written down: requests, releases, and the phases that
+they fall into.
 
-A tensor is a number. It has holders, like an object in Python (a local variable, a module, autograd's graph), and is
-released when the last one lets go. Autograd's part is played by a `Keeper`.
+A tensor is a number. It has holders, like an object in Python (a local variable, a module,
+autograd's graph), and is released when the last one lets go. Autograd's part is played by a
+`Keeper`.
 """
 
 from typing import Protocol
@@ -10,7 +12,9 @@ COMPUTE = "compute"  # the stream of all but communication
 
 
 class Tape:
-    """Events in their order: a tensor's number where it is made, its complement where it is released, a phase's name."""
+    """Events in their order: a tensor's number where it is made, its complement where it is
+    released, a phase's name.
+    """
 
     def __init__(self) -> None:
         self.events: list[int | str] = []
@@ -91,7 +95,9 @@ class Dropped:
 
 
 class Stashed:
-    """As `activation_offload.Stash` does it: what is not small leaves for host memory, a window of it is on the device at a time."""
+    """As `activation_offload.Stash` does it: what is not small leaves for host memory, a window of
+    it is on the device at a time.
+    """
 
     def __init__(self, tape: Tape, *, window_bytes: int, smallest_share: int = 128) -> None:
         self._tape, self._window = tape, window_bytes
@@ -106,7 +112,9 @@ class Stashed:
         self._present = 0
 
     def keep(self, tensor: int, term: str = "saved_activations") -> int:
-        """Send the tensor away if it is not small; return its place, or a number below 0 if it stays."""
+        """Send the tensor away if it is not small; return its place, or a number below 0 if it
+        stays.
+        """
         size = self._tape.sizes[tensor]
         self._tape.terms[tensor] = "offloaded_activations"
         if size < self._least:
@@ -132,7 +140,9 @@ class Stashed:
             self._tape.free(tensor)
 
     def take(self, kept: int) -> int:
-        """Return the tensor, fetched if it is away, and fetch what comes next as far as the window allows."""
+        """Return the tensor, fetched if it is away, and fetch what comes next as far as the window
+        allows.
+        """
         if kept < 0:
             return -1 - kept
         if self._next == -2:

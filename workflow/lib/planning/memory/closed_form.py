@@ -28,16 +28,18 @@ from workflow.lib.planning.memory.terms import (
 )
 from workflow.lib.system.units import GIB, MIB
 
-# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32 MiB
-# each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11 (docs/memory-model.md).
+# Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32
+# MiB each; 8 MiB on older GPUs). Measured with the engine on 2 x H200, torch 2.11
+# (docs/memory-model.md).
 CUBLAS_BYTES = 64 * MIB
-# Outside: CUDA context and loaded kernels; with several processes NCCL too. Measured like the above:
-# 0.755 and 1.577 GiB. Smaller GPUs have smaller contexts.
+# Outside: CUDA context and loaded kernels; with several processes NCCL too. Measured like the
+# above: 0.755 and 1.577 GiB. Smaller GPUs have smaller contexts.
 CONTEXT_BYTES = int(0.76 * GIB)
 CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
-# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the engine under
-# a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which `launch` sets, 2.5%
-# was enough for all; with native segments 10% was, and with 6% two processes failed.
+# What the allocator must be able to reserve beyond what is allocated at the peak: runs of the
+# engine under a falling memory cap, 1 and 2 H200, torch 2.11. With expandable_segments:True, which
+# `launch` sets, 2.5% was enough for all; with native segments 10% was, and with 6% two processes
+# failed.
 ALLOCATOR_SLACK = 0.03
 
 EXPLANATIONS = {
@@ -45,11 +47,15 @@ EXPLANATIONS = {
     "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
     "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
     "nf4_tables": "code tables of every linear, replicated",
-    "embedding_and_head": "embedding (unless it is on the host) and output head in the compute type, sliced",
+    "embedding_and_head": (
+        "embedding (unless it is on the host) and output head in the compute type, sliced"
+    ),
     "norms_and_biases": "norms and biases in the compute type, sharded",
     "module_weights": "embedding or head that is trained whole: masters in fp32, sliced",
     "module_gradients": "gradients of embedding or head in fp32, sliced",
-    "new_module_gradients": "those of the micro-batch in progress, before they are added to earlier ones",
+    "new_module_gradients": (
+        "those of the micro-batch in progress, before they are added to earlier ones"
+    ),
     "module_workspace": "a trained head in the compute type, and what its gradient is made from",
     "lora_weights": "adapter masters A and B in fp32, sharded",
     "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
@@ -57,10 +63,14 @@ EXPLANATIONS = {
     "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
     "cublas_workspace": "workspace of the matrix products",
     "gathered_layer": "one decoder layer gathered from all processes",
-    "gathered_layers": "all decoder layers, kept from forward to backward (reshard_after_forward false)",
+    "gathered_layers": (
+        "all decoder layers, kept from forward to backward (reshard_after_forward false)"
+    ),
     "fetched_layers": "packed weights of decoder layers from host memory, in use or on their way",
     "gather_buffer": "buffer that the next decoder layer is gathered into",
-    "gathered_rows": "hidden states of one chunk of rows from all slices of the head, and their gradient",
+    "gathered_rows": (
+        "hidden states of one chunk of rows from all slices of the head, and their gradient"
+    ),
     "layer_inputs": "input of every decoder layer, kept for recomputation",
     "saved_activations": "activations that autograd keeps",
     "offloaded_activations": "activations on their way to or from host memory",
@@ -69,7 +79,9 @@ EXPLANATIONS = {
     "logits": "logits of one chunk of rows: fp32 softmax and gradients",
     "layer_workspace": "temporaries of one decoder layer",
     "dequantized_weight": "the largest linear, dequantized for its product",
-    "gathered_gradients": "one layer's adapter gradients before they are reduced, and the reduction's input",
+    "gathered_gradients": (
+        "one layer's adapter gradients before they are reduced, and the reduction's input"
+    ),
 }
 
 
@@ -134,7 +146,9 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 
 
 def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
-    """The first layer that backward visits has all inputs still there, the last one all gradients already."""
+    """The first layer that backward visits has all inputs still there, the last one all gradients
+    already.
+    """
     unit, held = _layer_unit(shape, setup), _held(shape, setup)
     gradients = _all_gradients(shape, setup)
     kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
@@ -159,7 +173,9 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 
 
 def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
-    """A trained embedding's, made when all layers are done: of the micro-batch's rows, which several processes exchange."""
+    """A trained embedding's, made when all layers are done: of the micro-batch's rows, which
+    several processes exchange.
+    """
     if not setup.trains_embedding:
         return {}
     return {
@@ -176,7 +192,9 @@ def _wide_rows(shape: ModelShape, setup: Setup) -> int:
 
 
 def _layer_unit(shape: ModelShape, setup: Setup) -> int:
-    """U: one decoder layer gathered; its all-gather buffer is as large. What the host keeps of a layer is no part of it."""
+    """U: one decoder layer gathered; its all-gather buffer is as large. What the host keeps of a
+    layer is no part of it.
+    """
     hosted = setup.offload_layers == shape.num_layers
     return _gathered_light(shape, setup) if hosted else _gathered(shape, setup)
 
@@ -200,7 +218,9 @@ def _gradients(shape: ModelShape, setup: Setup) -> int:
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
-    """What lies there from the start of forward to the end of backward: gradients of earlier micro-batches."""
+    """What lies there from the start of forward to the end of backward: gradients of earlier
+    micro-batches.
+    """
     return _all_gradients(shape, setup) if setup.accumulates else {}
 
 
@@ -240,8 +260,9 @@ def _kept_of(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -
 
 
 def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
-    """`kept`, and what backward has of `layer` besides: all activations if it has just recomputed them, else, of
-    offloaded ones, those of the feed-forward's node."""
+    """`kept`, and what backward has of `layer` besides: all activations if it has just recomputed
+    them, else, of offloaded ones, those of the feed-forward's node.
+    """
     if setup.recomputes(layer):
         more = saved_activations(shape, setup)
     elif layer in layers_of_stash(shape, setup):
@@ -253,7 +274,8 @@ def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int
 
 
 def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
-    """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32 copy, feed-forward.
+    """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32
+    copy, feed-forward.
 
     Without, these are kept and so counted.
     """
@@ -266,7 +288,8 @@ def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
 
 
 def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
-    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before their reduction.
+    """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before
+    their reduction.
 
     A fused feed-forward makes all but the gradient of the product in place.
     """

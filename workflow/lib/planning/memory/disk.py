@@ -23,7 +23,8 @@ def disk_bytes(
     """Return the bytes of every artifact of a run (headers and JSON are not counted).
 
     Checkpoints: one more than are kept, because the new one is written before the oldest goes; each
-    is the fp32 adapter with modules that are trained whole, and both moments (in fp32, or 8 bits with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
+    is the fp32 adapter with modules that are trained whole, and both moments (in fp32, or 8 bits
+    with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
     are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
     tensors = layer_tensors(shape, setup).by_term

@@ -1,6 +1,7 @@
 """The tensors of one decoder layer, and what they take on a process: cut, and gathered.
 
-FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512 bytes.
+FSDP2 cuts dim 0 of every tensor in P parts of ceil(rows / P) rows; the CUDA allocator rounds to 512
+bytes.
 """
 
 import functools
@@ -22,12 +23,16 @@ def rounded(num_bytes: int) -> int:
 
 
 def sharded_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
-    """Bytes of the largest shard of tensors that FSDP2 cuts along dim 0: ceil(rows / P) rows of each."""
+    """Bytes of the largest shard of tensors that FSDP2 cuts along dim 0: ceil(rows / P) rows of
+    each.
+    """
     return sum(rounded(-(-rows // processes) * width) for rows, width in tensors)
 
 
 def gathered_bytes(tensors: Iterable[Tensor], *, processes: int) -> int:
-    """Bytes of the same tensors gathered, with the padding that makes the shards equal; 0 for one process."""
+    """Bytes of the same tensors gathered, with the padding that makes the shards equal; 0 for one
+    process.
+    """
     if processes == 1:
         return 0
     return sum(rounded(-(-rows // processes) * processes * width) for rows, width in tensors)
@@ -85,7 +90,9 @@ def _view(num_bytes: int) -> Tensor:
 
 
 def _scales(linear: Linear, kind: LayerKind) -> list[Tensor]:
-    """absmax: fp32 per block; or with double quantization 8 bits per block, and fp32 per 256 blocks."""
+    """absmax: fp32 per block; or with double quantization 8 bits per block, and fp32 per 256
+    blocks.
+    """
     blocks = math.ceil(linear.num_weights / kind.block_size)
     if not kind.double_quant:
         return [(blocks, 4)]

@@ -1,7 +1,9 @@
-"""The memory of a plan, replayed: the requests of its steps (`trace_step`) against the allocator's model (`caching_allocator`).
+"""The memory of a plan, replayed: the requests of its steps (`trace_step`) against the allocator's
+model (`caching_allocator`).
 
-The closed form (`memory`) adds up what should be there; the replay also knows what lies between: pages that a stream has
-taken and another cannot use, pieces that fit nothing, buffers that meet for a moment. It gives the verdict on one plan.
+The closed form (`memory`) adds up what should be there; the replay also knows what lies between:
+pages that a stream has taken and another cannot use, pieces that fit nothing, buffers that meet for
+a moment. It gives the verdict on one plan.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class Replay:
     allocated_bytes: int
     reserved_bytes: int
     lacking_bytes: int
-    """What the allocator would need beyond its limit, though it gives back all that is free; 0 if it can serve everything."""
+    """What the allocator would need beyond its limit, though it gives back all that is free; 0 if
+    it can serve everything."""
     peak_phase: str
     terms: Terms
     """What is allocated at the peak."""
@@ -31,7 +34,9 @@ class Replay:
 
 
 def replay(shape: ModelShape, setup: Setup, *, limit_bytes: int | None = None) -> Replay:
-    """Return the peaks of training with an allocator that may take `limit_bytes` from the GPU, or any number."""
+    """Return the peaks of training with an allocator that may take `limit_bytes` from the GPU, or
+    any number.
+    """
     return replay_tape(step_trace(shape, setup), limit_bytes=limit_bytes)
 
 

@@ -45,7 +45,8 @@ class Setup:
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
     offload_embedding: bool = False
-    """Embedding rows are looked up in host memory; a table that is the head's too is on the device nevertheless."""
+    """Embedding rows are looked up in host memory; a table that is the head's too is on the device
+    nevertheless."""
     optimizer: str = "adamw"
     """`train.optimizer`."""
     offload_layers: int = 0
@@ -85,7 +86,9 @@ class Setup:
         return vocabulary_slices(self.shards)
 
     def recomputes(self, layer: int) -> bool:
-        """Whether backward recomputes decoder layer `layer` (`decoder_layers.checkpoint_activations_`)."""
+        """Whether backward recomputes decoder layer `layer`
+        (`decoder_layers.checkpoint_activations_`).
+        """
         every = int(self.activation_checkpointing)
         return every > 0 and layer % every == 0
 
@@ -97,6 +100,8 @@ class Setup:
         return sum(layer % every == 0 for layer in layers)
 
     def recomputed_layers(self, num_layers: int) -> int:
-        """How many of the first `num_layers` layers backward recomputes: as many as `recomputes` names."""
+        """How many of the first `num_layers` layers backward recomputes: as many as `recomputes`
+        names.
+        """
         every = int(self.activation_checkpointing)
         return math.ceil(num_layers / every) if every > 0 else 0

@@ -1,9 +1,9 @@
 """The terms of the memory model: what each kind of tensor takes on one process, from shapes alone.
 
-Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V vocabulary, q and k query and key-value
-width, a heads, T = B x S tokens of a micro-batch, r rank, c bytes of the compute type.
-G of the P processes share embedding and head. How tensors are cut and rounded, `layer_tensors` says.
-Which terms meet at one moment, `memory` says.
+Letters: P processes that share one copy of the model, L layers, h hidden, f feed-forward, V
+vocabulary, q and k query and key-value width, a heads, T = B x S tokens of a micro-batch, r rank, c
+bytes of the compute type. G of the P processes share embedding and head. How tensors are cut and
+rounded, `layer_tensors` says. Which terms meet at one moment, `memory` says.
 """
 
 import math
@@ -98,7 +98,9 @@ def table_slice(shape: ModelShape, setup: Setup, *, width: int) -> int:
 
 
 def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
-    """Bytes of both moments of all that is trained on the device, and of those that the driver pages to the host."""
+    """Bytes of both moments of all that is trained on the device, and of those that the driver
+    pages to the host.
+    """
     sizes = dict.fromkeys((False, True), 0)
     of_layers = [(shape.num_layers * size, leaves) for size, leaves in layer_moments(shape, setup)]
     for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)]:
@@ -107,7 +109,9 @@ def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
 
 
 def layer_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
-    """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages them to the host."""
+    """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages
+    them to the host.
+    """
     return list(
         _moments(layer_tensors(shape, setup).by_term["lora_weights"], setup, cuts=setup.shards)
     )
@@ -120,7 +124,9 @@ def module_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
 
 
 def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[tuple[int, bool]]:
-    """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from 100,000 elements on, without their scales."""
+    """Of 8 bits: a byte an element, and a scale in fp32 per 256. bitsandbytes pages tensors from
+    100,000 elements on, without their scales.
+    """
     paged, eight = setup.optimizer.startswith("paged"), setup.optimizer.endswith("8bit")
     for rows, width in tensors:
         elements = math.ceil(rows / cuts) * width // 4
@@ -130,12 +136,14 @@ def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[
 
 
 def saved_activations(shape: ModelShape, setup: Setup) -> int:
-    """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an adapter).
+    """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an
+    adapter).
 
-    Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep their input, which q, k, v share
-    and gate, up (2 c T h; none where these are fused behind fused norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
-    log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone; adapters x A^T; DoRA the product before
-    it is scaled.
+    Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep
+    their input, which q, k, v share and gate, up (2 c T h; none where these are fused behind fused
+    norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone;
+    adapters x A^T; DoRA the product before it is scaled.
     """
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -156,7 +164,9 @@ def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
 
 
 def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
-    """Whether gate, up and down are one node (`fused_feed_forward.GatedFeedForward`): all with a plain adapter."""
+    """Whether gate, up and down are one node (`fused_feed_forward.GatedFeedForward`): all with a
+    plain adapter.
+    """
     plain = not setup.dropout and not setup.dora
     return (
         setup.fused_layers and plain and {"gate_proj", "up_proj", "down_proj"} <= set(setup.targets)
@@ -164,7 +174,8 @@ def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
 
 
 def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
-    """Whether queries, keys and values are one node (`fused_attention.RotatedAttention`): all with a plain adapter.
+    """Whether queries, keys and values are one node (`fused_attention.RotatedAttention`): all with
+    a plain adapter.
 
     OLMo 2 norms all heads together, so its attention stays its own.
     """
@@ -181,14 +192,17 @@ def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
 
 
 def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
-    """Of these layers those whose input alone is kept, because they are recomputed, and the others."""
+    """Of these layers those whose input alone is kept, because they are recomputed, and the
+    others.
+    """
     away = layers_of_stash(shape, setup)
     inputs = setup.recomputed_among(away)
     return inputs, len(away) - inputs
 
 
 def offload_window(shape: ModelShape, setup: Setup) -> int | None:
-    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if none are offloaded.
+    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if
+    none are offloaded.
 
     Two inputs of layers where all are recomputed, else what one layer keeps.
     """
@@ -200,9 +214,11 @@ def offload_window(shape: ModelShape, setup: Setup) -> int | None:
 
 
 def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a power of two.
+    """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a
+    power of two.
 
-    Rounded are the layers' inputs, which are equal in size; of the rest, of many sizes, a quarter is added.
+    Rounded are the layers' inputs, which are equal in size; of the rest, of many sizes, a quarter
+    is added.
     """
     if not setup.offload_activations:
         return 0
@@ -212,17 +228,20 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
 
 
 def hosted_slice(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of one layer's packed weights and scales that a process keeps in host memory (`layer_offload._HostedLayer`)."""
+    """Bytes of one layer's packed weights and scales that a process keeps in host memory
+    (`layer_offload._HostedLayer`).
+    """
     tensors = layer_tensors(shape, setup).by_term
     parts = tensors["nf4_weights"] + tensors["nf4_scales"]
     return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
 
 
 def fetched_layers(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device of layers from the host, at most: the one in use or the next, both if they are neighbours.
+    """Bytes on the device of layers from the host, at most: the one in use or the next, both if
+    they are neighbours.
 
-    Of several processes' layers both count only where all are on the host: else another layer is gathered at that time,
-    which is more. With several processes also this one's slice on its way.
+    Of several processes' layers both count only where all are on the host: else another layer is
+    gathered at that time, which is more. With several processes also this one's slice on its way.
     """
     if setup.offload_layers == 0:
         return 0
@@ -233,20 +252,26 @@ def fetched_layers(shape: ModelShape, setup: Setup) -> int:
 
 
 def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from the host."""
+    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from
+    the host.
+    """
     if 2 * setup.offload_layers < shape.num_layers:
         return 0  # the last one that does is another, and freed before
     return hosted_slice(shape, setup) * setup.shards
 
 
 def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power of two per layer."""
+    """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power
+    of two per layer.
+    """
     own = hosted_slice(shape, setup)
     return setup.offload_layers * (1 << (own - 1).bit_length())
 
 
 def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
-    """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a mask for each."""
+    """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a
+    mask for each.
+    """
     t, c = setup.tokens, setup.compute_bytes
     if not setup.dropout:
         fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
@@ -256,7 +281,9 @@ def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
 
 
 def _kept_scores(shape: ModelShape, setup: Setup) -> int:
-    """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and the tanh that soft-caps scores; sdpa a mask."""
+    """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and
+    the tanh that soft-caps scores; sdpa a mask.
+    """
     square = setup.micro_batch_size * setup.seq_len**2
     c = setup.compute_bytes
     a_score = (4 if c == 4 else 4 + c) + (c if shape.attention_softcap else 0)
@@ -266,7 +293,8 @@ def _kept_scores(shape: ModelShape, setup: Setup) -> int:
 
 
 def mask_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type: `_kept_scores`), in the compute type for eager.
+    """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type:
+    `_kept_scores`), in the compute type for eager.
 
     Gemma has one for the layers with a window and one for the others.
     """
@@ -283,9 +311,11 @@ def dequantized_weight(shape: ModelShape, setup: Setup) -> int:
 
 
 def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
-    """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a dequantized weight.
+    """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a
+    dequantized weight.
 
-    Eager attention's S x S temporaries (8 bytes a score) take the place of the T x f ones if they are more.
+    Eager attention's S x S temporaries (8 bytes a score) take the place of the T x f ones if they
+    are more.
     """
     c, t = setup.compute_bytes, setup.tokens
     row = c * t * shape.intermediate_size
@@ -300,7 +330,9 @@ def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes:
 
 
 def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
-    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled; DoRA one more to scale."""
+    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled; DoRA
+    one more to scale.
+    """
     widest = max(x.out_features for x in _targets(shape, setup))
     plain = 8 * setup.tokens * widest if setup.dropout else 0
     return plain + (setup.compute_bytes * setup.tokens * widest if setup.dora else 0)
@@ -322,7 +354,9 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
 
 
 def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
-    """Of a trained head: its copy in the compute type, the product that its gradient is made from, and a piece of that; its gradient in fp32."""
+    """Of a trained head: its copy in the compute type, the product that its gradient is made from,
+    and a piece of that; its gradient in fp32.
+    """
     if not setup.trains_head:
         return {}
     c, columns = setup.compute_bytes, math.ceil(shape.vocab_size / setup.slices)
@@ -342,7 +376,9 @@ def gradient_piece(shape: ModelShape, setup: Setup) -> int:
 
 
 def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent, in fp32, and without the rows of others."""
+    """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent,
+    in fp32, and without the rows of others.
+    """
     if setup.slices == 1:
         return 0
     rows = setup.slices * min(setup.tokens, exchanged_rows(setup.slices))
@@ -350,9 +386,11 @@ def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
 
 
 def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
-    """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32 too, and this slice's logits.
+    """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32
+    too, and this slice's logits.
 
-    Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with soft-capping what its backward makes.
+    Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with
+    soft-capping what its backward makes.
     """
     rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices, vocab_size=shape.vocab_size))
     c = setup.compute_bytes

@@ -1,7 +1,9 @@
-"""What a decoder layer asks of the allocator: attention, feed-forward, and the norms and sums around them.
+"""What a decoder layer asks of the allocator: attention, feed-forward, and the norms and sums
+around them.
 
-Written from the decoder layers of Transformers 5.23, `fused_feed_forward`, and the attention kernels of torch (FlashAttention 2's
-backward has the gradient of the queries in fp32, and one of keys and values for every query head).
+Written from the decoder layers of Transformers 5.23, `fused_feed_forward`, and the attention
+kernels of torch (FlashAttention 2's backward has the gradient of the queries in fp32, and one of
+keys and values for every query head).
 """
 
 from collections.abc import Callable
@@ -38,7 +40,9 @@ class LayerTrace(LinearTrace):
     def layer(
         self, x: int, keep: Keeper, *, value: bool = True, wants_x: bool = True
     ) -> tuple[int, Backward]:
-        """x + attention, + feed-forward; without `value` only what backward needs is made, and -1 returned."""
+        """x + attention, + feed-forward; without `value` only what backward needs is made, and -1
+        returned.
+        """
         attended, attention_backward = self._normed(x, keep, self._attention, wants_x=wants_x)
         middle = self._sum(x, attended)
         out, feed_forward_backward = self._normed(
@@ -61,7 +65,9 @@ class LayerTrace(LinearTrace):
         return y, backward
 
     def begin_recomputation(self) -> None:
-        """What backward does of a recomputed layer before it recomputes: down to the first value that it lacks."""
+        """What backward does of a recomputed layer before it recomputes: down to the first value
+        that it lacks.
+        """
         if not self._after:
             self.begin_backward(self._shape.linears[-1])
 
@@ -103,7 +109,9 @@ class LayerTrace(LinearTrace):
     def _feed_forward(
         self, x: int, keep: Keeper, *, value: bool, wants_x: bool
     ) -> tuple[int, Backward]:
-        """Gate, up and down; without `value` only what backward needs is made, and -1 returned for it."""
+        """Gate, up and down; without `value` only what backward needs is made, and -1 returned for
+        it.
+        """
         *into, down = [x for x in self._shape.linears if x.name not in ATTENTION]
         if fuses_feed_forward(self._shape, self._setup):
             return self._gated(x, into, down, keep, value=value)
@@ -145,7 +153,9 @@ class LayerTrace(LinearTrace):
     def _gated(
         self, x: int, into: list[Linear], down: Linear, keep: Keeper, *, value: bool
     ) -> tuple[int, Backward]:
-        """`fused_feed_forward.GatedFeedForward`: keeps its input, or what it was normed from, gate and up alone."""
+        """`fused_feed_forward.GatedFeedForward`: keeps its input, or what it was normed from, gate
+        and up alone.
+        """
         tape, wide = self._tape, self._wide
         low = self.low(into)
         outs = [self.value(linear) for linear in into]
@@ -182,7 +192,9 @@ class LayerTrace(LinearTrace):
     def _attention(
         self, x: int, keep: Keeper, *, value: bool, wants_x: bool
     ) -> tuple[int, Backward]:
-        """Projections, norms of the heads where the family has them, rotary positions, the kernel, the output."""
+        """Projections, norms of the heads where the family has them, rotary positions, the kernel,
+        the output.
+        """
         *into, output = [x for x in self._shape.linears if x.name in ATTENTION]
         given, projections_backward = self._projected(into, x, keep, wants_x=wants_x)
         values = given[-1]  # of fused projections values are a view of the whole
@@ -214,7 +226,9 @@ class LayerTrace(LinearTrace):
     def _projected(
         self, linears: list[Linear], x: int, keep: Keeper, *, wants_x: bool
     ) -> tuple[list[int], Callable[[list[int]], int]]:
-        """Queries, keys and values, or one projection for all of them; a transposed gradient is copied first."""
+        """Queries, keys and values, or one projection for all of them; a transposed gradient is
+        copied first.
+        """
         if fuses_projections(self._shape, self._setup):
             given, node_backward = self.fused_linears(linears, x, keep, value=True, wants_x=wants_x)
             return given, lambda grads: node_backward([self._copied(grad) for grad in grads])
@@ -253,7 +267,9 @@ class LayerTrace(LinearTrace):
         return rotated
 
     def _unrotated(self, grad: int, size: int) -> int:
-        """The gradient before the rotation; the halves are put in their places in tensors of zeros."""
+        """The gradient before the rotation; the halves are put in their places in tensors of
+        zeros.
+        """
         tape = self._tape
         crossed = tape.new(size, WORK)
         tape.moment(size // 2, WORK)
@@ -334,7 +350,9 @@ class LayerTrace(LinearTrace):
         return attended, lambda grad: self._eager_backward(grad, keep, kept, repeated=repeated)
 
     def _capped(self, scores: int, keep: Keeper) -> tuple[int, list[int]]:
-        """Scores divided by the cap, their tanh, times the cap; and the tanh, which autograd keeps."""
+        """Scores divided by the cap, their tanh, times the cap; and the tanh, which autograd
+        keeps.
+        """
         tape, low = self._tape, self._c * self._scores
         divided = tape.new(low, WORK)
         tape.free(scores)

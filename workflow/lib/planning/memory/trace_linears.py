@@ -1,8 +1,10 @@
-"""What the norms and linears of a decoder layer ask of the allocator, operation by operation, forward and backward.
+"""What the norms and linears of a decoder layer ask of the allocator, operation by operation,
+forward and backward.
 
-Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `lora_products`, `fused` and `dora`, and the kernels of torch and
-bitsandbytes that they call; compared with a record of all tensors that they made. An operation borrows its input and
-makes its value; with the value it returns its backward, which takes a gradient over and makes that of the input.
+Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `lora_products`, `fused` and
+`dora`, and the kernels of torch and bitsandbytes that they call; compared with a record of all
+tensors that they made. An operation borrows its input and makes its value; with the value it
+returns its backward, which takes a gradient over and makes that of the input.
 """
 
 import math
@@ -30,10 +32,12 @@ class LinearTrace:
         self._begun_products: list[int] = []
         self._sources: dict[int, int] = {}  # of norms' outputs that are not kept: their inputs
         self.gradients: list[int] = []
-        """Of the adapters, fp32, whole, in the order in which backward made them; whoever takes them empties the list."""
+        """Of the adapters, fp32, whole, in backward's order. Taking them empties the list."""
 
     def norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
-        """An RMS norm over rows of `width`: torch's own, or Transformers', which computes in fp32."""
+        """An RMS norm over rows of `width`: torch's own, or Transformers', which computes in
+        fp32.
+        """
         if fuses_norms(self._shape, self._setup):
             return self._fused_norm(x, keep, width=width)
         return self.plain_norm(x, keep, width=width)
@@ -108,7 +112,8 @@ class LinearTrace:
     def linear(
         self, linear: Linear, x: int, keep: Keeper, *, value: bool = True, wants_x: bool = True
     ) -> tuple[int, Backward]:
-        """A linear with its adapter; without `value` only what backward needs is made, and -1 returned for it.
+        """A linear with its adapter; without `value` only what backward needs is made, and -1
+        returned for it.
 
         wants_x: whether the input has a gradient; without, backward returns -1.
         """
@@ -201,7 +206,9 @@ class LinearTrace:
         return of_low
 
     def adapter_gradients(self, linears: Sequence[Linear], *, normed: bool = False) -> None:
-        """`lora_products.adapter_gradients`: added to the list. normed: their input is made again for it."""
+        """`lora_products.adapter_gradients`: added to the list. normed: their input is made again
+        for it.
+        """
         again = []
         if normed:
             size = self._c * self._tokens * linears[0].in_features
@@ -299,7 +306,9 @@ class LinearTrace:
         return self.total(of_adapter, of_product)
 
     def begin_backward(self, linear: Linear) -> None:
-        """What backward does for a layer's last linear before it asks for anything that is to be recomputed."""
+        """What backward does for a layer's last linear before it asks for anything that is to be
+        recomputed.
+        """
         if linear.name not in self._setup.targets:
             self._begun_products.append(self._product_backward(linear))
         elif self._setup.dropout:

@@ -1,10 +1,12 @@
-"""What FSDP2 asks of the allocator: gathering of layers and reduction of their gradients, on streams of its own.
+"""What FSDP2 asks of the allocator: gathering of layers and reduction of their gradients, on
+streams of its own.
 
-Read from torch 2.11 to 2.13, distributed/fsdp/_fully_shard. The all-gather's output is made on the stream that copies
-into it, the whole parameters on the computing stream, the reduced gradients on the stream of the reduce-scatter; memory of
-one stream does not serve another. In forward a layer's buffer lies there until the next layer is whole, so two of them
-are there for a moment; in backward the next layer is gathered ahead. Gradients of a layer wait in the reduction's input
-until the next layer's are reduced. With one process nothing of this happens.
+Read from torch 2.11 to 2.13, distributed/fsdp/_fully_shard. The all-gather's output is made on the
+stream that copies into it, the whole parameters on the computing stream, the reduced gradients on
+the stream of the reduce-scatter; memory of one stream does not serve another. In forward a layer's
+buffer lies there until the next layer is whole, so two of them are there for a moment; in backward
+the next layer is gathered ahead. Gradients of a layer wait in the reduction's input until the next
+layer's are reduced. With one process nothing of this happens.
 """
 
 from workflow.lib.model.architecture.layer_choice import spread
@@ -136,7 +138,9 @@ class ShardedLayers:
 
 
 class FetchedLayers:
-    """What `layer_offload.HostedLayers` brings to the device: the layer in use and the one that follows, on the computing stream."""
+    """What `layer_offload.HostedLayers` brings to the device: the layer in use and the one that
+    follows, on the computing stream.
+    """
 
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup) -> None:
         self._tape, self._shards = tape, setup.shards

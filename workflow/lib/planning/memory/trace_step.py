@@ -1,7 +1,8 @@
 """What a run asks of the allocator from the loaded model to the end of its second step, in order.
 
-The second step is the first that begins as all others do, with what the allocator has kept. Before them lie the
-start-up checks, whose freed memory it keeps too, and the moments of AdamW. Every row is taken as full and every token as trained.
+The second step is the first that begins as all others do, with what the allocator has kept. Before
+them lie the start-up checks, whose freed memory it keeps too, and the moments of AdamW. Every row
+is taken as full and every token as trained.
 """
 
 import math
@@ -81,7 +82,9 @@ class _Run:
                 tape.new(size, "nf4_tables")
 
     def check(self) -> None:
-        """`startup_checks.startup_checks`: a forward of one row without gradients, and every layer gathered and compared."""
+        """`startup_checks.startup_checks`: a forward of one row without gradients, and every layer
+        gathered and compared.
+        """
         row = replace(self._setup, micro_batch_size=1)
         self._tape.phase(CHECKS)
         checked = _Run(self._tape, self._shape, row)
@@ -122,7 +125,8 @@ class _Run:
         tape.phase("backward")
         self._start_products()
         self._layers.gather_ahead(num_layers - 1)
-        # Three measurements of GPUs, two of them of 80 layers, have one tensor more of this size, to 0.6 MiB; what holds it is not known.
+        # Three measurements of GPUs, two of them of 80 layers, have one tensor more of this size,
+        # to 0.6 MiB; what holds it is not known.
         stashed = isinstance(keep, Stashed)
         unexplained = [tape.new(self._hidden, "offloaded_activations")] if stashed else []
         grad = loss_backward(-1)
@@ -163,7 +167,9 @@ class _Run:
         return Stashed(self._tape, window_bytes=window)
 
     def _start_products(self) -> None:
-        """cuBLAS takes a workspace for each thread that multiplies: that of forward, and autograd's."""
+        """cuBLAS takes a workspace for each thread that multiplies: that of forward, and
+        autograd's.
+        """
         if self._workspaces < 2:
             self._tape.new(self._setup.fixed.get("cublas_workspace", 0) // 2, "cublas_workspace")
             self._workspaces += 1
@@ -188,7 +194,9 @@ class _Run:
         return tables
 
     def _embedded(self) -> int:
-        """Rows of the embedding: of the batch, exchanged, or looked up at once; the family's own embedding runs on them."""
+        """Rows of the embedding: of the batch, exchanged, or looked up at once; the family's own
+        embedding runs on them.
+        """
         tape, setup = self._tape, self._setup
         if setup.shards == 1 and not setup.offload_embedding and not setup.trains_embedding:
             return tape.new(self._hidden, "hidden_states")
@@ -211,7 +219,9 @@ class _Run:
         for count in _chunks(self._setup.tokens, exchanged_rows(self._setup.slices)):
             everyone = tape.new(self._setup.slices * count * row, "gathered_rows")
             if self._setup.trains_embedding:
-                tape.moment(self._setup.slices * count * 4 * self._shape.hidden_size, "gathered_rows")  # fmt: skip
+                tape.moment(
+                    self._setup.slices * count * 4 * self._shape.hidden_size, "gathered_rows"
+                )
             rows.append(tape.new(count * row, "hidden_states"))
             tape.free(everyone)
         return rows
@@ -237,14 +247,18 @@ class _Run:
         self._add_gradient("embedding", table)
 
     def _add_gradient(self, module: str, gradient: int) -> None:
-        """Take a micro-batch's gradient of a module, or add it to the one of earlier micro-batches."""
+        """Take a micro-batch's gradient of a module, or add it to the one of earlier
+        micro-batches.
+        """
         if module in self._module_gradients:
             self._tape.free(gradient)
         else:
             self._module_gradients[module] = gradient
 
     def _forward_layer(self, number: int, x: int, keep: Keeper) -> tuple[int, Backward]:
-        """A layer's forward, which lets go of its input, and its backward; with recomputation it keeps the input alone."""
+        """A layer's forward, which lets go of its input, and its backward; with recomputation it
+        keeps the input alone.
+        """
         layers, layer = self._layers, self._layer
         layers.before_forward(number)
         self._fetched.enter(number, following=number + 1)
@@ -303,7 +317,9 @@ class _Run:
         return backward
 
     def _begin_head_gradient(self, keep: Keeper) -> list[int]:
-        """`chunked_loss.TrainedHead`: the gradient, and the copy in the compute type; nothing of a frozen head, or where no gradient is made."""
+        """`chunked_loss.TrainedHead`: the gradient, and the copy in the compute type; nothing of a
+        frozen head, or where no gradient is made.
+        """
         if not self._setup.trains_head or isinstance(keep, Dropped):
             return []
         c = self._setup.compute_bytes
@@ -312,7 +328,9 @@ class _Run:
         return [self._tape.new(self._master, "module_gradients"), *copies]
 
     def _chunk(self, rows: int) -> int:
-        """`chunked_loss._chunk`: log-softmax and its gradient, in fp32; returns the gradient of the rows."""
+        """`chunked_loss._chunk`: log-softmax and its gradient, in fp32; returns the gradient of the
+        rows.
+        """
         tape, c = self._tape, self._setup.compute_bytes
         wide, low = 4 * rows * self._shape.vocab_size, c * rows * self._shape.vocab_size
         product = tape.new(low, "logits")
@@ -332,7 +350,9 @@ class _Run:
         return grad
 
     def _kept_product(self, product: int) -> list[int]:
-        """The head's product, which the gradient of a trained head is made from; of a frozen one it is let go."""
+        """The head's product, which the gradient of a trained head is made from; of a frozen one it
+        is let go.
+        """
         if self._setup.trains_head:
             return [product]
         self._tape.free(product)
@@ -343,7 +363,9 @@ class _Run:
             self._tape.moment(gradient_piece(self._shape, self._setup), "module_workspace")
 
     def _sliced_chunk(self, rows: int) -> int:
-        """`vocabulary_parallel._chunk`: the rows of all slices, and this slice's logits, which become probabilities in place."""
+        """`vocabulary_parallel._chunk`: the rows of all slices, and this slice's logits, which
+        become probabilities in place.
+        """
         tape, c, h = self._tape, self._setup.compute_bytes, self._shape.hidden_size
         everyone = rows * self._setup.slices
         columns = math.ceil(self._shape.vocab_size / self._setup.slices)

@@ -1,7 +1,8 @@
 """What the job of a stage asks a cluster for: memory and time, from preflight's prediction.
 
-Predictions are of the peak and of undisturbed work, so both get room: what is asked for too low is killed, what is
-asked for too high only waits longer. A job that is tried again asks for more memory.
+Predictions are of the peak and of undisturbed work, so both get room: what is asked for too low is
+killed, what is asked for too high only waits longer. A job that is tried again asks for more
+memory.
 """
 
 import math
@@ -24,9 +25,11 @@ MEMORY_ROOM = 1.25
 TIME_ROOM = 1.5
 START_MIN = 20  # reading the weights, checks, and writing the results
 UNKNOWN_MIN = 24 * 60  # training on GPUs whose speed is not known
-# Measured: about 1 GiB for Python with torch and Transformers; the rest is for Snakemake, rows and buffers.
+# Measured: about 1 GiB for Python with torch and Transformers; the rest is for Snakemake, rows and
+# buffers.
 PROGRAM_BYTES = 3 * 2**30
-# Beside the processes that train: Snakemake in the job, and torchrun with the packages that it imports.
+# Beside the processes that train: Snakemake in the job, and torchrun with the packages that it
+# imports.
 LAUNCH_BYTES = 3 * 2**29
 # Reading, copying and writing a base and its original, at 200 MB/s from a busy shared disk.
 DISK_BYTES_PER_S = 200e6
@@ -45,7 +48,8 @@ class Allocation:
 def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     """Return what `finetune` needs; reads the shapes of the model and the manifest of the tokens.
 
-    Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be made.
+    Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
+    made.
     """
     decision, record = _decide(run, model, manifest)
     hours = record["time"]["total_h"]
@@ -54,9 +58,11 @@ def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
 
 
 def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
-    """Return what a stage needs that loads the quantized base and runs it: `consolidate`, `evaluate_run`.
+    """Return what a stage needs that loads the quantized base and runs it: `consolidate`,
+    `evaluate_run`.
 
-    Weights are read by way of host memory; a pass over the held-out tokens costs less than training on them.
+    Weights are read by way of host memory; a pass over the held-out tokens costs less than training
+    on them.
     """
     decision, record = _decide(run, model, manifest)
     base = decision.disk_bytes["base"]
@@ -69,7 +75,9 @@ def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
 
 
 def quantizing(run: RunConfig, *, model: str, manifest: str) -> Allocation:
-    """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the largest tensor, in 32 bits."""
+    """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the
+    largest tensor, in 32 bits.
+    """
     shape = read_shape(Path(model))
     largest = shape.vocab_size * shape.hidden_size * 4
     weights = shape.quantized_weights + shape.plain_weights

@@ -1,4 +1,6 @@
-"""Preflight as a whole: what is read and checked, the decision, and the document that the later stages read."""
+"""Preflight as a whole: what is read and checked, the decision, and the document that the later
+stages read.
+"""
 
 import importlib.util
 from collections.abc import Mapping
@@ -54,7 +56,9 @@ MOST_REMEDIES = 3  # named to who has a run that does not fit
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen candidate, all candidates, and what it was held against; `reason` says what decided."""
+    """The chosen candidate, all candidates, and what it was held against; `reason` says what
+    decided.
+    """
 
     fits: bool
     reason: str
@@ -69,7 +73,8 @@ class Decision:
 
 
 def read_machine(settings: HardwareConfig) -> Machine:
-    """Ask this machine what a run gets on each node; raises `UserError` if that is less than the settings ask for.
+    """Ask this machine what a run gets on each node; raises `UserError` if that is less than the
+    settings ask for.
 
     Where no GPU is visible it may be asked to plan for `hardware.gpu_model`.
     """
@@ -107,19 +112,23 @@ def read_tokens(path: Path) -> dict[str, Any]:
         sizes += [train["packed_rows"], train["trained_tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run again."
+            f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "
+            "again."
         ) from None
     if any(not isinstance(size, int) for size in sizes) or sizes[3] < 1:
         raise UserError(
-            f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl beside it."
+            f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl "
+            "beside it."
         )
     return manifest
 
 
 def check_model(name: str, run: RunConfig, *, folder: Path, trains_here: bool = False) -> None:
-    """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`, whatever the data.
+    """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`,
+    whatever the data.
 
-    Only config.json is read: its weights may still be on their way. trains_here: as for `check_settings`.
+    Only config.json is read: its weights may still be on their way. trains_here: as for
+    `check_settings`.
     """
     path = folder / "config.json"
     try:
@@ -140,8 +149,9 @@ def check_models(checks: Mapping[str, Any], *, folder: Path) -> None:
 def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
     """Raise `UserError` if settings cannot work with this model and with the processes of the run.
 
-    trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held against what is
-    visible. Elsewhere a number is believed, and of `auto` nothing is known but that it suits any model.
+    trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held
+    against what is visible. Elsewhere a number is believed, and of `auto` nothing is known but that
+    it suits any model.
     """
     check_context(run.data.seq_len, shape)
     if run.hardware.gpu_model is not None:
@@ -160,7 +170,8 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
-    """Raise `UserError` if rows are longer than the model can read, or than LongRoPE treats as it would each document.
+    """Raise `UserError` if rows are longer than the model can read, or than LongRoPE treats as it
+    would each document.
 
     Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too.
     """
@@ -175,15 +186,20 @@ def check_context(seq_len: int, shape: ModelShape) -> None:
         raise setting_error(
             "data.seq_len",
             seq_len,
-            "this model's LongRoPE rotates every position of a micro-batch by its long factors as soon as one position is "
-            f"beyond original_max_position_embeddings, which is {shape.short_positions}: shorter documents beside a long "
-            "one, or beside a long padding tail, would be trained with other positions than they are used with",
+            "this model's LongRoPE rotates every position of a micro-batch by its long factors as "
+            "soon as one position is "
+            f"beyond original_max_position_embeddings, which is {shape.short_positions}: shorter "
+            "documents beside a long "
+            "one, or beside a long padding tail, would be trained with other positions than they "
+            "are used with",
             f"Set it to {shape.short_positions} or below, or choose a model without LongRoPE",
         )
 
 
 def check_batch(run: RunConfig, machine: Machine) -> tuple[int, list[int]]:
-    """Return a process's rows of a step, and the micro-batch sizes to consider; raises `UserError` if either is impossible."""
+    """Return a process's rows of a step, and the micro-batch sizes to consider; raises `UserError`
+    if either is impossible.
+    """
     rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
     sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
     return rows, sizes
@@ -202,7 +218,8 @@ def check_tokens(manifest: Mapping[str, Any], run: RunConfig, shape: ModelShape)
         )
     if vocab_size > shape.vocab_size:
         raise UserError(
-            f"model.source: the tokenizer has {vocab_size} tokens, the model's embedding {shape.vocab_size} "
+            f"model.source: the tokenizer has {vocab_size} tokens, the model's embedding "
+            f"{shape.vocab_size} "
             "rows. They do not belong together: use the tokenizer that came with the checkpoint."
         )
 
@@ -217,8 +234,8 @@ def decide(
 ) -> Decision:
     """Choose the plan and say whether the run fits GPU (or host) memory and disk.
 
-    `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot work with this
-    model or machine, whatever its memory.
+    `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot
+    work with this model or machine, whatever its memory.
     """
     limits = budget(run.hardware, machine)
     rows, sizes = check_batch(run, machine)
@@ -263,7 +280,8 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     peak = chosen.replayed or chosen.prediction
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     return (
-        f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs {needed / GIB:.2f} of "
+        f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs "
+        f"{needed / GIB:.2f} of "
         f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase})"
     )
 
@@ -292,8 +310,10 @@ def _host_lack(chosen: Candidate, limits: Budget, machine: Machine) -> str | Non
     if limits.host_capacity_bytes is None or chosen.lacking_host_bytes <= 0:
         return None
     return (
-        f"the {machine.processes} processes need {chosen.host_bytes / GIB:.2f} GiB of host memory together, "
-        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used (hardware.host_memory_gib, or what is free). "
+        f"the {machine.processes} processes need {chosen.host_bytes / GIB:.2f} GiB of host memory "
+        "together, "
+        f"{limits.host_capacity_bytes / GIB:.2f} GiB may be used (hardware.host_memory_gib, or "
+        "what is free). "
         "Free host memory, or use fewer processes"
     )
 
@@ -302,7 +322,8 @@ def _disk_lack(needed: int, free: int | None) -> str | None:
     if free is None or needed <= free:
         return None
     return (
-        f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free. "
+        f"checkpoints and adapter need {needed / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are "
+        "free. "
         "Free disk space, or lower train.keep_checkpoints or lora.r"
     )
 

@@ -1,8 +1,11 @@
-"""The search for the fastest plan that fits: every micro-batch size with every value of what is left open.
+"""The search for the fastest plan that fits: every micro-batch size with every value of what is
+left open.
 
-Left open may be: which layers are recomputed, whether activations wait in host memory, how many layers' weights do, and whether gathered
-weights are freed after forward. Each candidate is predicted in closed form, its bytes by `memory` and its seconds by `machine_speed`. What saves memory costs time;
-the memory that it saves allows larger micro-batches, which save time. Which of the two wins depends on
+Left open may be: which layers are recomputed, whether activations wait in host memory, how many
+layers' weights do, and whether gathered weights are freed after forward. Each candidate is
+predicted in closed form, its bytes by `memory` and its seconds by `machine_speed`. What saves
+memory costs time; the memory that it saves allows larger micro-batches, which save time. Which of
+the two wins depends on
 shapes, memory and links, so all are tried: some hundred, in milliseconds.
 """
 
@@ -24,9 +27,11 @@ from workflow.lib.system.units import GIB
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
-# `auto`: none, every 8th to every 2nd layer, all. Finer steps differ by less than what the prediction is off.
+# `auto`: none, every 8th to every 2nd layer, all. Finer steps differ by less than what the
+# prediction is off.
 LEVELS: tuple[bool | int, ...] = (False, 8, 4, 3, 2, True)
-# Two plans of different kinds are told apart by no less than what predicted times are off (docs/memory-model.md), two of a kind by less.
+# Two plans of different kinds are told apart by no less than what predicted times are off
+# (docs/memory-model.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
 VERDICTS_OF_CHOSEN = ("chosen", "needs least, does not fit")
 
@@ -43,9 +48,11 @@ class Candidate:
     host_bytes: int = 0
     """Host memory of a node's processes together."""
     lacking_host_bytes: int = 0
-    """How much more of that would be needed than there is; 0 or less if it is there or not known."""
+    """How much more of that would be needed than there is; 0 or less if it is there or not
+    known."""
     replayed: Replay | None = None
-    """The peaks of its replay, where it was replayed (`verdict`); `lacking_bytes` is by these then."""
+    """The peaks of its replay, where it was replayed (`verdict`); `lacking_bytes` is by these
+    then."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -54,7 +61,9 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak fits with slack and margin, and the host holds what it has to."""
+        """Whether the predicted peak fits with slack and margin, and the host holds what it has
+        to.
+        """
         return self.lacking_bytes <= 0 and self.lacking_host_bytes <= 0
 
     @property
@@ -74,7 +83,8 @@ class Choices:
     offload: list[bool | int]
     reshard: list[bool]
     host_layers: bool = False
-    """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to fit."""
+    """Whether packed weights of layers may wait in host memory, as many as it takes for a plan to
+    fit."""
 
     def setups(self, setup: Setup, *, rows: int) -> Iterator[Setup]:
         """Yield all combinations for `rows` rows per process and step."""
@@ -96,7 +106,8 @@ class Choices:
 def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int], num_layers: int) -> Choices:
     """Return what the settings leave open on a machine, for a model of `num_layers` layers.
 
-    Only GPUs have another memory to offload to, and only several of them gather. CPUs do as before: their time has no traffic.
+    Only GPUs have another memory to offload to, and only several of them gather. CPUs do as before:
+    their time has no traffic.
     """
     hardware, several = run.hardware, machine.device == "cuda" and machine.processes > 1
     return Choices(
@@ -141,7 +152,9 @@ class Question:
 
 
 def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candidate]:
-    """Predict every choice; where one does not fit, once more with layers on the host, as few as let it fit, or all."""
+    """Predict every choice; where one does not fit, once more with layers on the host, as few as
+    let it fit, or all.
+    """
     found = []
     for tried in choices.setups(setup, rows=question.rows):
         stashes = bool(tried.offload_activations) and len(choices.offload) > 1
@@ -153,7 +166,8 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
 
 
 def _layers_to_host(question: Question, setup: Setup) -> int:
-    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if fewer do not.
+    """Return how many layers on the host let `setup` fit, the fewest, by bisection; all if fewer do
+    not.
 
     Most plans that do not fit need all, so what is one fewer is asked first.
     """
@@ -188,8 +202,8 @@ def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
 def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> int | None:
     """Host memory that a plan may take; None = no bound is known.
 
-    What nobody has asked to be page-locked leaves half of the host's memory alone; where that is not known, as of a machine
-    that is only imagined, it is taken to be twice the GPUs'.
+    What nobody has asked to be page-locked leaves half of the host's memory alone; where that is
+    not known, as of a machine that is only imagined, it is taken to be twice the GPUs'.
     """
     if not unasked or machine.gpu_bytes is None:
         return limits.host_capacity_bytes
@@ -199,11 +213,14 @@ def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> i
 
 
 def choose(found: list[Candidate], *, device: str) -> Candidate:
-    """Return the fastest candidate that fits, or one that asks less of the machine and is at most 10% slower.
+    """Return the fastest candidate that fits, or one that asks less of the machine and is at most
+    10% slower.
 
-    Asking less is: activations and weights stay on the GPU; then, gathered weights are freed. Of equally fast ones the one with most rows is
-    taken, then the one with the smallest peak; of those that offload, within 3%, the one that takes least host memory. If none fits, the one
-    that lacks least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones gain nothing.
+    Asking less is: activations and weights stay on the GPU; then, gathered weights are freed. Of
+    equally fast ones the one with most rows is taken, then the one with the smallest peak; of those
+    that offload, within 3%, the one that takes least host memory. If none fits, the one that lacks
+    least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones
+    gain nothing.
     """
     small = [c for c in found if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
     allowed = small if device == "cpu" and small else found
@@ -221,12 +238,16 @@ def _offloads(setup: Setup) -> bool:
 
 
 def _demands(candidate: Candidate) -> tuple[bool, bool]:
-    """What a plan asks of the machine besides GPU memory: page-locked host memory, and room for all gathered weights."""
+    """What a plan asks of the machine besides GPU memory: page-locked host memory, and room for all
+    gathered weights.
+    """
     return _offloads(candidate.setup), not candidate.setup.reshard_after_forward
 
 
 def _fastest(alike: list[Candidate]) -> Candidate:
-    """Of plans that ask for the same: the fastest, with most rows; where activations are offloaded, the least of them."""
+    """Of plans that ask for the same: the fastest, with most rows; where activations are offloaded,
+    the least of them.
+    """
     first = min(
         alike,
         key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.prediction.peak_bytes),

@@ -14,7 +14,9 @@ def chosen_plan(plans: Sequence[Candidate]) -> Candidate:
 
 
 def nearest_plans(plans: Sequence[Candidate]) -> list[Candidate]:
-    """Return the chosen plan between the next ones that would be faster and the next slower ones that fit, by their time."""
+    """Return the chosen plan between the next ones that would be faster and the next slower ones
+    that fit, by their time.
+    """
     ordered = sorted(plans, key=lambda plan: (plan.relative_time, plan.peak_bytes))
     place = ordered.index(chosen_plan(plans))
     slower = [plan for plan in ordered[place + 1 :] if plan.fits]
@@ -22,7 +24,9 @@ def nearest_plans(plans: Sequence[Candidate]) -> list[Candidate]:
 
 
 def in_words(plan: Candidate) -> dict[str, str]:
-    """Return what a plan has chosen besides the micro-batch, by title; `gathered`: weights, after forward."""
+    """Return what a plan has chosen besides the micro-batch, by title; `gathered`: weights, after
+    forward.
+    """
     layers = [f"{plan.offload_layers} layers"] if plan.offload_layers else []
     some = "" if plan.offload_activations is True else f" of {plan.offload_activations} layers"
     offloaded = [f"activations{some}"] * bool(plan.offload_activations) + layers

@@ -1,4 +1,5 @@
-"""From settings, shapes and a machine to what a plan is searched among (`search`): setup, sizes, and the budget.
+"""From settings, shapes and a machine to what a plan is searched among (`search`): setup, sizes,
+and the budget.
 
 Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
@@ -19,8 +20,9 @@ from workflow.lib.system.units import GIB
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # of all families that `model_shape` knows
 
-# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB after
-# the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL included.
+# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB
+# after the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL
+# included.
 CPU_PROCESS_BYTES = int(0.7 * GIB)
 GPU_PROCESS_BYTES = int(2.5 * GIB)
 
@@ -77,7 +79,9 @@ def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
 
 
 def rows_per_process(global_batch_size: int, *, processes: int) -> int:
-    """Return the rows of a step that each process trains on; raises `UserError` if they are not whole."""
+    """Return the rows of a step that each process trains on; raises `UserError` if they are not
+    whole.
+    """
     if global_batch_size % processes == 0:
         return global_batch_size // processes
     below = global_batch_size // processes * processes
@@ -86,12 +90,15 @@ def rows_per_process(global_batch_size: int, *, processes: int) -> int:
         "train.global_batch_size",
         global_batch_size,
         f"must be a multiple of the {processes} processes, which share its rows equally",
-        f"Set it to {' or '.join(nearest)}, or change hardware.gpus (hardware.cpu_processes on the CPU)",
+        f"Set it to {' or '.join(nearest)}, or change hardware.gpus (hardware.cpu_processes on the "
+        "CPU)",
     )
 
 
 def shard_size(wanted: int | str, *, processes: int) -> int:
-    """Return how many processes share one copy of the model; raises `UserError` if that leaves some over."""
+    """Return how many processes share one copy of the model; raises `UserError` if that leaves some
+    over.
+    """
     if wanted == "auto":
         return processes
     size = int(wanted)
@@ -130,7 +137,9 @@ def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[i
 
 
 def compute_dtype(name: str, machine: Machine) -> str:
-    """Return the type of activations, as `backends.resolve_dtype` will; raises `UserError` for one that the machine has not."""
+    """Return the type of activations, as `backends.resolve_dtype` will; raises `UserError` for one
+    that the machine has not.
+    """
     cuda = machine.device == "cuda"
     wanted = automatic_dtype(cuda=cuda, bfloat16=machine.bfloat16) if name == "auto" else name
     if lack := dtype_lack(wanted, cuda=cuda, bfloat16=machine.bfloat16):
@@ -141,7 +150,8 @@ def compute_dtype(name: str, machine: Machine) -> str:
 def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) -> Attention:
     """Return how attention uses memory, as `backends.resolve_training_attention` will decide.
 
-    `auto` on a GPU in 16 bits is flash, of the flash-attn package or of torch; the latter cannot soft-cap.
+    `auto` on a GPU in 16 bits is flash, of the flash-attn package or of torch; the latter cannot
+    soft-cap.
     """
     if model.attention != "auto":
         flash = model.attention == "varlen" or model.attention.startswith("flash")
@@ -153,17 +163,22 @@ def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) ->
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
-    """Return which of embedding and head are trained whole; raises `UserError` as `adapter_targets.modules_to_save` does."""
+    """Return which of embedding and head are trained whole; raises `UserError` as
+    `adapter_targets.modules_to_save` does.
+    """
     return modules_to_save(run.lora, embedding=EMBEDDING, head=HEAD, tied=shape.tied_embeddings)
 
 
 def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """Return the rank of each adapted linear by its path; raises `UserError` as `adapter_targets.adapter_ranks` does."""
+    """Return the rank of each adapted linear by its path; raises `UserError` as
+    `adapter_targets.adapter_ranks` does.
+    """
     return adapter_ranks(run.lora, linears=shape.linear_paths())
 
 
 def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
-    """Translate settings into what the bytes depend on, for a micro-batch of one row with recomputation.
+    """Translate settings into what the bytes depend on, for a micro-batch of one row with
+    recomputation.
 
     Raises `UserError` if a LoRA target is no linear of the model.
     """
@@ -205,7 +220,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
 
 
 def _stashed(wanted: bool | int | str, shape: ModelShape, machine: Machine) -> bool | int:
-    """Return whether, or of how many layers, activations wait in host memory; `auto`: none, unless the search finds otherwise.
+    """Return whether, or of how many layers, activations wait in host memory; `auto`: none, unless
+    the search finds otherwise.
 
     Raises `UserError` if the model has fewer layers, or there is no other memory than the host's.
     """
@@ -241,7 +257,8 @@ def _optimizer(name: str, machine: Machine) -> str:
 
 
 def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) -> int:
-    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are not so many, or no GPU.
+    """Return how many layers' packed weights wait in host memory; raises `UserError` if there are
+    not so many, or no GPU.
 
     `auto`: none, unless the search finds that some are needed.
     """
@@ -267,7 +284,8 @@ def _offloaded_layers(wanted: int | str, shape: ModelShape, machine: Machine) ->
 def offloads_embedding(
     wanted: bool | str, shape: ModelShape, machine: Machine, *, trained: bool
 ) -> bool:
-    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs, unless the table is trained.
+    """Return whether embedding rows are looked up in host memory; `auto`: by several GPUs, unless
+    the table is trained.
 
     Raises `UserError` if that is set for a table that is trained, or where it would save nothing.
     """
@@ -276,7 +294,8 @@ def offloads_embedding(
             "hardware.offload_embedding",
             True,
             "lora.modules_to_save trains the embedding, whose table is then on the devices",
-            f"Set it to auto or false, or take {EMBEDDING.rpartition('.')[2]} out of lora.modules_to_save",
+            f"Set it to auto or false, or take {EMBEDDING.rpartition('.')[2]} out of "
+            "lora.modules_to_save",
         )
     if trained:
         return False
@@ -300,7 +319,9 @@ def offloads_embedding(
 
 
 def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest rank of any layer by the linear's name: memory is predicted as if all layers had that."""
+    """Return the largest rank of any layer by the linear's name: memory is predicted as if all
+    layers had that.
+    """
     largest: dict[str, int] = {}
     for path, rank in ranks.items():
         name = path.rpartition(".")[2]
@@ -309,10 +330,12 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
 
 
 def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
-    """Return the host memory of all processes of a node together at the peak, for a predicted peak of each.
+    """Return the host memory of all processes of a node together at the peak, for a predicted peak
+    of each.
 
-    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all slices of the largest tensor while the weights are loaded; later the pages of
-    an embedding's file take their place, once for all processes, and the rows of a micro-batch on their way.
+    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all
+    slices of the largest tensor while the weights are loaded; later the pages of an embedding's
+    file take their place, once for all processes, and the rows of a micro-batch on their way.
     """
     if machine.device == "cpu":
         return machine.processes_per_node * peak_bytes

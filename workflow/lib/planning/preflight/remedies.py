@@ -1,4 +1,6 @@
-"""What to change when a run does not fit: single changes of a setting, each predicted like the run itself."""
+"""What to change when a run does not fit: single changes of a setting, each predicted like the run
+itself.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +16,8 @@ from workflow.lib.system.units import GIB
 MOST_GPUS = 64
 SHORTEST_ROW = 128  # tokens; shorter rows are no remedy worth naming
 SMALLEST_RANK = 4
-# From the nearest to the farthest: first what leaves the result of training as it is, then what only rounds otherwise.
+# From the nearest to the farthest: first what leaves the result of training as it is, then what
+# only rounds otherwise.
 NEAREST = (
     "train.micro_batch_size",
     "train.activation_checkpointing",
@@ -58,7 +61,8 @@ def remedies(
 ) -> list[Remedy]:
     """Return the single changes that help; of each kind the smallest that fits, else the largest.
 
-    First come those that fit, the nearest (`NEAREST`) before others; then those that do not, the largest saving first.
+    First come those that fit, the nearest (`NEAREST`) before others; then those that do not, the
+    largest saving first.
 
     Micro-batches other than the given one are predicted with one row.
     """
@@ -158,7 +162,9 @@ def _process_setting(machine: Machine) -> str:
 
 
 def _process_counts(machine: Machine, global_batch_size: int) -> list[int]:
-    """More GPUs, or fewer CPU processes: each of these has its own copy of the libraries and activations."""
+    """More GPUs, or fewer CPU processes: each of these has its own copy of the libraries and
+    activations.
+    """
     valid = [p for p in divisors(global_batch_size) if p % machine.nodes == 0]
     if machine.device == "cuda":
         return [p for p in valid if machine.processes < p <= MOST_GPUS]

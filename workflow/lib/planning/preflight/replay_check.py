@@ -1,7 +1,8 @@
-"""The verdict on a plan for GPUs: the one that the search's closed form chooses is replayed before it is believed.
+"""The verdict on a plan for GPUs: the one that the search's closed form chooses is replayed before
+it is believed.
 
-If the replay shows that the allocator cannot serve it, the next best candidate is tried, and so on. On CPUs there is
-no such allocator, so the closed form decides.
+If the replay shows that the allocator cannot serve it, the next best candidate is tried, and so on.
+On CPUs there is no such allocator, so the closed form decides.
 """
 
 from dataclasses import replace
@@ -15,7 +16,8 @@ from workflow.lib.planning.preflight.planning_inputs import Budget
 def confirmed(
     found: list[Candidate], shape: ModelShape, *, device: str, limits: Budget
 ) -> tuple[Candidate, list[Candidate]]:
-    """Return the best candidate whose replay fits, and all candidates with what their replays have shown.
+    """Return the best candidate whose replay fits, and all candidates with what their replays have
+    shown.
 
     If none fits, the one that needs least, replayed too.
     """

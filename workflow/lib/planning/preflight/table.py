@@ -81,8 +81,10 @@ def _facts(document: dict[str, Any]) -> Table:
     ]
     table.add_row(
         "plan",
-        f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x accumulation "
-        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}; {'; '.join(parts)}",
+        f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x "
+        "accumulation "
+        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}; "
+        f"{'; '.join(parts)}",
     )
     phases = document["phases"].items()
     table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
@@ -112,7 +114,9 @@ def _time(time: dict[str, Any]) -> str:
 
 
 def _shares(parts: dict[str, float]) -> str:
-    """Of the time of a micro-batch, in percent, the largest first; below half a percent left out."""
+    """Of the time of a micro-batch, in percent, the largest first; below half a percent left
+    out.
+    """
     whole = sum(parts.values())
     shares = sorted(((seconds / whole, name) for name, seconds in parts.items()), reverse=True)
     words = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= 0.005)

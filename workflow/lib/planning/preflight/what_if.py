@@ -1,7 +1,8 @@
-"""Preflight without a run: any model on any GPUs, from a few words instead of a config, files and a machine.
+"""Preflight without a run: any model on any GPUs, from a few words instead of a config, files and a
+machine.
 
-It answers with the same decision as `preflight`; what it has to imagine are the machine (free of anything else) and
-the tokens (rows without padding, every token trained).
+It answers with the same decision as `preflight`; what it has to imagine are the machine (free of
+anything else) and the tokens (rows without padding, every token trained).
 """
 
 import math
@@ -30,7 +31,8 @@ MOST_ROWS = 10**12
 
 
 def find_shape(model: str, *, revision: str | None) -> ModelShape:
-    """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub (its config.json alone).
+    """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub
+    (its config.json alone).
 
     Raises `UserError` if there is none of that name; the nearest shipped ones are listed.
     """
@@ -72,10 +74,11 @@ def _unknown(model: str, why: str) -> UserError:
 def settings_of(
     changes: Sequence[str], *, seq_len: int, rank: int, processes: int, batch: int | None
 ) -> RunConfig:
-    """Return the default settings with those of the command line and `changes` (`train.epochs=1`, values as in YAML).
+    """Return the default settings with those of the command line and `changes` (`train.epochs=1`,
+    values as in YAML).
 
-    Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises `UserError` as
-    `load_config` does.
+    Rows of a step, unless given: the smallest multiple of the processes from 16 on. Raises
+    `UserError` as `load_config` does.
     """
     rows = math.ceil(16 / processes) * processes if batch is None else batch
     document: dict[str, Any] = {
@@ -88,11 +91,15 @@ def settings_of(
         key, equals, value = change.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot:
-            raise setting_error("--set", change, "it is not section.key=value", "Write it like train.epochs=1")  # fmt: skip
+            raise setting_error(
+                "--set", change, "it is not section.key=value", "Write it like train.epochs=1"
+            )
         try:
             document.setdefault(section, {})[name] = yaml.safe_load(value)
         except (yaml.YAMLError, TypeError) as error:
-            raise setting_error("--set", change, f"it cannot be read ({error})", "Correct it") from None  # fmt: skip
+            raise setting_error(
+                "--set", change, f"it cannot be read ({error})", "Correct it"
+            ) from None
     try:
         return load_config(document)[1][NAME]
     except UserError as error:  # there is no file that could be changed
@@ -101,7 +108,9 @@ def settings_of(
 
 
 def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> Mapping[str, Any]:
-    """Return the manifest of `rows` full rows, all of whose tokens are trained; raises `UserError` if there are none."""
+    """Return the manifest of `rows` full rows, all of whose tokens are trained; raises `UserError`
+    if there are none.
+    """
     if not 1 <= rows <= MOST_ROWS:
         bound = f"it must be 1 to {MOST_ROWS:,}"
         raise setting_error("--rows", rows, bound, "Give the rows of the training data")

@@ -1,10 +1,12 @@
-"""The time model's constants fitted to measurements of the benchmark (`measurements.jsonl`, docs/artifacts.md).
+"""The time model's constants fitted to measurements of the benchmark (`measurements.jsonl`,
+docs/artifacts.md).
 
-Each measured step is one equation for nine constants, which no single step tells apart. So the fit starts from known
-constants and leaves them only as far as the measurements ask for: it minimizes the mean
-pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a small pull to the start. Where a step was
-profiled, the parts that its kernels tell apart count too, so that they add up for the right reasons. Constants
-are searched by their logarithms, one after the other, with a step that halves (pattern search, Hooke and Jeeves 1961).
+Each measured step is one equation for nine constants, which no single step tells apart. So the fit
+starts from known constants and leaves them only as far as the measurements ask for: it minimizes
+the mean pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a
+small pull to the start. Where a step was profiled, the parts that its kernels tell apart count too,
+so that they add up for the right reasons. Constants are searched by their logarithms, one after the
+other, with a step that halves (pattern search, Hooke and Jeeves 1961).
 """
 
 import json
@@ -30,16 +32,24 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import GpuModel
 
 USUAL_ERROR = 0.05  # relative; larger ones count linearly
-PULL = 0.002  # of a constant that is e times its start, against 1 of a timing that is off by the usual error
+# of a constant that is e times its start, against 1 of a timing that is off by the usual error
+PULL = 0.002
 PROFILED = 0.02  # what the parts of a profile count together, against 1 of the steps
 # Part of the prediction -> its kind of kernels in a profile (`profiling.KINDS`).
-KINDS = {"products": "products", "attention": "attention", "dequantization": "dequantization", "elementwise": "elementwise and reductions"}  # fmt: skip
+KINDS = {
+    "products": "products",
+    "attention": "attention",
+    "dequantization": "dequantization",
+    "elementwise": "elementwise and reductions",
+}
 FIRST_STEP, LAST_STEP = 0.2, 0.004  # of the logarithm of a constant
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured step: what a process did for each of its micro-batches, and the seconds of the step."""
+    """A measured step: what a process did for each of its micro-batches, and the seconds of the
+    step.
+    """
 
     label: str
     work: Work
@@ -67,18 +77,25 @@ class Timing:
 
 
 def read_timings(path: Path, gpu: GpuModel, *, name: str) -> list[Timing]:
-    """Return the timings of our engine in `path` that were measured on GPUs called `name` alone; gpu: its data sheet.
+    """Return the timings of our engine in `path` that were measured on GPUs called `name` alone;
+    gpu: its data sheet.
 
-    Left out are rows of several documents, whose attention is not that of whole rows, and eager attention, which the
-    roofline does not know. Raises `UserError` if the file cannot be read.
+    Left out are rows of several documents, whose attention is not that of whole rows, and eager
+    attention, which the roofline does not know. Raises `UserError` if the file cannot be read.
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         return [timing_of(line, gpu) for line in lines if serves(line, name)]
     except OSError as error:
-        raise UserError(f"hardware.calibration = {str(path)!r}: it cannot be read ({error.strerror}). Name a measurements.jsonl of the benchmark, or set it to null.") from None  # fmt: skip
+        raise UserError(
+            f"hardware.calibration = {str(path)!r}: it cannot be read ({error.strerror}). Name a "
+            "measurements.jsonl of the benchmark, or set it to null."
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"hardware.calibration = {str(path)!r}: it is no measurements.jsonl of the benchmark ({error!r}). Measure again with the target benchmark, or set it to null.") from None  # fmt: skip
+        raise UserError(
+            f"hardware.calibration = {str(path)!r}: it is no measurements.jsonl of the benchmark "
+            f"({error!r}). Measure again with the target benchmark, or set it to null."
+        ) from None
 
 
 def serves(line: dict[str, Any], name: str) -> bool:
@@ -148,7 +165,9 @@ def _around(
     step: float,
     start: Constants,
 ) -> tuple[Constants, float]:
-    """Move every constant up or down by `step` where that is better; return the last and its loss."""
+    """Move every constant up or down by `step` where that is better; return the last and its
+    loss.
+    """
     for name, value in asdict(best).items():
         for factor in (math.exp(step), math.exp(-step)):
             moved = replace(best, **{name: value * factor})

@@ -1,9 +1,10 @@
 """Seconds that traffic between GPUs takes, by how they are connected.
 
-A micro-batch gathers every decoder layer's packed weights for forward and, if they were freed, again for backward, sends
-the hidden states to the slices of the head and their gradients back, and reduces the adapters' gradients; with
-replicas (HSDP) these are summed over the replicas too. Collectives are counted as rings: a GPU receives all but its own part, a node
-all but its own nodes' part through its network.
+A micro-batch gathers every decoder layer's packed weights for forward and, if they were freed,
+again for backward, sends the hidden states to the slices of the head and their gradients back, and
+reduces the adapters' gradients; with replicas (HSDP) these are summed over the replicas too.
+Collectives are counted as rings: a GPU receives all but its own part, a node all but its own nodes'
+part through its network.
 """
 
 import math
@@ -21,7 +22,9 @@ NETWORK_PER_GPU = 50e9  # one 400 Gb/s port for each GPU; assumed where a run ta
 
 @dataclass(frozen=True)
 class Fabric:
-    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node to the others."""
+    """How GPUs are connected: bytes/s and direction of a GPU inside its node, and of a whole node
+    to the others.
+    """
 
     name: str
     gpus_per_node: int
@@ -33,7 +36,9 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of a micro-batch's collectives, and the bytes of weights that they put into the GPU's memory."""
+    """Seconds of a micro-batch's collectives, and the bytes of weights that they put into the GPU's
+    memory.
+    """
 
     beside_s: float
     """May run beside compute (FSDP2 prefetches the next layer)."""
@@ -50,13 +55,16 @@ NO_TRAFFIC = Traffic(0.0, 0.0, 0.0)
 
 
 def fabric_of(gpu: GpuModel, *, gpus_per_node: int) -> Fabric:
-    """Return how such GPUs are connected as they are usually sold: by their own links, or by PCIe through the host."""
+    """Return how such GPUs are connected as they are usually sold: by their own links, or by PCIe
+    through the host.
+    """
     network = NETWORK_PER_GPU * gpus_per_node
     return Fabric(gpu.link.name, gpus_per_node, gpu.link.bandwidth, network, gpu.link.share)
 
 
 def ring_seconds(num_bytes: float, fabric: Fabric, *, processes: int, stride: int = 1) -> float:
-    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride` GPUs from the next.
+    """Seconds to gather (or reduce and scatter) `num_bytes` over `processes` GPUs, each `stride`
+    GPUs from the next.
 
     stride: 1 = neighbours, which fill node after node; the size of a group = one GPU of each group.
     """
@@ -92,7 +100,9 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
 
 
 def _reduction_seconds(adapters: list[tuple[int, int]], setup: Setup, fabric: Fabric) -> float:
-    """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas (reduced and gathered)."""
+    """Of one layer's adapter gradients: a reduction over the shards, and a sum over replicas
+    (reduced and gathered).
+    """
     num_bytes = sum(rows * width for rows, width in adapters)
     shards = setup.shards
     across = ring_seconds(
@@ -105,7 +115,9 @@ def _reduction_seconds(adapters: list[tuple[int, int]], setup: Setup, fabric: Fa
 
 
 def _vocabulary_seconds(shape: ModelShape, setup: Setup, fabric: Fabric) -> float:
-    """To the slices of the head, and back as gradients in fp32; rows of a sliced embedding come back too."""
+    """To the slices of the head, and back as gradients in fp32; rows of a sliced embedding come
+    back too.
+    """
     rows = setup.slices * setup.tokens * shape.hidden_size
     travels = [setup.compute_bytes, 4] + ([] if setup.offload_embedding else [setup.compute_bytes])
     return sum(ring_seconds(rows * n, fabric, processes=setup.slices) for n in travels)

@@ -1,4 +1,6 @@
-"""How fast a machine's GPUs are: from its table, or from what was measured on it, and on what that rests."""
+"""How fast a machine's GPUs are: from its table, or from what was measured on it, and on what that
+rests.
+"""
 
 import statistics
 from dataclasses import dataclass
@@ -66,11 +68,13 @@ class Speed:
 
 
 def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 4) -> Speed:
-    """Return how fast a machine is; calibration: a measurements.jsonl of the benchmark, made on GPUs of its kinds.
+    """Return how fast a machine is; calibration: a measurements.jsonl of the benchmark, made on
+    GPUs of its kinds.
 
     compute_bytes: of the compute type; on CPUs speed depends on it.
 
-    Raises `UserError` if that file cannot be read or says nothing of a kind of GPU that the machine has.
+    Raises `UserError` if that file cannot be read or says nothing of a kind of GPU that the machine
+    has.
     """
     names = sorted(set(machine.gpu_names))
     if not names:
@@ -80,7 +84,10 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
     platforms = tuple(_platform(name, machine, H200) for name in names)
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
-        basis = f"unknown: no speed is recorded for {', '.join(unknown)}; hardware.calibration would give it"
+        basis = (
+            f"unknown: no speed is recorded for {', '.join(unknown)}; hardware.calibration "
+            "would give it"
+        )
         return Speed(platforms, basis, known=False)
     basis = f"roofline with constants fitted to measurements on {MEASURED_ON}"
     if names != [MEASURED_ON]:
@@ -94,12 +101,21 @@ def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:
         basis = f"rough: {CPU_FLOPS / 1e9:.0f} GFLOP/s per CPU process, measured on one machine"
         if bfloat16:
             share = CPU_FLOPS / CPU_BFLOAT16_FLOPS
-            basis += f"; this CPU multiplies bfloat16 itself: model.compute_dtype: bfloat16 would take about {share:.0%} of this time"
+            basis += (
+                "; this CPU multiplies bfloat16 itself: model.compute_dtype: bfloat16 would "
+                f"take about {share:.0%} of this time"
+            )
         return Speed((), basis)
     if not bfloat16:
-        basis = "unknown: this CPU has no products of bfloat16, and how long it takes without was not measured"
+        basis = (
+            "unknown: this CPU has no products of bfloat16, and how long it takes without was "
+            "not measured"
+        )
         return Speed((), basis, known=False)
-    basis = f"rough: {CPU_BFLOAT16_FLOPS / 1e9:.0f} GFLOP/s per CPU process in bfloat16, from the ratio of two steps on one machine"
+    basis = (
+        f"rough: {CPU_BFLOAT16_FLOPS / 1e9:.0f} GFLOP/s per CPU process in bfloat16, from the "
+        "ratio of two steps on one machine"
+    )
     return Speed((), basis, cpu_flops=CPU_BFLOAT16_FLOPS)
 
 
@@ -123,13 +139,15 @@ def _calibrated(machine: Machine, names: list[str], path: Path) -> Speed:
                 "hardware.calibration",
                 str(path),
                 f"it has no measured step of our engine on {name} that can be used",
-                "Run the target benchmark on such a GPU and name its measurements.jsonl, or set it to null",
+                "Run the target benchmark on such a GPU and name its measurements.jsonl, or set it "
+                "to null",
             )
         constants = fit(timings, gpu, start=H200)
         errors = [abs(timing.error(gpu, constants)) for timing in timings]
         platforms.append(_platform(name, machine, constants))
         found.append(
-            f"{len(timings)} measurements on {name} (median {statistics.median(errors):.1%} off, worst {max(errors):.1%})"
+            f"{len(timings)} measurements on {name} (median {statistics.median(errors):.1%} off, "
+            f"worst {max(errors):.1%})"
         )
     basis = f"roofline fitted to {'; '.join(found)} of {path.name}"
     return Speed(tuple(platforms), basis + _network(machine))

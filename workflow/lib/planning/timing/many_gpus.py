@@ -1,7 +1,9 @@
-"""Seconds of a step on many GPUs: `step_time`'s compute, and what must travel between GPUs meanwhile.
+"""Seconds of a step on many GPUs: `step_time`'s compute, and what must travel between GPUs
+meanwhile.
 
-Compute and 2 GPUs over NVLink are held against measurements (tests/planning/timing/test_calibration.py); the fabrics beyond are data
-sheets and assumptions, and are called so. What travels, `gpu_traffic` says.
+Compute and 2 GPUs over NVLink are held against measurements
+(tests/planning/timing/test_calibration.py); the fabrics beyond are data sheets and assumptions, and
+are called so. What travels, `gpu_traffic` says.
 `python -m workflow.scripts.write_scaling_page` writes workflow/docs/scaling.md.
 """
 
@@ -20,8 +22,8 @@ from workflow.lib.system.units import GIB
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "scaling.md"
 
-# NVLink 4 of HGX H100: 900 GB/s in both directions together (NVIDIA H100 data sheet); one 400 Gb/s InfiniBand
-# port for each GPU; or one Ethernet port for the node.
+# NVLink 4 of HGX H100: 900 GB/s in both directions together (NVIDIA H100 data sheet); one 400 Gb/s
+# InfiniBand port for each GPU; or one Ethernet port for the node.
 INFINIBAND = Fabric("NVLink + InfiniBand, 8 x 400 Gb/s a node", 8, 450e9, 400e9)
 ETHERNET_400 = Fabric("NVLink + Ethernet, 400 Gb/s a node", 8, 450e9, 50e9)
 ETHERNET_100 = Fabric("NVLink + Ethernet, 100 Gb/s a node", 8, 450e9, 12.5e9)
@@ -30,7 +32,9 @@ FABRICS = (INFINIBAND, ETHERNET_400, ETHERNET_100)
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one micro-batch: seconds of compute alone and of the whole, and its tokens over all GPUs."""
+    """A step of one micro-batch: seconds of compute alone and of the whole, and its tokens over all
+    GPUs.
+    """
 
     compute_s: float
     step_s: float
@@ -68,7 +72,9 @@ def example_shape() -> ModelShape:
 
 
 def example_setup(shape: ModelShape, *, processes: int, shards: int) -> Setup:
-    """Return the set-up of the document: rank 16 everywhere, 2 rows of 2,048 tokens a GPU, all layers recomputed."""
+    """Return the set-up of the document: rank 16 everywhere, 2 rows of 2,048 tokens a GPU, all
+    layers recomputed.
+    """
     return Setup(
         processes=processes,
         replicas=processes // shards,
@@ -96,31 +102,38 @@ HEAD = """# Scaling: what many GPUs would bring
 
 Written by `python -m workflow.scripts.write_scaling_page`; a test fails when it is out of date.
 
-**Predicted, not run.** The compute is the time model of `preflight` (constants measured on H200). The traffic model agrees
-within 10% with every timing of more than one GPU in which the GPU decided: 2, 4 and 8 x H200 over NVLink
-(`tests/gpu/measurements`, held against it by `tests/planning/timing/test_calibration.py`; 8 layers of 70B width kept 96.5% of the speed of 2 GPUs on 8). InfiniBand and Ethernet were never measured:
-links at 80% of their data sheets, a ring's step 2 us inside a node and 10 us between nodes, both assumed.
+**Predicted, not run.** The compute is the time model of `preflight` (constants measured on H200).
+The traffic model agrees within 10% with every timing of more than one GPU in which the GPU
+decided: 2, 4 and 8 x H200 over NVLink (`tests/gpu/measurements`, held against it by
+`tests/planning/timing/test_calibration.py`; 8 layers of 70B width kept 96.5% of the speed of 2
+GPUs on 8). InfiniBand and Ethernet were never measured: links at 80% of their data sheets, a
+ring's step 2 us inside a node and 10 us between nodes, both assumed.
 
-Llama 3.1 405B in NF4, LoRA r = 16 on all seven linears, H100 80 GB in nodes of 8, 2 rows of 2,048 tokens per GPU and step,
-every layer recomputed. *FSDP* shards the model over all GPUs (`hardware.shard_size: auto`), *HSDP* over the 8 of
-a node (`hardware.shard_size: 8`), and the nodes train as replicas. Efficiency: share of the step in which GPUs compute.
+Llama 3.1 405B in NF4, LoRA r = 16 on all seven linears, H100 80 GB in nodes of 8, 2 rows of 2,048
+tokens per GPU and step, every layer recomputed. *FSDP* shards the model over all GPUs
+(`hardware.shard_size: auto`), *HSDP* over the 8 of a node (`hardware.shard_size: 8`), and the
+nodes train as replicas. Efficiency: share of the step in which GPUs compute.
 """
 FOOT = """
 ## How to read it
-- HSDP sends only the adapters' gradients between nodes (2.5 GB for all of the model, twice a step), so even slow Ethernet keeps up. Its
-  price is memory: a node holds the whole model. Take it as soon as the model fits into one node.
-- FSDP over all nodes sends the whole NF4 model through every node's network twice a step. With InfiniBand that hides behind
-  compute at this batch; with Ethernet it decides the step. A larger micro-batch, or accumulation over
-  the same gathers, would help as far as memory allows.
-- The global batch grows with the GPUs here. At a fixed global batch the rows per GPU shrink instead, and efficiency with them.
-- 100% says that everything this model knows of can hide behind compute. Stragglers, jitter and other users of a network, which it
-  does not know, take their share on every large machine.
+- HSDP sends only the adapters' gradients between nodes (2.5 GB for all of the model, twice a
+  step), so even slow Ethernet keeps up. Its price is memory: a node holds the whole model. Take
+  it as soon as the model fits into one node.
+- FSDP over all nodes sends the whole NF4 model through every node's network twice a step. With
+  InfiniBand that hides behind compute at this batch; with Ethernet it decides the step. A larger
+  micro-batch, or accumulation over the same gathers, would help as far as memory allows.
+- The global batch grows with the GPUs here. At a fixed global batch the rows per GPU shrink
+  instead, and efficiency with them.
+- 100% says that everything this model knows of can hide behind compute. Stragglers, jitter and
+  other users of a network, which it does not know, take their share on every large machine.
 - Loading, checkpoints and evaluation are not counted.
 
 ## What was simulated
-`tests/planning/timing/test_many_gpus.py` builds the sharding of this model (all 126 layers, on the meta device) as rank 0 of 512 processes in PyTorch's
-fake process group, by the same `shard_` that training calls, and compares the bytes of its parameters with what the memory model
-counts; HSDP, and rank 511, with its first layers. `tests/workflow/test_sweep_plan.py` lets Snakemake plan a sweep of 1,000 runs.
+`tests/planning/timing/test_many_gpus.py` builds the sharding of this model (all 126 layers, on
+the meta device) as rank 0 of 512 processes in PyTorch's fake process group, by the same `shard_`
+that training calls, and compares the bytes of its parameters with what the memory model counts;
+HSDP, and rank 511, with its first layers. `tests/workflow/test_sweep_plan.py` lets Snakemake plan
+a sweep of 1,000 runs.
 """
 
 
@@ -133,7 +146,8 @@ def document() -> str:
 def _table(fabric: Fabric) -> str:
     head = (
         f"## {fabric.name}\n\n"
-        "| GPUs | FSDP: s/step | tokens/s | efficiency | peak, GiB | HSDP: s/step | tokens/s | efficiency | peak, GiB |\n"
+        "| GPUs | FSDP: s/step | tokens/s | efficiency | peak, GiB | HSDP: s/step | tokens/s | "
+        "efficiency | peak, GiB |\n"
         "|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "\n".join(_rows(fabric))

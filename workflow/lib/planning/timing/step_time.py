@@ -1,9 +1,10 @@
 """Seconds of a step from shapes and a table of GPUs: a roofline over the phases of a micro-batch.
 
-A GPU's work is products + attention + dequantization + elementwise traffic, each at a share of what the data sheet
-promises. Three things run beside it, and count only for what they take longer: Python, which
-launches the kernels; traffic between GPUs; and activations on their way to the host and back. On PCIe the
-last two share the slot. Constants come from measurements (`calibration`); which ones, `machine_speed` decides.
+A GPU's work is products + attention + dequantization + elementwise traffic, each at a share of what
+the data sheet promises. Three things run beside it, and count only for what they take longer:
+Python, which launches the kernels; traffic between GPUs; and activations on their way to the host
+and back. On PCIe the last two share the slot. Constants come from measurements (`calibration`);
+which ones, `machine_speed` decides.
 Units: FLOP, bytes, seconds.
 """
 
@@ -34,17 +35,21 @@ class Constants:
     elementwise_traffic: float
     """Bytes moved in elementwise work for each byte that autograd keeps and each pass."""
     launch_s: float
-    """What Python takes to launch one pass of one layer, and what it takes more if the layer is sharded."""
+    """What Python takes to launch one pass of one layer, and what it takes more if the layer is
+    sharded."""
     sharded_launch_s: float
     gather_traffic: float
-    """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered weights."""
+    """Bytes of memory traffic, and of waiting counted as such, for each byte of gathered
+    weights."""
     host_share: float
-    """Of the data sheet of its PCIe slot that a GPU gets in large copies from and to page-locked memory."""
+    """Of the data sheet of its PCIe slot that a GPU gets in large copies from and to page-locked
+    memory."""
     lookup_bandwidth: float
     """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
 
 
-# Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how well.
+# Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how
+# well.
 H200 = Constants(
     product_share=0.67,
     attention_share=0.375,
@@ -56,27 +61,32 @@ H200 = Constants(
     host_share=0.631,
     lookup_bandwidth=4.63e9,
 )
-# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is saved, more than all of it, because
-# what they keep is also read and written less often. 8 layers of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
+# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is
+# saved, more than all of it, because what they keep is also read and written less often. 8 layers
+# of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
 FUSED_SHARE = 1.43
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
 CPU_FLOPS = 65e9
-# In bfloat16 on a CPU that multiplies it itself: a step took 5.2 s in place of 9.4 in fp32, with the same losses (AVX512-BF16, AMD EPYC,
-# torch 2.13, November 2026). One CPU; what others do without such products, nobody measured.
+# In bfloat16 on a CPU that multiplies it itself: a step took 5.2 s in place of 9.4 in fp32, with
+# the same losses (AVX512-BF16, AMD EPYC, torch 2.13, November 2026). One CPU; what others do
+# without such products, nobody measured.
 CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and backward of each layer."""
+    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and
+    backward of each layer.
+    """
 
     product_flops: float
     attention_flops: float
     dequantized_bytes: float
     kept_bytes: float
-    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with it."""
+    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with
+    it."""
     layer_passes: int
     forward_share: float
     """Of all passes."""
@@ -85,17 +95,20 @@ class Work:
     stashed_bytes: int = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
-    """Layers whose packed weights come from host memory for forward and again for backward, and the bytes of one of them."""
+    """Layers whose packed weights come from host memory for forward and again for backward, and the
+    bytes of one of them."""
     hosted_bytes: int = 0
     layers: int = 1
 
 
 def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
-    """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the loss.
+    """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
+    loss.
 
-    A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token each);
-    an adapter's twice in backward. DoRA multiplies every weight with A once a pass. Attention: 4 S q a token and layer in forward,
-    half of it with flash (causal), 2.5 times that in backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token
+    each); an adapter's twice in backward. DoRA multiplies every weight with A once a pass.
+    Attention: 4 S q a token and layer in forward, half of it with flash (causal), 2.5 times that in
+    backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     """
     t, layers = setup.tokens, shape.num_layers
     recomputed = setup.recomputed_layers(layers)
@@ -125,7 +138,9 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
 
 
 def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
-    """Weights of a layer that recomputation stops before: the last linear's, if its adapter is plain and no norm follows."""
+    """Weights of a layer that recomputation stops before: the last linear's, if its adapter is
+    plain and no norm follows.
+    """
     if setup.dropout or setup.dora or shape.hidden_norms > 2:
         return 0
     return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
@@ -137,8 +152,9 @@ def _stashed_bytes(shape: ModelShape, setup: Setup, *, kept: int) -> int:
 
 
 Parts = dict[str, float]
-# Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of 8 layers' activations of 70B
-# width there, copied 19 GB/s each (November 2026, a virtual machine of 128 cores). A host's memory differs; nobody measured others.
+# Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
+# 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
+# 128 cores). A host's memory differs; nobody measured others.
 HOST_MEMORY_BANDWIDTH = 150e9
 
 
@@ -169,7 +185,9 @@ def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
 def _waiting(
     work: Work, gpu: GpuModel, constants: Constants, traffic: Traffic, *, compute_s: float
 ) -> Parts:
-    """What traffic takes longer than the compute beside it. Activations leave in forward and come back after it."""
+    """What traffic takes longer than the compute beside it. Activations leave in forward and come
+    back after it.
+    """
     of_all = HOST_MEMORY_BANDWIDTH / traffic.gpus_of_host
     host = min(gpu.host_bandwidth * constants.host_share, of_all)
     forward_s = work.forward_share * compute_s
@@ -189,7 +207,9 @@ def _waiting(
 
 
 def _late_layers(work: Work, traffic: Traffic, *, copy_s: float, compute_s: float) -> float:
-    """What layers from the host are late: each is copied and gathered while one layer before it computes."""
+    """What layers from the host are late: each is copied and gathered while one layer before it
+    computes.
+    """
     needed_s = copy_s + traffic.gather_s
     before = (work.forward_share, 1 - work.forward_share)
     late = (max(0.0, needed_s - share * compute_s / work.layers) for share in before)
@@ -220,8 +240,8 @@ def estimate(
 ) -> dict[str, Any]:
     """Return the `time` entry of preflight.json.
 
-    parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on the CPU.
-    `cost` is None without a price or a time.
+    parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on
+    the CPU. `cost` is None without a price or a time.
     """
     if parts is None:
         times = ("step_s", "total_h", "tokens_per_s_per_process", "cost")
