@@ -8,8 +8,8 @@ workers had measured when a call was killed: the same command continues. The ran
 once for all cases of a shape.
 
 One call on a host with GPUs and little time:
-    python -m workflow.scripts.benchmark_run --configfile
-    workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
+    python -m workflow.scripts.benchmark_run \\
+        --configfile workflow/presets/benchmark-llama3-8b-1gpu.yaml \\
         --cases all --time-limit-s 1500 --bases /tmp/bases --output measurements.jsonl
 """
 
