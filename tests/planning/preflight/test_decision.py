@@ -1,0 +1,193 @@
+"""The verdict on a plan: its memory, host memory and disk, the reason where it does not fit, and
+the document for later stages.
+"""
+
+import re
+
+import pytest
+
+from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
+from tests.support.preflight_examples import cpu_machine, llama_70b, machine, manifest
+from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.memory.terms import moment_bytes, offload_window, offloaded_bytes
+from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide, document
+from workflow.lib.planning.preflight.planning_inputs import make_setup
+from workflow.lib.system.units import GIB
+
+
+def test_cpu_share_of_host_memory_bounds_the_micro_batch() -> None:
+    on = cpu_machine(processes=2, host_bytes=36 * GIB)
+    decision = decided(on=on, train={"global_batch_size": 16})
+    assert decision.limits.capacity_bytes == 18 * GIB
+    assert not decision.found[-1].fits
+    assert decision.host_bytes == 2 * decision.chosen.prediction.peak_bytes
+
+
+def test_smaller_gpu_memory_is_the_capacity_and_is_enforced() -> None:
+    run = run_config(hardware={"gpu_memory_gib": 13.0})
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
+    assert decision.limits.capacity_bytes == 13 * GIB
+    assert plan["gpu_memory_bytes"] == 13 * GIB - decision.limits.outside_allocator_bytes
+
+
+def test_automatic_gpu_memory_enforces_nothing() -> None:
+    run = run_config()
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
+    assert plan["gpu_memory_bytes"] is None
+
+
+def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would() -> None:
+    decision = decided(llama_70b(), hardware=AS_IT_WAS)
+    assert not decision.fits
+    for part in ("of 24.00 GiB of each GPU", "phase backward", "hardware.gpus = 4 (peak"):
+        assert part in decision.reason
+    assert len(re.findall(r"\(peak [\d.]+ GiB\)", decision.reason)) <= MOST_REMEDIES
+
+
+def test_70b_fits_two_24_gib_gpus_because_something_waits_on_the_host() -> None:
+    assert decided(llama_70b()).fits
+    for name in ("offload_activations", "offload_layers"):
+        assert decided(llama_70b(), hardware=AS_IT_WAS | {name: "auto"}).fits
+
+
+def test_offloaded_activations_count_as_host_memory() -> None:
+    stay, leave = (
+        decided(llama_8b, hardware={"offload_activations": flag, "offload_embedding": False})
+        for flag in (False, True)
+    )
+    expected = offloaded_bytes(llama_8b, leave.chosen.setup)
+    assert leave.host_bytes - stay.host_bytes == 2 * expected > 0
+
+
+def test_layers_on_the_host_count_as_host_memory() -> None:
+    here, there = (
+        decided(
+            llama_8b, hardware=AS_IT_WAS | {"offload_layers": count}, train={"micro_batch_size": 1}
+        ).host_bytes
+        for count in (0, 5)
+    )
+    packed = 218_103_808 * (0.5 + 1 / 64) / 2  # of a layer, half on each GPU: 54 MiB, in 64
+    assert packed < 64 * 2**20
+    assert there - here == 2 * 5 * 64 * 2**20
+
+
+def test_paged_moments_count_as_host_memory() -> None:
+    here, there = (
+        decided(llama_8b, lora={"r": 64}, train={"optimizer": name})
+        for name in ("adamw_8bit", "paged_adamw_8bit")
+    )
+    paged = moment_bytes(llama_8b, there.chosen.setup)[1]
+    assert there.host_bytes - here.host_bytes == 2 * paged > 0
+
+
+def test_hopeless_run_says_that_no_single_change_is_enough() -> None:
+    text = decided(llama_70b(), machine(gpu_bytes=2 * GIB)).reason
+    assert (
+        "No single change is enough; the largest savings are: hardware.offload_layers = 80" in text
+    )
+
+
+def test_too_many_cpu_processes_are_told_to_be_fewer() -> None:
+    on = cpu_machine(processes=8, host_bytes=14 * GIB)
+    assert "hardware.cpu_processes = 2 (peak" in decided(on=on).reason
+
+
+def test_short_host_memory_is_the_reason_on_a_gpu() -> None:
+    decision = decided(hardware={"host_memory_gib": 3.0})
+    assert not decision.fits
+    assert "of host memory together, 3.00 GiB may be used" in decision.reason
+
+
+def test_short_disk_is_the_reason() -> None:
+    decision = decided(free=10**6)
+    assert not decision.fits
+    assert "GiB of disk" in decision.reason
+    assert "train.keep_checkpoints" in decision.reason
+
+
+@pytest.mark.parametrize("wanted", ["auto", False])
+def test_trained_embedding_is_on_the_devices(wanted: bool | str) -> None:
+    found = decided(
+        lora={"modules_to_save": ["embed_tokens"]}, hardware={"offload_embedding": wanted}
+    )
+    setup = found.chosen.setup
+    assert (setup.offload_embedding, setup.trains_embedding, setup.trains_head) == (
+        False,
+        True,
+        False,
+    )
+    assert decided(lora={"modules_to_save": ["lm_head"]}).chosen.setup.offload_embedding
+
+
+def test_run_with_trained_modules_needs_memory_and_disk_for_them() -> None:
+    """16 bytes a weight of the slices at least, and 12 in every checkpoint."""
+    frozen, trained = (
+        decided(lora={"modules_to_save": names}, hardware={"offload_embedding": False})
+        for names in ([], ["lm_head", "embed_tokens"])
+    )
+    weights = 2 * llama_8b.vocab_size * llama_8b.hidden_size
+    at_rest = [
+        sum(found.chosen.prediction.phases["optimizer_step"].values()) - stored_inputs(found)
+        for found in (frozen, trained)
+    ]
+    assert at_rest[1] - at_rest[0] == (16 - 2) * weights // 2  # of two slices, and 2 bytes frozen
+    kept = run_config().train.keep_checkpoints + 1
+    disk = {key: trained.disk_bytes[key] - frozen.disk_bytes[key] for key in frozen.disk_bytes}
+    assert disk["checkpoints"] == 12 * kept * weights
+    assert disk["adapter"] == 2 * 4 * weights
+
+
+def stored_inputs(found: Decision) -> int:
+    return found.chosen.prediction.phases["optimizer_step"]["inputs"]
+
+
+def test_processes_form_groups_that_each_share_a_copy() -> None:
+    run = run_config(hardware={"shard_size": 2}, train={"global_batch_size": 16})
+    on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
+    chosen = make_setup(run, llama_8b, on)
+    assert (chosen.replicas, chosen.shards) == (2, 2)
+    decision = decide(run, llama_8b, on, manifest(seq_len=2048), disk_free_bytes=10**12)
+    plan = document(decision, run, llama_8b, on, manifest(seq_len=2048))["plan"]
+    assert (plan["processes"], plan["shard_size"]) == (4, 2)
+
+
+def test_every_candidate_says_why_it_was_not_chosen() -> None:
+    run = run_config()
+    tokens = manifest(seq_len=2048)
+    decision = decide(run, llama_8b, machine(), tokens, disk_free_bytes=10**12)
+    told = document(decision, run, llama_8b, machine(), tokens)["candidates"]
+    assert [c["why"] for c in told].count("chosen") == 1
+    for candidate in told:
+        words = r"chosen|[\d.]+% slower|only [\d.]+% faster"
+        too_much = r"[\d.]+ GiB (of host memory )?too much"
+        assert re.fullmatch(words if candidate["fits"] else too_much, candidate["why"])
+
+
+def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
+    flags = AS_IT_WAS | {"offload_activations": True, "offload_layers": 3}
+    run = run_config(train={"global_batch_size": 20, "epochs": 3.0}, hardware=flags)
+    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
+    found = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))
+    size = decision.chosen.micro_batch_size
+    assert found["plan"] == {
+        "device": "cuda",
+        "processes": 2,
+        "nodes": 1,
+        "shard_size": 2,
+        "micro_batch_size": size,
+        "accumulation_steps": 10 // size,
+        "activation_checkpointing": decision.chosen.setup.activation_checkpointing,
+        "reshard_after_forward": True,
+        "offload_activations": True,
+        "offload_window_bytes": offload_window(llama_8b, decision.chosen.setup),
+        "offload_embedding": True,
+        "offload_layers": 3,
+        "gpu_memory_bytes": None,
+        "compute_dtype": "bfloat16",
+        "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
+    }
+    assert sum(term["bytes"] for term in found["terms"]) == found["peak_bytes"]
+    assert found["peak_bytes"] == replay(llama_8b, decision.chosen.setup).allocated_bytes
+    assert found["reserved_bytes"] == found["peak_bytes"] + found["allocator_slack_bytes"]

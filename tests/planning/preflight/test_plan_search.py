@@ -1,0 +1,205 @@
+"""The choice of a plan: the micro-batch, recomputation, and what is offloaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
+from tests.support.preflight_examples import (
+    cpu_machine,
+    llama_70b,
+    llama_405b,
+    llama_shape,
+    machine,
+    manifest,
+    num_calls,
+    setup,
+)
+from workflow.lib.planning.machine import imagined_machine
+from workflow.lib.planning.memory import closed_form
+from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.plan_search import (
+    LEVELS,
+    UNSURE,
+    Candidate,
+    Choices,
+    Question,
+    candidates,
+    checkpointing_levels,
+    choose,
+    open_choices,
+)
+from workflow.lib.planning.preflight.planning_inputs import Budget, budget, divisors, make_setup
+from workflow.lib.planning.timing.machine_speed import speed_of
+from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.gpu_models import BY_NAME
+from workflow.lib.system.units import GIB
+
+
+def searched(limits: Budget, *, levels: list[bool | int]) -> list[Candidate]:
+    """Candidates of 1, 2 and 4 rows of a Llama-3-8B on two RTX 4090, with nothing offloaded and all
+    weights freed.
+    """
+    speed = speed_of(machine(), calibration=None)
+    choices = Choices(sizes=[1, 2, 4], levels=levels, offload=[False], reshard=[True])
+    question = Question(llama_8b, machine(), speed, limits, rows=4, trained_share=1.0)
+    return candidates(question, setup(), choices)
+
+
+def test_auto_takes_the_largest_divisor_that_fits() -> None:
+    decision = decided(
+        train={"global_batch_size": 96, "activation_checkpointing": True},
+        hardware=AS_IT_WAS,
+    )
+    fitting = [c.micro_batch_size for c in decision.found if c.fits]
+    refused = [c.micro_batch_size for c in decision.found if not c.fits]
+    assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    assert refused, "the largest divisors must not fit here"
+    assert decision.chosen.micro_batch_size == max(fitting) < min(refused)
+
+
+def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
+    chosen = [
+        decided(
+            hardware={"memory_margin_gib": gib, **AS_IT_WAS},
+            train={"global_batch_size": 128, "activation_checkpointing": True},
+        ).chosen.micro_batch_size
+        for gib in (0.0, 1.0, 4.0, 9.0)
+    ]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]
+
+
+def test_fixed_micro_batch_is_respected() -> None:
+    decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
+    assert {c.micro_batch_size for c in decision.found} == {2}
+
+
+def test_cpu_prefers_at_most_eight_rows() -> None:
+    tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
+    decision = decided(tiny, cpu_machine(), train={"global_batch_size": 66}, data={"seq_len": 61})
+    assert decision.chosen.micro_batch_size == 2  # divisors of 22: 1, 2, 11, 22
+    assert all(c.fits for c in decision.found)
+
+
+def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
+    found = decided(llama_70b(), hardware=AS_IT_WAS | {"offload_layers": "auto"})
+    count = found.chosen.setup.offload_layers
+    assert 0 < count < 80
+    fewer = replace(found.chosen.setup, offload_layers=count - 1)
+    assert not found.limits.holds(closed_form.predict(llama_70b(), fewer).peak_bytes)
+
+
+def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None:
+    auto = AS_IT_WAS | {"offload_activations": "auto"}
+    least = min(c.host_bytes for c in decided(llama_70b(), hardware=auto).found if c.fits) / GIB
+    enough, short = (
+        decided(llama_70b(), hardware=auto | {"host_memory_gib": share * least}).fits
+        for share in (2.1, 1.9)
+    )
+    asked = {"host_memory_gib": 1.9 * least, "offload_activations": True}
+    assert (enough, short) == (True, False)
+    assert decided(llama_70b(), hardware=AS_IT_WAS | asked).fits
+
+
+def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -> None:
+    found = decided(llama_8b, machine(gpu_bytes=80 * GIB))
+    faster = [c for c in found.found if c.fits and c.step_s < found.chosen.step_s]
+    assert not found.chosen.setup.offload_activations
+    for other in faster:
+        assert other.step_s * (1 + UNSURE) >= found.chosen.step_s
+
+
+def test_flags_that_are_set_are_respected() -> None:
+    hardware = {"offload_activations": True, "reshard_after_forward": False}
+    found = decided(on=machine(gpu_bytes=80 * GIB), hardware=hardware).found
+    assert {(c.setup.offload_activations, c.setup.reshard_after_forward) for c in found} == {
+        (True, False)
+    }
+
+
+def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
+    one = decided(on=machine(processes=1, gpu_names=("NVIDIA H200",), gpu_bytes=80 * GIB)).found
+    cpu = decided(on=cpu_machine(processes=2)).found
+    assert {c.setup.reshard_after_forward for c in (*one, *cpu)} == {True}
+    assert {c.setup.offload_activations for c in cpu} == {False}
+
+
+def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
+    """Short rows leave too little compute to hide gathering behind PCIe; NVLink needs no such
+    thing.
+    """
+    settings = {"data": {"seq_len": 512}, "train": {"global_batch_size": 8}}
+    tokens = manifest(seq_len=512)
+    kept = [
+        not decide(
+            run_config(**settings), llama_70b(layers=20), on, tokens, disk_free_bytes=None
+        ).chosen.setup.reshard_after_forward
+        for on in (
+            imagined_machine(8, BY_NAME["NVIDIA RTX A6000"]),
+            imagined_machine(8, BY_NAME["NVIDIA H200"]),
+        )
+    ]
+    assert kept == [True, False]
+
+
+def test_search_and_replay_of_a_405b_are_a_few_million_calls() -> None:
+    shape, run = llama_405b(), run_config(train={"global_batch_size": 1024})
+    on = imagined_machine(8, BY_NAME["NVIDIA H100 80GB HBM3"])
+    decision = decide(run, shape, on, manifest(seq_len=2048), disk_free_bytes=None)
+    assert decision.fits
+    question = Question(shape, on, decision.speed, decision.limits, decision.rows, 1.0)
+    choices = open_choices(run, on, sizes=divisors(decision.rows), num_layers=shape.num_layers)
+    left_open = make_setup(run, shape, on)
+    assert len(candidates(question, left_open, choices)) == len(decision.found)
+    # Half a second each, with 1.6 and 2.3 million calls.
+    assert num_calls(lambda: candidates(question, left_open, choices)) < 5_000_000
+    assert num_calls(lambda: replay(shape, decision.chosen.setup)) < 8_000_000
+
+
+def test_only_a_whole_step_in_one_micro_batch_does_not_accumulate() -> None:
+    limits = budget(HardwareConfig(), machine())
+    found = searched(limits, levels=[True])
+    assert [c.setup.accumulates for c in found] == [True, True, False]
+
+
+def test_smallest_candidate_is_shown_when_none_fits() -> None:
+    limits = budget(HardwareConfig(), machine(gpu_bytes=GIB))
+    smallest = choose(searched(limits, levels=[*LEVELS]), device="cuda")
+    assert (smallest.micro_batch_size, smallest.recomputation) == (1, "every layer")
+
+
+def test_fastest_that_fits_is_chosen_and_memory_decides_between_recomputation_and_rows() -> None:
+    peaks = {}
+    for gib in (10, 16, 24, 40, 96):
+        limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
+        found = searched(limits, levels=[*LEVELS])
+        chosen = choose(found, device="cuda")
+        assert chosen.fits
+        assert chosen.step_s == min(c.step_s for c in found if c.fits)
+        peaks[gib] = (chosen.recomputation, chosen.micro_batch_size)
+    assert peaks[10][0] == "every layer"
+    assert peaks[96] == ("none", 4)
+
+
+def test_more_memory_never_makes_the_plan_slower() -> None:
+    seconds = []
+    for gib in range(10, 100, 4):
+        limits = budget(HardwareConfig(), machine(gpu_bytes=gib * GIB))
+        seconds.append(choose(searched(limits, levels=[*LEVELS]), device="cuda").step_s)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "levels"), [(True, [True]), (False, [False]), (3, [3]), ("auto", [*LEVELS])]
+)
+def test_recomputation_that_is_set_is_respected(
+    wanted: bool | int | str, levels: list[bool | int]
+) -> None:
+    assert checkpointing_levels(wanted) == levels
+
+
+def test_gpu_that_no_table_knows_still_gets_a_plan() -> None:
+    on = machine(gpu_names=("NVIDIA Future 9000",) * 2, gpu_bytes=96 * GIB)
+    assert decided(on=on).chosen.recomputation == "none"

@@ -1,0 +1,40 @@
+"""Decisions of preflight, by default about a Llama-3-8B on two RTX 4090. Nothing needs torch."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import llama_shape, machine, manifest
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.errors import UserError
+
+llama_8b = llama_shape(
+    layers=32, hidden=4096, feed_forward=14336, heads=32, kv_heads=8, vocab=128256
+)
+
+# Settings that leave the plan nothing to choose but micro-batch and recomputation.
+AS_IT_WAS = {"offload_activations": False, "offload_layers": 0, "reshard_after_forward": True}
+
+
+def run_config(**sections: Any) -> RunConfig:
+    """Settings for rows of 2,048 tokens and 16 rows a step."""
+    data = {"seq_len": 2048} | sections.pop("data", {})
+    return RunConfig.model_validate({"data": data} | sections)
+
+
+def decided(
+    shape: ModelShape = llama_8b, on: Machine | None = None, free: int = 10**12, **sections: Any
+) -> Decision:
+    return decide(
+        run_config(**sections), shape, on or machine(), manifest(seq_len=2048), disk_free_bytes=free
+    )
+
+
+def message(**arguments: Any) -> str:
+    """Return the message of the `UserError` that deciding raises."""
+    with pytest.raises(UserError) as caught:
+        decided(**arguments)
+    return str(caught.value)
