@@ -1,0 +1,71 @@
+"""Runs of a tiny model that save checkpoints and are resumed from them."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.models import PLAN, random_store
+from workflow.lib.distributed.world import World
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.checkpoint import Resumed, resume_
+from workflow.lib.training.loop import make_optimizer, steps
+
+STEPS, SAVED = 5, 3
+CONFIG = RunConfig(
+    lora=LoraSettings(r=3, dropout=0.1),
+    train=TrainConfig(
+        epochs=None, max_steps=STEPS, global_batch_size=12, learning_rate=1e-2, weight_decay=0.1
+    ),
+)
+IDENTITY = "0123456789ab-cdef01234567"
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def whole_of(local: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded as another one is."""
+    if not isinstance(like, DTensor):
+        return local
+    placed = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(local, like.device_mesh, like.placements, **placed)
+
+
+class Run:
+    """A run in this process's group: a fresh model and optimizer, trained from `first_step` on."""
+
+    def __init__(self, base: Path, world: World, config: RunConfig = CONFIG) -> None:
+        self.world, self.config = world, config
+        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        self.training = build_training_model(base, config, PLAN, world, **build).training
+        self.optimizer = make_optimizer(self.training, config.train)
+
+    def train(self, *, first: int, last: int = STEPS) -> list[float]:
+        loop = steps(
+            self.training,
+            self.optimizer,
+            random_store(rows=13, seq_len=23),
+            self.config.train,
+            first_step=first,
+            num_steps=self.config.train.max_steps,
+            micro_batch_size=1,
+            elapsed_s=0.0,
+            world=self.world,
+        )
+        return [next(loop).loss for _ in range(first, last)]
+
+    def resume(self, folder: Path, *, identity: str = IDENTITY) -> Resumed:
+        return resume_(folder, self.training, self.optimizer, identity=identity, world=self.world)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        params = trainable_parameters(self.training)
+        found = {name: full(p) for name, p in params.items()}
+        for name, param in params.items():
+            for key, piece in self.optimizer.pieces(name, rank=self.world.rank).items():
+                found[f"{name}.{key}"] = full(whole_of(piece.local, like=param))
+        return found | {"step": self.optimizer.count.clone()}

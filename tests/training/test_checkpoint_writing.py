@@ -1,0 +1,122 @@
+"""When checkpoints are written, and that saving survives a lack of threads and files that stay."""
+
+import errno
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.checkpointing import IDENTITY, Run
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from workflow.lib.distributed.world import process_group
+from workflow.lib.training.checkpoint import Cadence, CheckpointWriter, saved_steps, step_dir
+
+
+def save_when_no_thread_can_be_started(base: Path, folder: Path) -> list[int]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        run = Run(base, world)
+        run.train(first=0, last=1)
+        writer = CheckpointWriter(folder, keep=2, identity=IDENTITY, world=world)
+        lack = RuntimeError("can't start new thread")
+        with mock.patch.object(threading.Thread, "start", side_effect=lack):
+            for step in (1, 2):
+                writer.save(run.training, run.optimizer, step=step)
+                writer.wait()
+        return saved_steps(folder)
+
+
+def test_saving_needs_no_new_thread(folder: Path) -> None:
+    """Short of memory, Python may start one that never says that it runs, and wait for ever."""
+    arguments = (folder / "nf4", folder / "no-thread")
+    assert run_distributed(save_when_no_thread_can_be_started, *arguments, world_size=1) == [[1, 2]]
+
+
+def save_when_the_one_before_stays(base: Path, folder: Path) -> dict[str, Any]:
+    """Save three times where files of the first checkpoint cannot be removed at first."""
+    mended = threading.Event()
+    rmtree, messages = shutil.rmtree, CapturedMessages()
+
+    def busy(path: Path, **options: Any) -> None:
+        if "00000001" in path.name and list(path.glob("shard-*")) and not mended.is_set():
+            next(path.glob("shard-*")).unlink()
+            if not options.get("ignore_errors"):
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        else:
+            rmtree(path, **options)
+
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        run = Run(base, world)
+        writer = CheckpointWriter(folder, keep=1, identity=IDENTITY, world=world)
+        found: dict[str, Any] = {"saved": []}
+        with mock.patch.object(shutil, "rmtree", busy), messages:
+            for step in (1, 2, 3):
+                if step == 3:
+                    mended.set()
+                writer.save(run.training, run.optimizer, step=step)
+                writer.wait()
+                found["saved"].append(saved_steps(folder))
+        resumed = Run(base, world).resume(folder)
+        return found | {"step": resumed.step, "skipped": resumed.skipped, "told": messages.texts}
+
+
+class CapturedMessages(logging.Handler):
+    """Context manager that collects the workflow's warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> "CapturedMessages":
+        logging.getLogger("workflow").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("workflow").removeHandler(self)
+
+
+def test_checkpoint_whose_predecessor_cannot_be_removed_is_saved(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As on NFS, while a process has a file of it open. What is left is no checkpoint."""
+    arguments = (folder / "nf4", tmp_path)
+    main, other = run_distributed(save_when_the_one_before_stays, *arguments, world_size=2)
+    for result in (main, other):
+        assert result["saved"] == [[1], [2], [3]]
+        assert (result["step"], result["skipped"]) == (3, [])
+    (told,) = main["told"]
+    assert told.startswith(f"{step_dir(tmp_path, 1)} cannot be removed (OSError: ")
+    assert other["told"] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("step", "minutes_since", "due"),
+    [(1, 0, True), (2, 0, False), (10, 0, True), (11, 4, False), (11, 6, True)],
+)
+def test_checkpoint_is_due_after_step_1_every_so_many_steps_and_every_so_many_minutes(
+    step: int, minutes_since: float, due: bool
+) -> None:
+    cadence = Cadence(every_steps=10, every_minutes=5.0)
+    assert cadence.due(step=step, last_saved_s=time.monotonic() - 60 * minutes_since) is due
+
+
+def test_steps_are_read_from_whole_folders_alone(tmp_path: Path) -> None:
+    for name in (
+        "step-00000010",
+        "step-00000002",
+        ".step-00000011.partial",
+        "step-7",
+        "step-00000003.old",
+    ):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [2, 10]
+    assert saved_steps(tmp_path / "none") == []
+    assert step_dir(tmp_path, 2).name == "step-00000002"
