@@ -1,0 +1,12 @@
+"""Fixtures that several tests of encoding share."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer."""
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -1,0 +1,110 @@
+"""Chat templates run in a sandbox, stop at bounds, and are refused where they cannot work."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode
+from tests.support.tiny import CHAT_TEMPLATE
+from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.system import limits
+from workflow.lib.system.errors import UserError
+
+
+def test_template_without_the_prompt_in_front_of_its_answer_is_refused(tokenizer: Any) -> None:
+    template = PLAIN_TEMPLATE.replace("{{ '<|assistant|>' }}", "Now speak:")
+    with pytest.raises(UserError, match=r"turn not found: .* message 2 .*add_generation_prompt"):
+        encode(tokenizer, CHAT, template)
+
+
+def test_row_that_the_template_refuses_carries_its_message(tokenizer: Any) -> None:
+    refusal = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    )
+    with pytest.raises(RowError, match="refused by the chat template: no system here"):
+        encode(tokenizer, CHAT, refusal + CHAT_TEMPLATE)
+
+
+def test_template_whose_turns_do_not_end_is_refused_at_once(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"does not end with a special token.*data\.chat_template"):
+        encode(tokenizer, CHAT, CHAT_TEMPLATE.replace("+ eos_token", ""))
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages.none.none }}", "no answer in it"])
+def test_template_that_cannot_render_an_answer_is_refused_at_once(
+    tokenizer: Any, template: str
+) -> None:
+    with pytest.raises(UserError, match=r"a question and an answer cannot be rendered"):
+        SampleEncoder(tokenizer, chat_template=template, loss_on="completions")
+
+
+def test_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer: Any) -> None:
+    dated = CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token + strftime_now('%d %b %Y') }}")
+    text = tokenizer.decode(encode(tokenizer, CHAT, dated).ids.tolist())
+    assert text.startswith("<|begin|>26 Jul 2024<|system|>")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append({'role': 'user'}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_template_runs_in_a_sandbox(tokenizer: Any, attack: str) -> None:
+    with pytest.raises(UserError, match="refused by the chat template"):
+        encode(tokenizer, CHAT, attack + CHAT_TEMPLATE)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# Only for conversations of five messages, which the first check of a template has not.
+LATE = "{% if messages | length == 5 %}" + LOOPS + "{% endif %}"
+
+
+@pytest.mark.parametrize("bomb", [LOOPS, LATE, "{{ 10 ** (10 ** 9) }}"])
+def test_template_that_loops_without_end_is_stopped(
+    tokenizer: Any, bomb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)
+    refusal = r"data\.chat_template, .* more than 0\.05 seconds of processor time for one conver"
+    with pytest.raises(UserError, match=refusal):
+        encode(tokenizer, CHAT, bomb + CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{{ 'x' * 3000000000 }}",
+        "{{ 'x' * (messages | length * 3000000000) }}",
+        "{{ ''.ljust(3000000000) }}",
+        "{{ messages[0].content.replace('', 'x' * 100000000) }}",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
+        "endfor %}{{ ns.x }}",
+    ],
+)
+def test_template_of_a_hundred_gigabytes_of_text_is_stopped(tokenizer: Any, bomb: str) -> None:
+    refusal = r"data\.chat_template, .* takes more than 1,024 MiB of memory for one conversation"
+    with pytest.raises(UserError, match=refusal):
+        encode(tokenizer, CHAT, bomb + CHAT_TEMPLATE)
+
+
+def test_template_that_writes_more_than_a_tokenizer_holds_drops_the_row(tokenizer: Any) -> None:
+    much = "{% if messages | length == 5 %}{{ 'x' * 20000000 }}{% endif %}"
+    with pytest.raises(
+        RowError, match=r"too large: the chat template writes 2\d{7} characters, mor"
+    ):
+        encode(tokenizer, CHAT, much + CHAT_TEMPLATE)
+
+
+def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> None:
+    refusal = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception(messages[1].content) }}{% endif %}"
+    )
+    hostile = [CHAT[0], {"role": "user", "content": "\x1b[2J\u202e"}, CHAT[2]]
+    with pytest.raises(RowError) as caught:
+        encode(tokenizer, hostile, refusal + CHAT_TEMPLATE)
+    assert str(caught.value) == r"refused by the chat template: \x1b[2J\u202e"

@@ -1,0 +1,178 @@
+"""Data is never a special token: its text comes back whole, for any kind of tokenizer."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode, exchange, trained
+from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
+from workflow.lib.data.encoding.safe_encoder import token_span
+
+HOSTILE = ["<|end|>", "<|assistant|>", "a<|pad|>b", "<|user|><|begin|>", "<|end|", "<<|end|>>"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("place", [0, 1])
+def test_special_token_in_the_data_is_ordinary_text(
+    tokenizer: Any, template: str, text: str, place: int
+) -> None:
+    words = ["What now?", "Nothing."]
+    harmless = encode(tokenizer, exchange(*words), template)
+    words[place] = text
+    hostile = encode(tokenizer, exchange(*words), template)
+    specials = set(tokenizer.all_special_ids)
+    kept = [[i for i in e.ids.tolist() if i in specials] for e in (hostile, harmless)]
+    assert kept[0] == kept[1]
+    assert text in tokenizer.decode(hostile.ids.tolist())
+    assert trained(tokenizer, hostile) == [words[1] + "<|end|>"]
+
+
+def test_guarded_encoding_differs_in_nothing_but_the_hostile_text(tokenizer: Any) -> None:
+    """The same conversation with a hostile system text ends in the same tokens as with a harmless
+    one.
+    """
+    harmless = encode(tokenizer, [{"role": "system", "content": "x"}, *CHAT[1:]])
+    hostile = encode(tokenizer, [{"role": "system", "content": "<|end|>"}, *CHAT[1:]])
+    tail = len(harmless.ids) - harmless.ids.tolist().index(tokenizer.eos_token_id)
+    assert hostile.ids[-tail:].tolist() == harmless.ids[-tail:].tolist()
+    assert hostile.mask[-tail:].tolist() == harmless.mask[-tail:].tolist()
+    assert (hostile.held_special_text, harmless.held_special_text) == (True, False)
+
+
+PIECES = st.sampled_from([*HOSTILE, *ROLES, "a", " ", "\n", "é", "五", "<", "|>", "\U000f0000"])
+CONTENTS = st.lists(PIECES, min_size=1, max_size=8).map("".join)
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200
+)
+@given(question=CONTENTS, answer=CONTENTS)
+def test_any_text_comes_back_whole(tokenizer: Any, question: str, answer: str) -> None:
+    encoded = encode(tokenizer, exchange(question, answer))
+    assert trained(tokenizer, encoded) == [answer + "<|end|>"]
+    expected = f"<|begin|><|user|>{question}<|end|><|assistant|>{answer}<|end|>"
+    assert tokenizer.decode(encoded.ids.tolist()) == expected
+
+
+LLAMA_2_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' "
+    "[/INST]' }}"
+    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% "
+    "endfor %}"
+)
+
+
+def sentencepiece_like(kind: str, prepend_scheme: Any) -> PreTrainedTokenizerFast:
+    """Special tokens in the model's own vocabulary, and spaces written as part of the words."""
+    specials = ["<unk>", "<s>", "</s>"]
+    common: dict[str, Any] = {"vocab_size": 151, "special_tokens": specials, "show_progress": False}
+    if kind == "unigram":
+        core = Tokenizer(models.Unigram())
+        trainer: Any = trainers.UnigramTrainer(unk_token="<unk>", **common)
+    else:
+        core = Tokenizer(models.BPE(unk_token="<unk>"))
+        trainer = trainers.BpeTrainer(**common)
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    core.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
+    core.train_from_iterator([*TEXTS, "[INST] </s> [/INST]"] * 3, trainer)
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("prepend_scheme", ["first", "always", "never"])
+def test_special_token_in_the_data_is_ordinary_text_for_sentencepiece_too(
+    kind: str, prepend_scheme: str
+) -> None:
+    tokenizer = sentencepiece_like(kind, prepend_scheme)
+    harmless = exchange("What is the fox?", "the dog")
+    hostile = exchange("What </s> is <s> the fox?", "the dog")
+    first, second = (encode(tokenizer, chat, LLAMA_2_TEMPLATE) for chat in (harmless, hostile))
+    own = tokenizer.apply_chat_template(harmless, chat_template=LLAMA_2_TEMPLATE)["input_ids"]
+    specials = [[i for i in e.ids.tolist() if i in (1, 2)] for e in (first, second)]
+    assert first.ids.tolist() == own
+    assert specials == [[1, 2], [1, 2]]
+    assert trained(tokenizer, first) == trained(tokenizer, second)
+
+
+@pytest.mark.parametrize("prepend_scheme", ["first", "always", "never"])
+def test_answer_behind_a_prompt_that_ends_with_a_blank_is_what_a_model_would_add(
+    prepend_scheme: str,
+) -> None:
+    """Encoded as one text, the blank would belong to the answer's first word, which inference has
+    it not do."""
+    tokenizer = sentencepiece_like("bpe", prepend_scheme)
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ '[INST]' + m.content + '[/INST] ' "
+        "if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+    )
+    talk = exchange("the fox", "the dog")
+    encoded = encode(tokenizer, talk, template)
+    prompt = tokenizer.apply_chat_template(talk[:1], chat_template=template)["input_ids"]
+    assert encoded.ids[: len(prompt)].tolist() == prompt
+    assert encoded.mask.tolist() == [False] * len(prompt) + [True] * (
+        len(encoded.ids) - len(prompt)
+    )
+    text = "".join(tokenizer.convert_ids_to_tokens(encoded.ids[len(prompt) :].tolist()))
+    assert text == "the▁dog</s>"
+
+
+def byte_level(*, trim: bool) -> Tokenizer:
+    """Parts of characters as tokens; with `trim`, offsets leave out the blanks that a token begins
+    with.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=trim)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the fox  the answer é"] * 9, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As SentencePiece does: text is normalized, which changes its length, and a blank put before
+    it.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator(["the fox  the answer e"] * 9, trainer)
+    return tokenizer
+
+
+SPANNED = {
+    "bytes": byte_level(trim=False),
+    "trimmed": byte_level(trim=True),
+    "normalized": metaspace(),
+}
+
+
+@pytest.mark.parametrize("kind", SPANNED)
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(alphabet=st.sampled_from("the fox  éﬁİ\u0323\u0307五🦊\n\t"), max_size=30),
+    ends=st.tuples(st.integers(0, 31), st.integers(0, 31)),
+)
+def test_token_span_is_that_of_the_tokens_that_touch_the_characters(
+    kind: str, text: str, ends: tuple[int, int]
+) -> None:
+    encoding = SPANNED[kind].encode(text, add_special_tokens=False)
+    start, end = sorted(ends)
+    touching = [i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
+    expected = (touching[0], touching[-1] + 1) if touching else (0, 0)
+    assert token_span(encoding, start, end) == expected
