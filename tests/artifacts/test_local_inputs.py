@@ -1,0 +1,105 @@
+"""Local paths in settings: each exists, is written out, and is no id of the hub."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.settings_examples import only
+from workflow.lib.artifacts.local_inputs import check_local_paths
+from workflow.lib.settings.config import RunConfig, merge
+from workflow.lib.system.errors import UserError
+
+
+def local_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
+    """Return a run whose local paths lie in `folder`, which gets all of them."""
+    for name in ("base", "tasks"):
+        (folder / name).mkdir(exist_ok=True)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (folder / name).touch()
+    document = {
+        "model": {"source": f"{folder}/base"},
+        "data": {"train": f"{folder}/train.jsonl", "heldout": f"{folder}/heldout.jsonl"},
+        "evaluate": {"tasks_dir": f"{folder}/tasks"},
+    }
+    return only(merge(document, changes))
+
+
+def test_run_whose_paths_exist_passes(tmp_path: Path) -> None:
+    check_local_paths("demo", local_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("model", "source"),
+        ("data", "train"),
+        ("data", "heldout"),
+        ("data", "chat_template"),
+        ("evaluate", "tasks_dir"),
+    ],
+)
+def test_missing_path_names_setting_run_and_change(tmp_path: Path, section: str, key: str) -> None:
+    run = local_run(tmp_path, **{section: {key: f"{tmp_path}/missing"}})
+    with pytest.raises(UserError) as refusal:
+        check_local_paths("demo", run)
+    message = str(refusal.value)
+    assert f"{section}.{key} = '{tmp_path}/missing'" in message
+    assert "run demo" in message
+    assert "there is no such file or folder. Give a path that exists" in message
+
+
+def test_files_of_a_hub_dataset_are_not_looked_for_here(tmp_path: Path) -> None:
+    hub = {"source": "owner/data", "train": "train.jsonl", "heldout": None}
+    check_local_paths("demo", local_run(tmp_path, data=hub))
+
+
+@pytest.mark.parametrize("path", ["~/missing", "$HOME/missing", "${HOME}/missing", "a/$X/b"])
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("model", "source"),
+        ("data", "train"),
+        ("data", "chat_template"),
+        ("evaluate", "tasks_dir"),
+        ("hardware", "calibration"),
+    ],
+)
+def test_path_that_a_shell_would_expand_is_to_be_written_out(
+    tmp_path: Path, section: str, key: str, path: str
+) -> None:
+    run = local_run(tmp_path, **{section: {key: path}})
+    with pytest.raises(
+        UserError, match=rf"{section}\.{key} = .*\$NAME are not expanded in settings"
+    ):
+        check_local_paths("demo", run)
+
+
+@pytest.mark.parametrize(
+    ("source", "bound"),
+    [
+        ("data/mine", "a file or folder of this name is here"),
+        ("./nowhere", "no dataset of the hub has such an id"),
+        ("data/deep/er", "no dataset of the hub has such an id"),
+        ("~/data", "no dataset of the hub has such an id"),
+    ],
+)
+def test_local_path_as_dataset_of_the_hub_is_told_where_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, bound: str
+) -> None:
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    run = local_run(tmp_path, data={"source": source, "train": "a.jsonl", "heldout": None})
+    with pytest.raises(UserError, match=rf"{bound}.*Set data\.source to null, and data\.train to"):
+        check_local_paths("demo", run)
+
+
+@pytest.mark.parametrize("source", ["imdb", "owner/data-set_1.0"])
+def test_id_of_a_dataset_passes(tmp_path: Path, source: str) -> None:
+    hub = {"source": source, "train": "train.jsonl", "heldout": None}
+    check_local_paths("demo", local_run(tmp_path, data=hub))
+
+
+def test_revision_of_a_local_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a local directory, which has no revision"):
+        check_local_paths("demo", local_run(tmp_path, model={"revision": "main"}))

@@ -1,0 +1,206 @@
+"""Messages about wrong settings: one line each, that a person can act on."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tests.support.settings_examples import message
+from workflow.lib.settings.config import load_config
+from workflow.lib.settings.errors_in_words import explain
+from workflow.lib.system.errors import UserError
+
+
+def test_unknown_key_is_answered_with_the_nearest_one() -> None:
+    assert message({"train": {"learing_rate": 1e-4}}) == [
+        "train.learing_rate: there is no such key. Did you mean 'learning_rate'?"
+    ]
+
+
+def test_unknown_key_of_a_nested_section_is_answered_with_the_nearest_one() -> None:
+    assert message({"data": {"columns": {"promt": "question"}}}) == [
+        "data.columns.promt: there is no such key. Did you mean 'prompt'?"
+    ]
+
+
+def test_unknown_key_of_a_source_is_answered_with_its_entry_and_the_nearest_one() -> None:
+    sources = ["a", {"path": "b", "wieght": 2}]
+    assert message({"data": {"train": sources}}) == [
+        "data.train.2.wieght: there is no such key. Did you mean 'weight'?"
+    ]
+
+
+def test_key_in_the_wrong_place_is_answered_with_its_section() -> None:
+    assert message({"learning_rate": 1e-4}) == [
+        "learning_rate: there is no such key. Did you mean 'train.learning_rate'?"
+    ]
+
+
+def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
+    assert message({"quantize": {"zzz": 1}}) == [
+        "quantize.zzz: there is no such key. Valid keys: block_size, double_quant."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "bound"),
+    [
+        ("train", "learning_rate", 0, "must be above 0.0"),
+        ("train", "learning_rate", 1.5, "must be at most 1.0"),
+        ("train", "learning_rate", float("nan"), "must be finite"),
+        ("train", "warmup_share", -0.1, "must be at least 0.0"),
+        ("train", "adam_beta1", 1.0, "must be below 1.0"),
+        ("train", "seed", 0.5, "must be a whole number"),
+        ("train", "lr_schedule", "step", "must be 'cosine', 'linear' or 'constant'"),
+        ("train", "micro_batch_size", "x", "must be a whole number or 'auto'"),
+        ("train", "activation_checkpointing", "maybe", "must be true, false, auto or a number"),
+        ("evaluate", "shard", "maybe", "must be true, false or auto"),
+        (
+            "train",
+            "activation_checkpointing",
+            1.5,
+            "must be true or false or a whole number or 'auto'",
+        ),
+        ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
+        ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
+        ("hardware", "offload_embedding", "yes", "must be true, false or auto"),
+        ("lora", "target_modules", 3, "must be a list or text"),
+        ("lora", "target_modules", ["q", 3], "entry 2 must be text"),
+        ("evaluate", "tasks", [7], "entry 1 must be text"),
+        ("model", "source", "", "must not be empty"),
+        ("model", "source", "a" * 1025, "must have at most 1024 characters"),
+        ("model", "name", 7, "must be text"),
+        ("quantize", "block_size", 65, "must be 64, 128, 256 or 512"),
+        ("data", "columns", 7, "must be a section (keys below it)"),
+        ("data", "train", 7, "must be text"),
+        ("data", "train", ["a", 7], "entry 2 must be text"),
+        ("data", "train", [["a"]], "entry 1 must be text"),
+        ("data", "train", {"weight": 2}, "path must be given"),
+        ("data", "train", {"path": "a", "columns": {"text": 1}}, "columns.text must be text"),
+        (
+            "data",
+            "heldout",
+            ["a", {"path": "a", "format": "x"}],
+            "format of entry 2 must be 'auto', 'messages', 'prompt_completion', 'alpaca', 'tokens' "
+            "or 'text'",
+        ),
+    ],
+)
+def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
+    section: str, key: str, value: object, bound: str
+) -> None:
+    assert message({section: {key: value}}) == [
+        f"{section}.{key} = {value!r}: {bound}. Change it in config.yaml."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "bound"),
+    [
+        ("train", "micro_batch_size", 17, "must be between 1 and global_batch_size = 16"),
+        ("train", "micro_batch_size", 0, "must be between 1 and global_batch_size = 16"),
+        ("hardware", "gpus", -1, "must be 0 to 4096"),
+        ("hardware", "gpu_memory_gib", 0, "must be above 0"),
+        (
+            "lora",
+            "modules_to_save",
+            ["lm_head", ""],
+            "modules_to_save has an empty name: name lm_head, embed_tokens or both",
+        ),
+        ("lora", "target_modules", [], "target_modules has an empty name or none at all"),
+        ("lora", "target_modules", [""], "target_modules has an empty name or none at all"),
+        ("data", "revision", "v1", "revision is set but source is null"),
+        ("data", "train", [], "train = []: the list is empty. Name a file, folder or glob"),
+        ("data", "heldout", {"path": "a", "weight": 2}, "heldout gives 'a' a weight"),
+    ],
+)
+def test_value_that_does_not_fit_its_section_names_section_and_bound(
+    section: str, key: str, value: object, bound: str
+) -> None:
+    (line,) = message({section: {key: value}})
+    assert line.startswith(f"{section}: ")
+    assert bound in line
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    assert len(message({"train": {"seed": -1, "typo": 1}, "lora": {"r": 0}})) == 3
+
+
+@pytest.mark.parametrize("length", [{"epochs": None}, {"epochs": 1.0, "max_steps": 7}])
+def test_exactly_one_of_epochs_and_max_steps_is_demanded(length: dict[str, Any]) -> None:
+    (line,) = message({"train": length})
+    assert "exactly one sets the length. Set the other to null." in line
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", ".hidden", "a/b", "x" * 65, "é"])
+def test_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
+    assert message({"runs": {name: {}}}) == [
+        f"runs: the name {name!r} may have letters, digits, '.', '_' and '-', up to 64, "
+        "a letter or digit first. Change it in config.yaml."
+    ]
+
+
+def test_run_name_that_yaml_reads_as_a_number_is_refused() -> None:
+    assert message({"runs": {7: {}}}) == [
+        "runs: the name 7 must be text. Put it in quotes in config.yaml: without them YAML reads "
+        "no, off "
+        "and the like as false, and 1.5 as a number."
+    ]
+
+
+def test_key_that_yaml_reads_as_a_number_is_refused() -> None:
+    assert message({"train": {7: 1}}) == ["train.7: a key must be text. Change it in config.yaml."]
+
+
+@pytest.mark.parametrize(
+    ("runs", "line"),
+    [
+        ({}, "runs = {}: must have at least 1 entry. Change it in config.yaml."),
+        (None, "runs = None: must be a section (keys below it). Change it in config.yaml."),
+        ({"a": 3}, "runs.a = 3: must be a section (keys below it). Change it in config.yaml."),
+        (
+            {"a": {"lora": {"r": 0}}},
+            "runs.a.lora.r = 0: must be at least 1. Change it in config.yaml.",
+        ),
+        (
+            {"a": {"runs": {}}},
+            "runs.a.runs: there is no such key. Valid keys: "
+            "model, data, quantize, lora, train, hardware, tracking, export, evaluate.",
+        ),
+        (
+            {"a": {"train": {"max_steps": 5}}},
+            "runs.a.train: epochs = 3.0 and max_steps = 5: exactly one sets the length. "
+            "Set the other to null.",
+        ),
+    ],
+)
+def test_mistake_in_a_run_is_named_by_the_path_in_the_file(runs: object, line: str) -> None:
+    assert message({"runs": runs}) == [line]
+
+
+def test_setting_that_must_be_given_is_named_without_a_value() -> None:
+    """No setting is of this kind yet."""
+
+    class Inner(BaseModel):
+        name: str
+
+    class Document(BaseModel):
+        inner: Inner
+
+    with pytest.raises(ValidationError) as refusal:
+        Document.model_validate({"inner": {}})
+    lines = explain(Document, {"inner": {}}, refusal.value)
+    assert lines == ["inner.name: must be given. Change it in config.yaml."]
+
+
+@pytest.mark.parametrize("name", [False, True, 1.5, 7])
+def test_name_of_a_run_that_yaml_takes_for_something_else_is_to_be_quoted(name: Any) -> None:
+    with pytest.raises(
+        UserError, match=rf"runs: the name {name!r} must be text\. Put it in quotes"
+    ):
+        load_config({"runs": {name: {}}})
+
+
+def test_runs_that_a_file_system_may_take_for_one_are_refused() -> None:
+    with pytest.raises(UserError, match="runs: 'wide' and 'Wide' differ in case alone"):
+        load_config({"runs": {"wide": {}, "other": {}, "Wide": {}}})

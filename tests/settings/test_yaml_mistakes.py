@@ -1,0 +1,58 @@
+"""Files that are not YAML, or not what their author thinks: named with file and line."""
+
+from pathlib import Path
+
+import pytest
+
+from workflow.lib.settings.config import check_yaml
+from workflow.lib.system.errors import UserError
+
+NO_SETTINGS = {
+    "key twice": (
+        "train:\n  seed: 1\nlora: {r: 2}\ntrain:\n  seed: 2\n",
+        4,
+        "the key train stands",
+    ),
+    "key of a run twice": (
+        "runs:\n  a:\n    train:\n      seed: 1\n      seed: 2\n",
+        5,
+        "the key runs.a.train.seed stands",
+    ),
+    "key within a list twice": (
+        "data:\n  train:\n    - path: a\n      path: b\n",
+        4,
+        "data.train.path",
+    ),
+    "tab": ("train:\n\tseed: 1\n", 2, "indent with spaces"),
+    "open bracket": ("a: 1\nb: [1,\n", 3, "this is no YAML"),
+    "unknown tag": ("a: 1\nb: !include c\n", 2, "this is no YAML"),
+    "JSON with a key twice": ('{\n\t"seed": 1,\n\t"seed": 2\n}\n', 3, "the key seed stands"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "said"), NO_SETTINGS.values(), ids=NO_SETTINGS)
+def test_mistake_of_yaml_is_named_with_file_and_line(
+    tmp_path: Path, text: str, line: int, said: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        check_yaml(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert said in str(caught.value)
+
+
+def test_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"mine\.yaml: it cannot be read as YAML"):
+        check_yaml(path)
+
+
+def test_anchors_merged_keys_and_the_same_key_elsewhere_are_no_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "x-fast: &fast {train: {seed: 1}}\nruns:\n  a: *fast\n  b:\n    <<: *fast\n    lora: {r: "
+        "2}\n"
+    )
+    check_yaml(path)
