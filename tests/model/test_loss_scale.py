@@ -11,7 +11,7 @@ import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import PLAN, quantized, random_store, tiny_llama
-from tests.training.test_loop import STEPS, full, settings
+from tests.support.training_loops import STEPS, full, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale

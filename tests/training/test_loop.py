@@ -1,10 +1,8 @@
 """The loop: the same run for any number of processes and any split into micro-batches; packing,
-clipping, what stops it.
+clipping, resuming.
 """
 
 import itertools
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,26 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, VOCAB, adapted, quantized, random_store, tiny_llama
+from tests.support.models import PLAN, VOCAB, adapted, random_store
+from tests.support.training_loops import (
+    BATCH,
+    CLIP,
+    LEARNING_RATE,
+    ROWS,
+    SEQ_LEN,
+    STEPS,
+    full,
+    loop,
+    settings,
+)
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import local
-from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate
-from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.build import build_training_model
-from workflow.lib.training.loop import StepMetrics, check_step, make_optimizer, steps
+from workflow.lib.training.loop import StepMetrics, make_optimizer, steps
 
-STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
-CLIP = 0.05
 SMALLEST = PLAN | {"micro_batch_size": 1}
 STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
@@ -67,27 +71,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 # divides gradients by their own magnitude, so a rounding error of a gradient near zero moves its
 # weight by a share of the learning rate.
 LOSS_TOLERANCE = {"rtol": 1e-5, "atol": 0.0}
-LEARNING_RATE = 1e-2
 WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": LEARNING_RATE * 2e-2}
-
-
-def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
-    fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH, "weight_decay": 0.1}
-    return RunConfig(
-        lora=LoraSettings(r=4, alpha=8, dropout=dropout),
-        train=TrainConfig(
-            **(
-                {"max_grad_norm": None, "learning_rate": LEARNING_RATE, "fused_layers": False}
-                | fixed
-                | train
-            )
-        ),
-    )
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
 
 
 def train_variants(base: Path, variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -132,12 +116,6 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
         "weights": {name: full(p) for name, p in params.items()},
         "host_bytes": model.training.stash.host_bytes if model.training.stash else 0,
     }
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("training")
-    return quantized(tiny_llama(folder / "original"), folder / "nf4")
 
 
 @pytest.fixture(scope="module")
@@ -377,155 +355,3 @@ def test_resumed_loop_sees_the_rows_and_rates_of_the_uninterrupted_one(base: Pat
 def last_two_steps(base: Path) -> list[StepMetrics]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         return list(loop(base, world, first_step=2))
-
-
-def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:
-    """Return the generator of `steps` over a fresh model whose adapter holds `fill`, if given."""
-    config = settings()
-    training = adapted(base, r=4)
-    for param in trainable_parameters(training).values():
-        if fill is not None:
-            param.data.fill_(fill)
-    return steps(
-        training, make_optimizer(training, config.train),
-        random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=first_step,
-        num_steps=STEPS, micro_batch_size=3, elapsed_s=0.0, world=world,
-    )  # fmt: skip
-
-
-def messages(base: Path) -> dict[str, str]:
-    found = {}
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for name, fill in (("nan", math.nan), ("zero", 0.0)):
-            try:
-                next(loop(base, world, fill=fill))
-            except UserError as error:
-                found[name] = str(error)
-    return found
-
-
-def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> None:
-    (found,) = run_distributed(messages, base, world_size=1)
-    assert found["nan"].startswith(
-        "step 1: loss = nan, gradient norm = nan: training has diverged (first in "
-    )
-    assert found["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
-    assert "data.loss_on" in found["zero"]
-
-
-def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
-    with pytest.raises(
-        UserError, match=r"the updates have broken the model\. Lower train\.learning_rate"
-    ):
-        check_step(5.7, 0.0, step=2)
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)]
-)
-def test_divergence_says_what_to_change(loss: float, norm: float) -> None:
-    with pytest.raises(UserError) as caught:
-        check_step(loss, norm, step=6)
-    assert str(caught.value) == (
-        f"step 7: loss = {loss}, gradient norm = {norm}: training has diverged. Lower "
-        "train.learning_rate, "
-        "raise train.warmup_share, or set train.max_grad_norm; the last checkpoint is kept."
-    )
-
-
-def test_healthy_step_passes() -> None:
-    check_step(2.0, 1e-30, step=0)
-
-
-def poisoned(base: Path, reshard_after_forward: bool) -> str:
-    """Be a process of a run whose adapter of one layer has become infinite."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = settings()
-        plan = PLAN | {"reshard_after_forward": reshard_after_forward}
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        training = build_training_model(base, config, plan, world, **build).training
-        before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
-        for name, param in trainable_parameters(training).items():
-            if ".layers.1.mlp.up_proj.lora_B" in name:
-                with torch.no_grad():
-                    local(param).fill_(math.inf)
-                    before[name] = local(param).clone()
-        loop = steps(
-            training, make_optimizer(training, config.train),
-            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
-            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
-        )  # fmt: skip
-        try:
-            next(loop)
-        except UserError as error:
-            after = {n: local(p) for n, p in trainable_parameters(training).items()}
-            assert all(torch.equal(after[n], before[n]) for n in before), "nothing was updated"
-            return str(error)
-    return "no error"
-
-
-PROCESSES_AND_RESHARD = pytest.mark.parametrize(
-    ("processes", "reshard_after_forward"), [(1, True), (2, True), (2, False)]
-)
-
-
-@PROCESSES_AND_RESHARD
-def test_divergence_names_layer_rows_and_process(
-    base: Path, processes: int, reshard_after_forward: bool
-) -> None:
-    for message in run_distributed(poisoned, base, reshard_after_forward, world_size=processes):
-        assert message.startswith("step 1: loss = nan")
-        assert re.search(
-            r"first in \S*layers\.1\.mlp\S*, forward, rows \[\d+\] of the tokens, process 0\)",
-            message,
-        ), message
-
-
-def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, Any]:
-    """Be a process of a run where one feature behind a feed-forward has NaN as its gradient."""
-
-    def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda grad: grad.index_fill(-1, torch.tensor(79), math.nan))
-
-    dropped: list[torch.Tensor] = []
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = settings(dropout=0.3, max_grad_norm=CLIP)
-        changes = {
-            "reshard_after_forward": reshard_after_forward,
-            "activation_checkpointing": False,
-        }
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        training = build_training_model(base, config, PLAN | changes, world, **build).training
-        (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
-        layer.mlp.register_forward_hook(poison)
-        layer.self_attn.q_proj.lora_dropout.default.register_forward_hook(
-            lambda module, inputs, output: dropped.append(output.detach() == 0)
-        )
-        loop = steps(
-            training, make_optimizer(training, config.train),
-            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
-            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
-        )  # fmt: skip
-        with pytest.raises(UserError) as caught:
-            next(loop)
-    passes = BATCH // world.size
-    return {"message": str(caught.value), "taken": dropped[:passes], "searched": dropped[passes:]}
-
-
-@PROCESSES_AND_RESHARD
-def test_divergence_in_backward_names_the_layer_where_it_began(
-    base: Path, processes: int, reshard_after_forward: bool
-) -> None:
-    """Not the last layer, which clipping by NaN would spoil. One process alone has row 79 of B."""
-    arguments = (poisoned_in_backward, base, reshard_after_forward)
-    for result in run_distributed(*arguments, world_size=processes):
-        name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
-        assert f"training has diverged (first in the gradient of {name})" in result["message"]
-
-
-def test_search_for_the_origin_drops_what_the_step_dropped(base: Path) -> None:
-    (result,) = run_distributed(poisoned_in_backward, base, True, world_size=1)
-    assert len(result["taken"]) == len(result["searched"]) == BATCH
-    assert all(map(torch.equal, result["taken"], result["searched"]))
-    assert not torch.equal(result["taken"][0], result["taken"][1])

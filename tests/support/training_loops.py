@@ -1,0 +1,48 @@
+"""Settings of the short training loops that tests run, with their sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.models import adapted, random_store
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.training.loop import make_optimizer, steps
+
+STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
+CLIP = 0.05
+LEARNING_RATE = 1e-2
+
+
+def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
+    fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH, "weight_decay": 0.1}
+    return RunConfig(
+        lora=LoraSettings(r=4, alpha=8, dropout=dropout),
+        train=TrainConfig(
+            **(
+                {"max_grad_norm": None, "learning_rate": LEARNING_RATE, "fused_layers": False}
+                | fixed
+                | train
+            )
+        ),
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:
+    """Return the generator of `steps` over a fresh model whose adapter holds `fill`, if given."""
+    config = settings()
+    training = adapted(base, r=4)
+    for param in trainable_parameters(training).values():
+        if fill is not None:
+            param.data.fill_(fill)
+    return steps(
+        training, make_optimizer(training, config.train),
+        random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=first_step,
+        num_steps=STEPS, micro_batch_size=3, elapsed_s=0.0, world=world,
+    )  # fmt: skip
