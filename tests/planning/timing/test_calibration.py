@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.planning.memory.test_closed_form import measured_case
+from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
