@@ -1,0 +1,119 @@
+"""Runs of a tiny model whose head and embedding are trained whole (`lora.modules_to_save`).
+
+Three processes have slices of 71, 71 and 69 rows of the vocabulary of 211.
+"""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.distributed import TIMEOUT_S
+from tests.support.models import PLAN, random_store
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
+from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.model.architecture import vocabulary_slices
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.files import read_json, write_json
+from workflow.lib.training.build import build_training_model
+from workflow.lib.training.checkpoint import save_adapter as save_sharded
+from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.startup_checks import startup_checks
+
+STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 3, 12, 13, 23, 0.5
+CPU = torch.device("cpu")
+KINDS = {
+    "head": ["lm_head"],
+    "embedding": ["embed_tokens"],
+    "both": ["model.embed_tokens", "lm_head"],
+}
+TRAIN = TrainConfig(
+    epochs=None,
+    max_steps=STEPS,
+    global_batch_size=BATCH,
+    learning_rate=1e-2,
+    max_grad_norm=CLIP,
+    weight_decay=0.1,
+    adam_eps=1e-4,
+)
+WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": 2e-4}
+
+
+def config(kind: str, **train: Any) -> RunConfig:
+    lora = LoraSettings(r=4, modules_to_save=tuple(KINDS[kind]))
+    return RunConfig(lora=lora, train=TRAIN.model_copy(update=train))
+
+
+def build(base: Path, kind: str, world: World, **options: Any) -> Any:
+    options = {"compute_dtype": torch.float32, "attention": "sdpa"} | options
+    plan = PLAN | {"activation_checkpointing": 2}
+    return build_training_model(base, config(kind), plan, world, **options)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def take(
+    model: Any, optimizer: Any, world: World, *, first: int = 0, count: int = STEPS
+) -> list[Any]:
+    """Make up to `count` steps of two micro-batches, from step `first` on."""
+    found = steps(
+        model.training,
+        optimizer,
+        random_store(rows=ROWS, seq_len=SEQ_LEN),
+        TRAIN,
+        first_step=first,
+        num_steps=STEPS,
+        micro_batch_size=BATCH // world.size // 2,
+        elapsed_s=0.0,
+        world=world,
+    )
+    return list(islice(found, count))
+
+
+def train_kinds(base: Path, folder: Path, enough_slices: int, kinds: list[str]) -> dict[str, Any]:
+    vocabulary_slices.ENOUGH_SLICES = enough_slices
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {kind: train_one(base, kind, folder / kind, world) for kind in kinds}
+
+
+def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, Any]:
+    model = build(base, kind, world)
+    checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
+    params = trainable_parameters(model.training)
+    initial = {name: full(p) for name, p in params.items()}
+    optimizer = make_optimizer(model.training, TRAIN)
+    gradients: list[dict[str, torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+    )
+    metrics = take(model, optimizer, world)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter").mkdir(exist_ok=True)
+    save_sharded(model.training, folder / "adapter", world=world)
+    logits = trained_logits(
+        model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), device=world.device
+    )
+    if world.is_main:
+        save_logits(logits, folder / "parity.safetensors")
+        write_json(folder / "adapter_config.json", model.adapter_config())
+    return {
+        "checks": [check["passed"] for check in checks],
+        "initial": initial,
+        "counted": model.num_parameters(),
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "gradients": gradients,
+        "weights": {name: full(p) for name, p in params.items()},
+    }
+
+
+def export(run: Path) -> Path:
+    adapter = read_sharded_adapter(run / "adapter")
+    save_adapter(adapter, read_json(run / "adapter_config.json"), run / "exported")
+    return run / "exported"
