@@ -1,0 +1,156 @@
+"""What a page shows of its runs: numbers, samples, data, plans and cost, and what it leaves out."""
+
+import json
+from pathlib import Path
+
+from tests.support.report_examples import edit, write_run
+from tests.support.report_pages import Page, change_evaluations, read, rendered
+from workflow.lib.report.html_page import render_page
+from workflow.lib.report.run_results import read_runs
+from workflow.lib.settings.config import ReportConfig
+
+
+def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=13)
+    (run,) = read(tmp_path, "demo")
+    numbers = Page(rendered(tmp_path, "demo")).numbers
+    base, tuned, comparison = run.base.heldout, run.tuned.heldout, run.tuned.comparison
+    assert base is not None
+    assert tuned is not None
+    assert comparison.loss_difference_ci95 is not None
+    shown = {
+        *(base.loss, *base.loss_ci95, base.perplexity),
+        *(tuned.loss, *tuned.loss_ci95, tuned.perplexity),
+        *(comparison.loss_difference, *comparison.loss_difference_ci95, comparison.p_value),
+        *(score.tuned.value for score in run.scores),
+        *(run.summary.elapsed_s, run.summary.peak_bytes.measured, run.summary.peak_bytes.predicted),
+        *(term.bytes for term in run.preflight.terms),
+        *(run.manifest.splits.train.rows_dropped, run.manifest.splits.train.fill),
+        *(run.steps[0].loss, run.steps[-1].grad_norm),
+    }
+    assert shown <= numbers
+
+
+def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(tasks={}))
+    text = "".join(Page(rendered(tmp_path, "demo")).text)
+    assert "No task was evaluated" in text
+    assert "No sample was generated" in text
+
+
+def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
+    for name in ("demo", "other"):
+        folder = write_run(tmp_path, name, num_steps=3)
+        change_evaluations(folder, lambda d: d.update(heldout=None))
+        edit(
+            folder / "evaluate_run" / "tuned.json",
+            lambda d: d["comparison"].update(
+                loss_difference=None, loss_difference_ci95=None, p_value=None, documents=0
+            ),
+        )
+    assert "Held-out loss was not measured" in rendered(tmp_path, "demo", "other")
+
+
+def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(
+        folder / "preflight_run" / "preflight.json",
+        lambda d: d.update(time={"total_h": None, "basis": "unknown: no speed is recorded"}),
+    )
+    assert "no prediction" in rendered(tmp_path, "demo")
+
+
+def test_trained_text_alone_is_marked(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = rendered(tmp_path, "demo")
+    assert "&lt;assistant&gt;\n<mark>Return the first item of x.</mark></pre>" in page
+
+
+def test_max_samples_limits_the_samples_and_says_so(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = rendered(tmp_path, "demo", max_samples=1)
+    assert page.count('<details class="sample"') == 1
+    assert "1 of 3 samples shown" in page
+
+
+def test_cost_is_in_gpu_hours(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    # 4021.7 s on two GPUs
+    assert 2 * 4021.7 / 3600 in Page(rendered(tmp_path, "demo")).numbers
+    assert "GPU hours" in rendered(tmp_path, "demo")
+
+
+def test_plans_that_preflight_tried_say_why_they_were_not_taken(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    rows = [row.split("</tr>")[0] for row in rendered(tmp_path, "demo").split("<tr>")]
+    (tried,) = [row for row in rows if "3.10 GiB too much" in row]
+    assert '<data value="7">7</data>' in tried
+    assert '<td class="text">none</td>' in tried
+    assert '<data value="0.7">70.0 %</data>' in tried
+
+
+def test_facts_of_the_data_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    page = Page(rendered(tmp_path, "demo"))
+    # of the manifest: near duplicates, overlaps with the held-out rows, a bin's documents, the
+    # longest row
+    assert {13, 3, 2, 802, 313} <= page.numbers
+    assert "Held-out rows that equal a training row: 3; that resemble one: 2." in "".join(page.text)
+
+
+def test_heldout_loss_of_every_source_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    part = {"loss_ci95": None, "perplexity": 3.5, "documents": 7, "trained_tokens": 71}
+    change_evaluations(
+        folder,
+        lambda d: d["heldout"].update(
+            sources={"a": part | {"loss": 1.25}, "b": part | {"loss": 2.75}}
+        ),
+    )
+    page = Page(rendered(tmp_path, "demo"))
+    assert {1.25, 2.75} <= page.numbers
+    assert "Held-out loss by source" in "".join(page.text)
+
+
+def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    found = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"]["tasks"]["pydocs_mc"]["acc"].update(found),
+    )
+    page = Page(rendered(tmp_path, "demo"))
+    assert {0.0123, 131, 11} <= page.numbers
+    assert "exact McNemar" in "".join(page.text)
+
+
+def test_merged_model_is_beside_the_adapter_where_one_is_exported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    document = json.loads((folder / "evaluate_run" / "tuned.json").read_text())
+    document |= {
+        "subject": "merged",
+        "merging": document["comparison"] | {"loss_difference": -0.0625},
+    }
+    document["heldout"]["loss"] = 1.5625
+    (folder / "evaluate_run" / "merged.json").write_text(json.dumps(document))
+    tokens = {"demo": tmp_path / "tokens" / "demo-data"}
+    runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens, merged=["demo"])
+    page = render_page(runs, report=ReportConfig(), settings={"demo": {}})
+    assert {1.5625, -0.0625} <= Page(page).numbers
+    assert "Merged model" not in rendered(tmp_path, "demo")
+
+
+def test_drawn_answers_stand_below_the_greedy_ones(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    assert "drawn" not in "".join(Page(rendered(tmp_path, "demo")).text)
+    for subject in ("base", "tuned"):
+        path = folder / "evaluate_run" / f"{subject}.json"
+        edit(path, lambda d: [s.update(drawn=f"luck of {d['subject']}") for s in d["samples"]])
+    settings = {"demo": {"evaluate": {"sample_temperature": 0.7}}}
+    page = render_page(read(tmp_path, "demo"), report=ReportConfig(), settings=settings)
+    text = "".join(Page(page).text)
+    for subject in ("base", "tuned"):
+        label = {"base": "NF4 base", "tuned": "Tuned"}[subject]
+        assert text.count(f"{label}, drawn at 0.7\nluck of {subject}\n") == 3

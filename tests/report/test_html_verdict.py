@@ -1,0 +1,130 @@
+"""The verdict of a page: held-out loss, tasks, checks, required gain, and the best of a sweep."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_examples import edit, write_run
+from tests.support.report_pages import Page, read, rendered
+from workflow.lib.report.html_page import render_page
+from workflow.lib.settings.config import ReportConfig
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([0.1, 0.3], "Held-out loss is lower than the NF4 base&#39;s"),
+        ([-0.1, 0.3], "Held-out loss is not clearly different from the NF4 base&#39;s"),
+        ([-0.3, -0.1], "Held-out loss is higher than the NF4 base&#39;s"),
+    ],
+)
+def test_verdict_follows_the_interval_of_the_difference(
+    tmp_path: Path, ends: list[float], words: str
+) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(
+        folder / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(loss_difference_ci95=ends),
+    )
+    assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
+
+
+def test_failed_check_is_counted_in_the_verdict(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(folder / "consolidate" / "parity.json", lambda d: d.update(passed=False))
+    assert "1 of 5 failed" in rendered(tmp_path, "demo")
+
+
+def test_different_heldout_documents_forbid_a_comparison(tmp_path: Path) -> None:
+    for name in ("demo", "other"):
+        write_run(tmp_path, name, num_steps=3)
+    edit(
+        tmp_path / "tokens" / "other-data" / "manifest.json",
+        lambda d: d["files"].update({"heldout.input_ids.npy": "ee" * 32}),
+    )
+    assert "their losses cannot be compared" in rendered(tmp_path, "demo", "other")
+
+
+def better(root: Path, name: str, loss: float) -> Path:
+    """Write a run with this held-out loss."""
+    folder = write_run(root, name, num_steps=3, rate=loss / 1000)
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["heldout"].update(loss=loss))
+    return folder
+
+
+def test_best_run_of_a_sweep_comes_first(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.7), ("two", 1.2), ("three", 1.5)):
+        better(tmp_path, name, loss)
+    page = rendered(tmp_path, "one", "two", "three")
+    first, rest = page.split("</article>", 1)
+    assert 'Best of 3 runs: <span class="run">two</span>' in first.replace("\n", " ")
+    assert "The other 2 runs in the same detail" in rest
+
+
+def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -> None:
+    for name, loss in (("one", 1.2), ("two", 1.7)):
+        better(tmp_path, name, loss)
+    edit(
+        tmp_path / "runs" / "two" / "evaluate_run" / "tuned.json",
+        lambda d: d["comparison"].update(loss_difference_ci95=[-0.3, -0.1]),
+    )
+    warned = rendered(tmp_path, "one", "two").split("<article")[0].rpartition("Look at")[2]
+    assert "two" in warned
+    assert "held-out loss is higher than the NF4 base" in warned
+
+
+@pytest.mark.parametrize(
+    ("ends", "upwards", "words"),
+    [
+        ([0.01, 0.2], True, "1 better, 1 not judged"),
+        ([0.01, 0.2], False, "1 worse, 1 not judged"),
+        ([-0.2, 0.1], True, "1 without a clear change, 1 not judged"),
+    ],
+)
+def test_verdict_says_what_became_of_the_tasks(
+    tmp_path: Path, ends: list[float], upwards: bool, words: str
+) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+
+    def change(document: Any) -> None:
+        document["comparison"]["tasks"]["pydocs_mc"]["acc"]["difference_ci95"] = ends
+        document["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = upwards
+
+    edit(folder / "evaluate_run" / "tuned.json", change)
+    text = " ".join("".join(Page(rendered(tmp_path, "demo")).text).split())
+    assert f"2 scores: {words}, against the NF4 base by the 95% interval" in text
+
+
+def with_gate(root: Path, require: dict[str, float], *, by: str = "estimate") -> str:
+    """Return the text of the page of a run that gained 1.4753 [1.3711, 1.5802] of held-out loss,
+    with this gate.
+    """
+    write_run(root, "demo", num_steps=3)
+    evaluate = {"require": require, "require_by": by, "sample_temperature": 0.7}
+    page = render_page(
+        read(root, "demo"), report=ReportConfig(), settings={"demo": {"evaluate": evaluate}}
+    )
+    return " ".join("".join(Page(page).text).split())
+
+
+@pytest.mark.parametrize(
+    ("least", "by", "found"),
+    [(1.4, "estimate", "reached"), (1.4, "interval", "missed"), (1.5, "estimate", "missed")],
+)
+def test_gate_is_in_the_verdict_as_its_stage_will_judge(
+    tmp_path: Path, least: float, by: str, found: str
+) -> None:
+    text = with_gate(tmp_path, {"heldout_loss": least}, by=by)
+    asked = (
+        f"{found} heldout_loss gained +1.4753 [+1.3711, +1.5802] over the NF4 base; at least "
+        f"+{least:.4f} was asked"
+    )
+    assert asked in text
+    assert ("The required gain is missed: the workflow ends" in text) is (found == "missed")
+
+
+def test_gate_that_cannot_be_judged_says_why(tmp_path: Path) -> None:
+    text = with_gate(tmp_path, {"pydocs_mc/f1": 0.1})
+    assert "The required gain cannot be judged" in text
+    assert "pydocs_mc/f1': it is not measured. Known: pydocs_mc/acc" in text
