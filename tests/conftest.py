@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 # By falling processor time or wait, measured on two cores. Processes take whole files: a long one
 # begun last would run alone at the end.
 LONGEST_FIRST = (
-    "workflow/test_run.py",
+    "workflow/test_interruptions.py",
     "workflow/test_slurm.py",
     "docs/test_readme.py",
     "workflow/test_errors.py",
+    "workflow/test_run.py",
     "training/test_launch.py",
-    "training/test_modules_to_save.py",
+    "training/modules_to_save/test_stock_peft.py",
+    "training/modules_to_save/test_run_forms.py",
     "training/test_checkpoint.py",
     "training/test_loop.py",
+    "training/test_nonfinite.py",
+    "training/test_checkpoint_damage.py",
     "stages/test_evaluate_run.py",
     "system/test_nodes.py",
     "stages/test_benchmark_run.py",
