@@ -19,14 +19,16 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    found = {}
+    verdicts_by_run = {}
     for name, settings in args.config.items():
         path = args.runs_dir / name / "evaluate_run" / "tuned.json"
         tuned = read_record(path, TunedEvaluation)
-        found[name] = verdicts(settings["require"], tuned, by=settings["require_by"])
-    refuse_unmet(found)
-    write_json(args.output, {"runs": found, "provenance": provenance()})
-    logger.info("every gain that evaluate.require demands is reached: %s", ", ".join(found))
+        verdicts_by_run[name] = verdicts(settings["require"], tuned, by=settings["require_by"])
+    refuse_unmet(verdicts_by_run)
+    write_json(args.output, {"runs": verdicts_by_run, "provenance": provenance()})
+    logger.info(
+        "every gain that evaluate.require demands is reached: %s", ", ".join(verdicts_by_run)
+    )
 
 
 if __name__ == "__main__":

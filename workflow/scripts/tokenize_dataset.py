@@ -161,10 +161,10 @@ def find_formats(split: str, sources: list[Source]) -> tuple[Format, ...]:
     formats = []
     for source in sources:
         setting = f"data.{split}"
-        found = column_names(source.files, setting=setting)
+        names = column_names(source.files, setting=setting)
         named = setting if len(sources) == 1 else f"{setting} ({source.name})"
         formats.append(
-            choose_format(found, format=source.format, columns=source.columns, setting=named)
+            choose_format(names, format=source.format, columns=source.columns, setting=named)
         )
     return tuple(formats)
 

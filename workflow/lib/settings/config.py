@@ -137,11 +137,10 @@ def check_yaml(path: Path) -> None:
         loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{path}, line {mark.line + 1}" if mark else str(path)
+        location = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise UserError(
-            f"{place}: {error.problem or error.context}: this is no YAML. Correct that line or the "
-            "one "
-            "before it; indent with spaces, not with tabs."
+            f"{location}: {error.problem or error.context}: this is no YAML. Correct that line or "
+            "the one before it; indent with spaces, not with tabs."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
@@ -159,16 +158,16 @@ def _check_keys(root: yaml.Node | None, path: Path) -> None:
     """Raise `UserError` for a key that stands twice in a section."""
     waiting, seen = [(root, "")], set[int]()
     while waiting:
-        node, place = waiting.pop()
+        node, prefix = waiting.pop()
         if id(node) in seen:  # an alias, or an anchor that holds itself
             continue
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            waiting += [(entry, place) for entry in node.value]
+            waiting += [(entry, prefix) for entry in node.value]
         if isinstance(node, yaml.MappingNode):
             firsts: dict[str, yaml.Node] = {}
             for key, value in node.value:
-                name = f"{place}{key.value}"
+                name = f"{prefix}{key.value}"
                 first = firsts.setdefault(name, key)
                 if first is not key:
                     raise UserError(

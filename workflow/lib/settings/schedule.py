@@ -49,11 +49,12 @@ def step_rows(
 ) -> npt.NDArray[np.int64]:
     """Return the row numbers of step `step` (0-based), shape (global_batch_size,)."""
     first = step * global_batch_size
-    places = np.arange(first, first + global_batch_size)
-    epochs = places // num_rows
+    positions = np.arange(first, first + global_batch_size)
+    epochs = positions // num_rows
     orders = {int(e): _permutation(num_rows, seed=seed, epoch=int(e)) for e in np.unique(epochs)}
     return np.array(
-        [orders[int(e)][p % num_rows] for e, p in zip(epochs, places, strict=True)], dtype=np.int64
+        [orders[int(e)][p % num_rows] for e, p in zip(epochs, positions, strict=True)],
+        dtype=np.int64,
     )
 
 

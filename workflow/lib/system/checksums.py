@@ -34,12 +34,12 @@ class RecordedFile:
     def finding(self, moved: Callable[[], None] = lambda: None) -> str | None:
         """Return what is wrong with the file, or None; calls `moved` after every MiB."""
         try:
-            found = file_sha256(self.path, moved=moved)
+            sha256 = file_sha256(self.path, moved=moved)
         except OSError as error:
             if is_passing(error) or isinstance(error, PermissionError):
                 raise
             return f"cannot be read ({error.strerror})"
-        return None if found == self.sha256 else NOT_AS_MADE
+        return None if sha256 == self.sha256 else NOT_AS_MADE
 
 
 def damaged(folder: Path, name: str, finding: str) -> UserError:
@@ -119,10 +119,10 @@ def findings(
         return list(pool.map(lambda file: file.finding(moved), files))
 
 
-def refuse_damaged(files: Sequence[RecordedFile], found: Sequence[str | None]) -> None:
-    """Raise `UserError` with the first damaged file of every folder. found: of `findings`."""
+def refuse_damaged(files: Sequence[RecordedFile], results: Sequence[str | None]) -> None:
+    """Raise `UserError` with the first damaged file of every folder. results: of `findings`."""
     first: dict[Path, str] = {}
-    for file, finding in zip(files, found, strict=True):
+    for file, finding in zip(files, results, strict=True):
         if finding is not None:
             first.setdefault(file.folder, str(damaged(file.folder, file.name, finding)))
     if first:

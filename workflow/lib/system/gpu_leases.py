@@ -39,7 +39,7 @@ def lease(
     `waiting` is told once why the wait is long. Raises `UserError` if there are fewer GPUs than
     `count`.
     """
-    told = False
+    is_announced = False
     while count:
         listed = interchangeable(gpus(), count=count)
         if len(listed) < count:
@@ -52,9 +52,9 @@ def lease(
         held, why = _try_to_lock(listed, count=count, folder=folder)
         if held:
             return held
-        if not told:
+        if not is_announced:
             waiting(f"waiting for {count} of {len(listed)} GPU(s): {'; '.join(why)}")
-            told = True
+            is_announced = True
         # Two that wait in step would meet at the same cards for ever.
         time.sleep(POLL_S * random.uniform(0.5, 1.5))
     return []

@@ -133,9 +133,9 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     pairs = (line.partition(":")[::2] for line in lines)
     flags = {
         flag
-        for key, found in pairs
+        for key, words in pairs
         if key.strip() in ("flags", "Features")
-        for flag in found.split()
+        for flag in words.split()
     }
     return not flags.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -146,9 +146,9 @@ def check_writable(folders: Sequence[Path]) -> None:
     Raises `UserError` for one that may not be written, or whose disk is full.
     """
     for folder in folders:
-        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        disk = os.statvfs(place)
-        if not os.access(place, os.W_OK | os.X_OK):
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        disk = os.statvfs(nearest)
+        if not os.access(nearest, os.W_OK | os.X_OK):
             why = (
                 "its disk is read-only"
                 if disk.f_flag & os.ST_RDONLY

@@ -27,12 +27,12 @@ def tell_jobs() -> None:
 
 
 def _tell(parent: int, number: signal.Signals) -> None:
-    told = set[int]()
+    signalled = set[int]()
     while True:
-        for pid in set(group_below(parent)) - told:
+        for pid in set(group_below(parent)) - signalled:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            told.add(pid)
+            signalled.add(pid)
         time.sleep(POLL_S)
 
 
@@ -40,12 +40,12 @@ def group_below(pid: int) -> list[int]:
     """Return the processes below `pid` that a terminal would tell: those of its group, not the
     workers of a training.
     """
-    found = []
+    processes = []
     for child in _children(pid):
         with suppress(ProcessLookupError):
             if os.getpgid(child) == os.getpgrp():
-                found += [child, *group_below(child)]
-    return found
+                processes += [child, *group_below(child)]
+    return processes
 
 
 def _children(pid: int) -> list[int]:

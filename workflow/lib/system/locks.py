@@ -68,7 +68,7 @@ def _lies_at(path: Path, lock: TextIO) -> bool:
 
 
 def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
-    told = False
+    is_announced = False
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,11 +79,11 @@ def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
                     "stop it (kill "
                     f"{_holder(lock)}), and repeat the command; it continues from what is finished."
                 ) from None
-            if not told:
+            if not is_announced:
                 left = deadline - time.monotonic()
                 message = "process %s is still %s; waiting up to %.0f s"
                 logger.info(message, _holder(lock), doing, left)
-            told = True
+            is_announced = True
             time.sleep(POLL_S)
 
 

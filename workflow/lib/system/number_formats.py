@@ -19,7 +19,7 @@ def visible(text: str) -> str:
     """Return `text` with every acting character replaced by its code, `[U+001B]` for ESC; CR LF
     becomes LF.
     """
-    return _INVISIBLE.sub(lambda found: f"[U+{ord(found.group()):04X}]", text.replace("\r\n", "\n"))
+    return _INVISIBLE.sub(lambda match: f"[U+{ord(match.group()):04X}]", text.replace("\r\n", "\n"))
 
 
 def loss(value: float) -> str:
@@ -106,8 +106,8 @@ def thinned(values: list[float], *, limit: int) -> list[int]:
     if len(values) <= limit:
         return list(range(len(values)))
     width = math.ceil(len(values) / (limit // 2 - 1))
-    kept = {0, len(values) - 1}
+    positions = {0, len(values) - 1}
     for start in range(0, len(values), width):
         bucket = range(start, min(start + width, len(values)))
-        kept |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
-    return sorted(kept)
+        positions |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return sorted(positions)

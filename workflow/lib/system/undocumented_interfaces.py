@@ -29,8 +29,8 @@ def _of(package: str, module: str, path: str, *names: str) -> tuple[Interface, .
     owner_name = f"{module}.{path}".rstrip(".")
 
     def owner() -> Any:
-        found: Any = import_module(module)
-        return getattr(found, path) if path else found
+        imported: Any = import_module(module)
+        return getattr(imported, path) if path else imported
 
     return tuple(Interface(package, owner_name, name, owner) for name in names)
 

@@ -49,10 +49,10 @@ def build_corpus(
     removed_blocks = 0
     for document in raw:
         blocks = [b for b in re.split(r"\n\s*\n", document) if len(b) <= MAX_BLOCK_CHARS]
-        kept = _without_contained(blocks, index)
-        removed_blocks += len(blocks) - len(kept)
-        if len(kept) > 1:  # one block is a bare heading
-            documents.update(dict.fromkeys(_divide(kept)))
+        free_blocks = _without_contained(blocks, index)
+        removed_blocks += len(blocks) - len(free_blocks)
+        if len(free_blocks) > 1:  # one block is a bare heading
+            documents.update(dict.fromkeys(_divide(free_blocks)))
     return Corpus([d for d in documents if d.strip()], removed_blocks)
 
 
@@ -72,8 +72,8 @@ def _without_contained(blocks: list[str], index: ShingleIndex) -> list[str]:
     contained = index.contained_in("\n\n".join(blocks))
     if not contained:
         return blocks
-    kept = [block for block in blocks if shingles(block).isdisjoint(contained)]
-    return [] if index.contained_in("\n\n".join(kept)) else kept
+    free_blocks = [block for block in blocks if shingles(block).isdisjoint(contained)]
+    return [] if index.contained_in("\n\n".join(free_blocks)) else free_blocks
 
 
 def _docstring_documents(

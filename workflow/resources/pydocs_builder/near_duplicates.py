@@ -40,33 +40,37 @@ class ShingleIndex:
         self.sizes: list[int] = []
         self.owners: defaultdict[Shingle, list[int]] = defaultdict(list)
         for number, text in enumerate(texts):
-            found = shingles(text)
-            self.sizes.append(len(found))
-            for shingle in found:
+            text_shingles = shingles(text)
+            self.sizes.append(len(text_shingles))
+            for shingle in text_shingles:
                 self.owners[shingle].append(number)
 
-    def _shared(self, found: Iterable[Shingle]) -> Counter[int]:
-        return Counter(number for shingle in found for number in self.owners.get(shingle, ()))
+    def _shared(self, text_shingles: Iterable[Shingle]) -> Counter[int]:
+        return Counter(
+            number for shingle in text_shingles for number in self.owners.get(shingle, ())
+        )
 
     def has_near_duplicate(self, text: str) -> bool:
         """Whether any indexed text has a Jaccard similarity to `text` of `THRESHOLD` or more."""
-        found = shingles(text)
+        text_shingles = shingles(text)
         return any(
-            shared >= THRESHOLD * (len(found) + self.sizes[number] - shared)
-            for number, shared in self._shared(found).items()
+            shared >= THRESHOLD * (len(text_shingles) + self.sizes[number] - shared)
+            for number, shared in self._shared(text_shingles).items()
         )
 
     def contained_in(self, document: str) -> frozenset[Shingle]:
         """Return all shingles of the indexed texts of which the document holds `THRESHOLD` or
         more.
         """
-        found = shingles(document)
+        document_shingles = shingles(document)
         contained = {
             number
-            for number, shared in self._shared(found).items()
+            for number, shared in self._shared(document_shingles).items()
             if shared >= THRESHOLD * self.sizes[number]
         }
-        return frozenset(s for s in found if not contained.isdisjoint(self.owners.get(s, ())))
+        return frozenset(
+            s for s in document_shingles if not contained.isdisjoint(self.owners.get(s, ()))
+        )
 
 
 def pair_texts(pair: dict[str, str]) -> tuple[str, str]:

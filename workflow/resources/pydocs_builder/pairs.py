@@ -66,7 +66,7 @@ DETAIL = (
     "Tell me more about `{name}`.",
     "What are the details of `{name}`?",
 )
-NAME = "Which {kind} {place} fits this description? {description}"
+NAME = "Which {kind} {scope} fits this description? {description}"
 SECTION = (
     "Explain {title} in Python.",
     "What does Python's language reference say about {title}?",
@@ -173,10 +173,10 @@ def name_question(item: DocumentedObject) -> str:
         return ""
     owner = item.name.rpartition(".")[0]
     if item.kind in ("method", "attribute"):
-        place = f"of `{owner}`"
+        scope = f"of `{owner}`"
     else:
-        place = f"of the module `{owner}`" if owner else "among Python's built-ins"
-    return NAME.format(kind=item.kind, place=place, description=description)
+        scope = f"of the module `{owner}`" if owner else "among Python's built-ins"
+    return NAME.format(kind=item.kind, scope=scope, description=description)
 
 
 def section_pairs(section: topics.Section) -> Iterator[Pair]:

@@ -50,7 +50,12 @@ def split_pairs(pairs: Sequence[Pair]) -> Split:
 
 
 def _near_duplicates_of_train(by_source: dict[str, list[Pair]], heldout: set[str]) -> set[str]:
-    train = [pair for source, found in by_source.items() if source not in heldout for pair in found]
+    train = [
+        pair
+        for source, source_pairs in by_source.items()
+        if source not in heldout
+        for pair in source_pairs
+    ]
     index = ShingleIndex(text for pair in train for text in revealed_texts(pair))
     return {
         source

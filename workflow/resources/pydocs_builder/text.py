@@ -41,12 +41,12 @@ def prose(doc: str) -> list[str]:
     """Return the leading run of prose paragraphs, each as one line; code, lists and fields end
     it.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for block in paragraphs(doc):
         if not is_prose(block):
             break
-        found.append(clean(block))
-    return found
+        texts.append(clean(block))
+    return texts
 
 
 def is_prose(block: str) -> bool:

@@ -33,11 +33,13 @@ class Definition:
 
 def read_sections() -> list[Section]:
     """Return the sections of all topics; those that several topics repeat come once."""
-    found: dict[str, Section] = {}
+    sections: dict[str, Section] = {}
     for topic in sorted(topics):
         for title, text in _split_at_titles(topics[topic]):
-            found.setdefault(" ".join(text.split()), Section(f"topic:{topic}#{title}", title, text))
-    return [section for section in found.values() if section.text.strip()]
+            sections.setdefault(
+                " ".join(text.split()), Section(f"topic:{topic}#{title}", title, text)
+            )
+    return [section for section in sections.values() if section.text.strip()]
 
 
 def _split_at_titles(text: str) -> Iterator[tuple[str, str]]:
@@ -50,15 +52,15 @@ def _split_at_titles(text: str) -> Iterator[tuple[str, str]]:
 def definitions(section: Section) -> list[Definition]:
     """Return the described names of a section."""
     lines = section.text.split("\n")
-    found = []
+    described = []
     for i, line in enumerate(lines):
         match = _DEFINITION.match(line)
         if not match:
             continue
         body = _indented_body(lines[i + 1 :], len(match.group(1)) + _INDENT)
         if body:
-            found.append(Definition(match.group(2), match.group(3) or "", body))
-    return found
+            described.append(Definition(match.group(2), match.group(3) or "", body))
+    return described
 
 
 def _indented_body(lines: list[str], indent: int) -> str:

@@ -62,10 +62,10 @@ def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:
     items = json_value(raw, what) if isinstance(raw, str) else raw
     if not isinstance(items, list):
         raise RowError(f"not a list of messages: {what} is {kind(items)}")
-    messages = [_message(item, f"message {place}") for place, item in enumerate(items, start=1)]
+    messages = [_message(item, f"message {number}") for number, item in enumerate(items, start=1)]
     trained = [
-        message["role"] == "assistant" and _weight(item, place) != 0
-        for place, (message, item) in enumerate(zip(messages, items, strict=True), start=1)
+        message["role"] == "assistant" and _weight(item, number) != 0
+        for number, (message, item) in enumerate(zip(messages, items, strict=True), start=1)
     ]
     return messages, trained
 
@@ -120,12 +120,12 @@ def _part(part: Any, what: str) -> str:
     return text_of(part.get("text"), what, may_be_blank=True)
 
 
-def _weight(item: dict[str, Any], place: int) -> int:
+def _weight(item: dict[str, Any], number: int) -> int:
     weight = item.get("weight")
     if weight is None:
         return 1
     if weight not in (0, 1):
-        raise RowError(f"unknown weight: message {place} has {weight!r}, known are 0 and 1")
+        raise RowError(f"unknown weight: message {number} has {weight!r}, known are 0 and 1")
     return int(weight)
 
 
@@ -220,17 +220,17 @@ def check_unicode(value: Any, what: str) -> None:
 
 def texts_of(value: Any) -> list[str]:
     """Return every text in `value`, keys too, in no particular order."""
-    found, left = [], [value]
+    texts, left = [], [value]
     while left:
         item = left.pop()
         if isinstance(item, str):
-            found.append(item)
+            texts.append(item)
         elif isinstance(item, dict):
             left += item
             left += item.values()
         elif isinstance(item, list | tuple):
             left += item
-    return found
+    return texts
 
 
 def map_texts(value: Any, change: Callable[[str], Any]) -> Any:

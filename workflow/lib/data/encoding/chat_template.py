@@ -129,14 +129,16 @@ class ChatTemplate:
     def searched_texts(self) -> set[str]:
         """Texts that the template searches for in a message, such as the end of its reasoning, and
         what they close."""
-        found: list[nodes.Node] = []
+        searched: list[nodes.Node] = []
         for comparison in self._tree.find_all(nodes.Compare):
             if any(operand.op in ("in", "notin") for operand in comparison.ops):
-                found.append(comparison.expr)
+                searched.append(comparison.expr)
         for call in self._tree.find_all(nodes.Call):
             if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCHES:
-                found += call.args[:1]
-        texts = [n.value for n in found if isinstance(n, nodes.Const) and isinstance(n.value, str)]
+                searched += call.args[:1]
+        texts = [
+            n.value for n in searched if isinstance(n, nodes.Const) and isinstance(n.value, str)
+        ]
         return {*texts, *(text.replace("/", "", 1) for text in texts)}  # </think>, and so <think>
 
     @cached_property
@@ -275,12 +277,12 @@ def _marked(conversation: Conversation) -> tuple[Conversation, dict[str, tuple[s
     marks = {name: f"{name}Mark{number}x" for number, name in enumerate(counts)}
     expected = {f"the function {name!r}": (marks[name], count) for name, count in counts.items()}
     messages = []
-    for place, message in enumerate(conversation.messages, start=1):
+    for number, message in enumerate(conversation.messages, start=1):
         changed = dict(message)
         if message["role"] == "tool":
-            mark = f"Result{place}x"
+            mark = f"Result{number}x"
             changed["content"] = message["content"] + mark
-            expected[f"the result in message {place}"] = (mark, 1)
+            expected[f"the result in message {number}"] = (mark, 1)
             if message.get("name") in marks:
                 changed["name"] = marks[message["name"]]
         if "tool_calls" in message:

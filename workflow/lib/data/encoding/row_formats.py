@@ -56,26 +56,26 @@ Sample = Conversation | TokenRow | str
 
 
 def choose_format(
-    found: Collection[str], *, format: str, columns: DataColumns, setting: str
+    present: Collection[str], *, format: str, columns: DataColumns, setting: str
 ) -> Format:
-    """Return the format of rows with the columns `found`: the one that is set, or for `auto` the
+    """Return the format of rows with the columns `present`: the one that is set, or for `auto` the
     first that fits.
 
-    Raises `UserError` that lists the columns found and expected if none fits; `setting` names the
+    Raises `UserError` that lists the columns present and expected if none fits; `setting` names the
     source.
     Without any column there is not one object in it: any format will do to reject its rows, each
     with its own reason.
     """
     candidates = [name for name in REQUIRED if format in ("auto", name)]
-    if not found:
+    if not present:
         return candidates[0]
     for candidate in candidates:
-        if _fits(candidate, found, columns, is_set=format != "auto"):
+        if _fits(candidate, present, columns, is_set=format != "auto"):
             return candidate
     wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
     raise UserError(
-        f"data.format = {format!r}: {setting} has the columns {_listed(found)}, "
-        f"but expected are those of {' or '.join(wanted)}. {_misspelt(found, columns)}"
+        f"data.format = {format!r}: {setting} has the columns {_listed(present)}, "
+        f"but expected are those of {' or '.join(wanted)}. {_misspelt(present, columns)}"
         "Give the names that the file uses under data.columns, or set data.format."
     )
 
@@ -85,31 +85,33 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(printable(f"'{name}'") for name in names)
 
 
-def _misspelt(found: Collection[str], columns: DataColumns) -> str:
+def _misspelt(present: Collection[str], columns: DataColumns) -> str:
     """Say which columns that the user named are not there, each with the nearest one that is."""
     parts = []
     for key in DataColumns.model_fields:
         name = getattr(columns, key)
-        if name not in found and name != getattr(DataColumns(), key):
-            near = difflib.get_close_matches(name, found, n=1)
+        if name not in present and name != getattr(DataColumns(), key):
+            near = difflib.get_close_matches(name, present, n=1)
             hint = f"; did you mean {_listed(near)}? " if near else ". "
             parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")
     return "".join(parts)
 
 
-def _fits(name: Format, found: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
-    if name == "messages" and _messages_column(found, columns) in found:
+def _fits(name: Format, present: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
+    if name == "messages" and _messages_column(present, columns) in present:
         return True
-    has_targets = any(getattr(columns, key) in found for key in TARGETS)
-    needed = all(getattr(columns, key) in found for key in REQUIRED[name])
+    has_targets = any(getattr(columns, key) in present for key in TARGETS)
+    needed = all(getattr(columns, key) in present for key in REQUIRED[name])
     return needed and (name != "tokens" or has_targets or is_set)
 
 
-def _messages_column(found: Collection[str], columns: DataColumns) -> str:
+def _messages_column(present: Collection[str], columns: DataColumns) -> str:
     is_default = columns.messages == MESSAGES_COLUMN
-    missing = columns.messages not in found
+    missing = columns.messages not in present
     return (
-        SHAREGPT_COLUMN if is_default and missing and SHAREGPT_COLUMN in found else columns.messages
+        SHAREGPT_COLUMN
+        if is_default and missing and SHAREGPT_COLUMN in present
+        else columns.messages
     )
 
 
@@ -200,11 +202,12 @@ def _tokens(value: dict[str, Any], columns: DataColumns) -> Sample:
 def _targets(value: dict[str, Any], ids: list[int], columns: DataColumns) -> list[bool] | None:
     if value.get(columns.labels) is not None:
         labels = _same_length(_integers(value, columns.labels), ids, columns.labels)
-        for place, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
             if label not in (IGNORED_LABEL, token):
                 raise RowError(
-                    f"labels differ from tokens: place {place} has label {label}, token {token}; "
-                    f"a label is its own token (not the next one), or {IGNORED_LABEL}"
+                    f"labels differ from tokens: place {position} has label {label}, "
+                    f"token {token}; a label is its own token (not the next one), "
+                    f"or {IGNORED_LABEL}"
                 )
         return [label != IGNORED_LABEL for label in labels]
     if value.get(columns.loss_mask) is not None:

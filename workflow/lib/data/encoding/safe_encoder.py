@@ -139,10 +139,10 @@ class SafeEncoder:
 def _first_from(encoding: Encoding, start: int) -> int:
     """Return the first token whose characters begin at `start` or behind it."""
 
-    def begin(place: int) -> int:
-        found = encoding.token_to_chars(place)
-        assert found is not None, "every place is that of a token"
-        return found[0]
+    def begin(token: int) -> int:
+        span = encoding.token_to_chars(token)
+        assert span is not None, "every place is that of a token"
+        return span[0]
 
     return bisect_left(range(len(encoding)), start, key=begin)
 
@@ -154,14 +154,14 @@ def token_span(encoding: Encoding, start: int, end: int) -> tuple[int, int]:
     takes ten times as long.
     """
 
-    def characters(place: int) -> tuple[int, int]:
-        found = encoding.token_to_chars(place)
-        assert found is not None, "every place is that of a token"
-        return found
+    def characters(token: int) -> tuple[int, int]:
+        span = encoding.token_to_chars(token)
+        assert span is not None, "every place is that of a token"
+        return span
 
-    places = range(len(encoding))
-    first = bisect_right(places, start, key=lambda place: characters(place)[1])
-    stop = bisect_left(places, end, lo=first, key=lambda place: characters(place)[0])
+    tokens = range(len(encoding))
+    first = bisect_right(tokens, start, key=lambda token: characters(token)[1])
+    stop = bisect_left(tokens, end, lo=first, key=lambda token: characters(token)[0])
     return (first, stop) if first < stop else (0, 0)
 
 

@@ -176,7 +176,7 @@ class SampleEncoder:
         """Return the special tokens that end what the assistant is trained to say; none without a
         template.
         """
-        ends = {end for _, _, found in self._answered_probes() for end in found}
+        ends = {end for _, _, last_tokens in self._answered_probes() for end in last_tokens}
         return sorted(ends & self._encoder.special_ids)
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
@@ -200,7 +200,7 @@ class SampleEncoder:
         conversation = template.adapted(conversation)
         template.check_tools(conversation)
         whole, blocks = template.render(conversation.messages, tools=conversation.tools)
-        turns = [place for place, is_trained in enumerate(conversation.trained) if is_trained]
+        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
         texts = self._texts(template, conversation, whole, blocks, turns)
         examples = [e for text in texts for e in self._examples(text, guarded=False)]
         ends = [int(i) for e in examples for i in e.ids[e.mask & ~np.append(e.mask[1:], False)]]
@@ -242,10 +242,10 @@ class SampleEncoder:
         whole, blocks = template.render(messages, tools=tools)
         if self._loss_on == "all":
             return _Rendered([_Text(whole)], guarded)
-        turns = [place for place, is_trained in enumerate(conversation.trained) if is_trained]
+        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
         if self._loss_on == "last_turn":
             turns = turns[-1:]
-        answers = [place for place, m in enumerate(messages) if m["role"] == "assistant"]
+        answers = [index for index, m in enumerate(messages) if m["role"] == "assistant"]
         if self._blocks_are_turns(whole, blocks) and len(blocks) == len(answers):
             marked = [b for a, b in zip(answers, blocks, strict=True) if a in turns and b[0] < b[1]]
             return _Rendered([_Text(whole, [_Turn(b[0], [b]) for b in marked])], guarded)
@@ -261,7 +261,7 @@ class SampleEncoder:
         conversation: Conversation,
         whole: str,
         blocks: Spans,
-        places: list[int],
+        turns: list[int],
     ) -> list[_Text]:
         """Return texts in which each of these turns follows the prompt that inference would render.
 
@@ -270,13 +270,15 @@ class SampleEncoder:
         """
         messages, tools = conversation.messages, conversation.tools
         texts = [_Text(whole)]
-        for place in reversed(places):
-            prompt, _ = template.render(messages[:place], tools=tools, add_generation_prompt=True)
-            text, found = whole, blocks
-            if place + 1 < len(messages):
-                text, found = template.render(messages[: place + 1], tools=tools)
-            text, found = self._after_prompt(prompt, text, found, messages[place], place)
-            turn = self._turn(text, found, start=len(prompt), place=place)
+        for index in reversed(turns):
+            prompt, _ = template.render(messages[:index], tools=tools, add_generation_prompt=True)
+            text, turn_blocks = whole, blocks
+            if index + 1 < len(messages):
+                text, turn_blocks = template.render(messages[: index + 1], tools=tools)
+            text, turn_blocks = self._after_prompt(
+                prompt, text, turn_blocks, messages[index], index
+            )
+            turn = self._turn(text, turn_blocks, start=len(prompt), index=index)
             beginning = text[: turn.stop]
             host = next((other for other in texts if other.text.startswith(beginning)), None)
             if host is None:
@@ -285,7 +287,7 @@ class SampleEncoder:
         return [text for text in reversed(texts) if text.turns]
 
     def _after_prompt(
-        self, prompt: str, text: str, blocks: Spans, message: Message, place: int
+        self, prompt: str, text: str, blocks: Spans, message: Message, index: int
     ) -> tuple[str, Spans]:
         """Return the text that begins with the prompt and goes on with the turn, and its generation
         blocks.
@@ -303,7 +305,7 @@ class SampleEncoder:
             start = text.rindex(begun[anchor:]) + len(begun) - anchor
         else:
             raise RowError(
-                f"turn not found: the chat template does not write message {place + 1} behind what "
+                f"turn not found: the chat template does not write message {index + 1} behind what "
                 "it renders "
                 "as its prompt (add_generation_prompt); give one that does in data.chat_template"
             )
@@ -313,7 +315,7 @@ class SampleEncoder:
         end = len(prompt) + len(answer)
         return prompt + answer, [(len(prompt), end)] if blocks else []
 
-    def _turn(self, text: str, blocks: Spans, *, start: int, place: int) -> _Turn:
+    def _turn(self, text: str, blocks: Spans, *, start: int, index: int) -> _Turn:
         """Return the turn that follows the prompt `text[:start]`, without what the template writes
         behind its end."""
         stop = self._encoder.end_of_last_special(text, start) or len(text)
@@ -322,7 +324,7 @@ class SampleEncoder:
             spans = [(max(first, start), min(end, stop)) for first, end in blocks]
         spans = [(first, end) for first, end in spans if first < end]
         if not spans:
-            raise RowError(f"no trained token: the chat template writes message {place + 1} empty")
+            raise RowError(f"no trained token: the chat template writes message {index + 1} empty")
         return _Turn(start, spans)
 
     def _guard(self, conversation: Conversation) -> Conversation:
@@ -353,25 +355,25 @@ class SampleEncoder:
                 rendered.texts[0].text, guarded=rendered.guarded
             ).ids
             return [_encoded(ids, [(0, len(ids))], rendered.guarded)]
-        found = [e for text in rendered.texts for e in self._examples(text, rendered.guarded)]
-        if not any(encoded.mask.any() for encoded in found):
+        examples = [e for text in rendered.texts for e in self._examples(text, rendered.guarded)]
+        if not any(encoded.mask.any() for encoded in examples):
             raise RowError("no trained token: the chat template marks none as the assistant's")
-        return found
+        return examples
 
     def _examples(self, text: _Text, guarded: bool) -> list[Encoded]:
         """Return the text's example; a turn whose prompt has other tokens in it has one of its own
         before."""
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # a list made anew at each look
-        found, spans = [], []
+        examples, spans = [], []
         for turn in text.turns:
             if self._encoder.is_prompt(encoding, ids, text.text, turn.start, guarded=guarded):
                 spans += [self._tokens(encoding, ids, span) for span in turn.spans]
             else:
-                found.append(self._own_example(text.text, turn, guarded))
+                examples.append(self._own_example(text.text, turn, guarded))
         if spans or not text.turns:
-            found.append(_encoded(ids, spans, guarded))
-        return found
+            examples.append(_encoded(ids, spans, guarded))
+        return examples
 
     def _own_example(self, text: str, turn: _Turn, guarded: bool) -> Encoded:
         """Return the prompt's tokens and behind them those of the turn, which is encoded by

@@ -73,10 +73,10 @@ def _shown(line: bytes) -> str:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse what every reader would understand otherwise."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("an object has the same key twice")
-    return found
+    return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
@@ -172,14 +172,14 @@ class TableRows:
         table = pyarrow.ipc.open_stream(self.stream).read_all()
         if len(self.stream) <= MAX_ROW_BYTES:
             return [_table_row(n, v) for n, v in enumerate(_values(table), start=self.first)]
-        return [self._large_row(table, place) for place in range(table.num_rows)]
+        return [self._large_row(table, index) for index in range(table.num_rows)]
 
-    def _large_row(self, table: pyarrow.Table, place: int) -> Row | BrokenRow:
-        row = table.slice(place, 1)
+    def _large_row(self, table: pyarrow.Table, index: int) -> Row | BrokenRow:
+        row = table.slice(index, 1)
         if row.nbytes > MAX_ROW_BYTES:
-            return too_large(self.first + place, "")
+            return too_large(self.first + index, "")
         (value,) = _values(row)
-        return _table_row(self.first + place, value)
+        return _table_row(self.first + index, value)
 
 
 def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:
@@ -199,9 +199,9 @@ def _values(table: pyarrow.Table) -> Iterable[dict[str, Any] | None]:
 
 
 def _values_one_by_one(table: pyarrow.Table) -> Iterator[dict[str, Any] | None]:
-    for place in range(table.num_rows):
+    for index in range(table.num_rows):
         try:
-            yield table.slice(place, 1).to_pylist()[0]
+            yield table.slice(index, 1).to_pylist()[0]
         except UnicodeDecodeError:
             yield None
 

@@ -113,12 +113,12 @@ def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
 def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
     """Refuse a file whose first bytes, decompressed, are not of its type."""
     head = read_head(path)
-    found = next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
-    wrong = found or _unlike(kind, head)
+    signature = next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
+    wrong = signature or _unlike(kind, head)
     if kind == "parquet":
-        wrong = None if head[:4] == b"PAR1" else found or "not Parquet (it lacks the mark PAR1)"
+        wrong = None if head[:4] == b"PAR1" else signature or "not Parquet (it lacks the mark PAR1)"
     elif kind == "arrow":
-        wrong = None if found == "an Arrow file" else found
+        wrong = None if signature == "an Arrow file" else signature
     if wrong is not None:
         raise setting_error(
             setting, str(path), f"the content is {wrong}", f"Name a .{kind} file that is one"

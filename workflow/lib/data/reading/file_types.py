@@ -34,8 +34,8 @@ def known_type(path: PurePath) -> FileType | None:
 
 def file_type_of(path: PurePath, *, setting: str) -> FileType:
     """Return the type that a file's name tells; raises `UserError` if it tells none."""
-    found = known_type(path)
-    if found is None:
+    file_type = known_type(path)
+    if file_type is None:
         known, outer = ", ".join(EXTENSIONS), " or ".join(COMPRESSIONS)
         raise setting_error(
             setting,
@@ -43,4 +43,4 @@ def file_type_of(path: PurePath, *, setting: str) -> FileType:
             f"the extension is none of {known} (also with {outer} behind it)",
             "Name the file for what it holds, or set data.file_type",
         )
-    return found
+    return file_type

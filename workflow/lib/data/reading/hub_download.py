@@ -183,8 +183,8 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
     """
     chosen: set[str] = set()
     for name in source.files or ():
-        found = matching(paths, name)
-        if not found:
+        matches = matching(paths, name)
+        if not matches:
             near = difflib.get_close_matches(name, paths, n=5, cutoff=0.5)
             hint = f"near names are {_some(near)}" if near else f"it has {_some(paths)}"
             raise UserError(
@@ -192,7 +192,7 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
                 "such file; "
                 f"{hint}. Set it to a path in the dataset's repository."
             )
-        chosen |= found
+        chosen |= matches
     if MANIFEST in chosen:
         raise source.error(
             f"{MANIFEST} is the name of this workflow's manifest", "Name another file"
@@ -297,12 +297,12 @@ def partial_folder(output: Path) -> Iterator[Path]:
 
 def publish(partial: Path, output: Path, *, keep: Iterable[str]) -> None:
     """Remove all but the files `keep` from the partial folder, and give it its name."""
-    kept = {partial / path for path in keep}
+    published = {partial / path for path in keep}
     shutil.rmtree(partial / ".cache")
     for path in sorted(partial.rglob("*"), reverse=True):  # reverse: contents before their folder
         if path.is_dir():
             if not any(path.iterdir()):
                 path.rmdir()
-        elif path not in kept:
+        elif path not in published:
             path.unlink()
     partial.replace(output)

@@ -61,18 +61,18 @@ def _first_line_is_whole(path: Path) -> bool:
 
 
 class _Buffer:
-    """The unread text of a file: `text` from `place` on, and what `more` brings."""
+    """The unread text of a file: `text` from `position` on, and what `more` brings."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self.text = ""
-        self.place = 0
+        self.position = 0
         self.ended = False
 
     def more(self) -> None:
         """Drop what was read, and read on: at least as much as is left."""
-        self.text = self.text[self.place :]
-        self.place = 0
+        self.text = self.text[self.position :]
+        self.position = 0
         added = self._file.read(max(BUFFER_CHARS, len(self.text)))
         self.ended = not added
         self.text += added
@@ -81,12 +81,12 @@ class _Buffer:
         """Return the next character that is not blank, without taking it; empty at the end."""
         blanks = 0
         while True:
-            found = BLANKS.match(self.text, self.place)
-            assert found is not None, "the pattern takes any text"
-            blanks += found.end() - self.place
-            self.place = found.end()
-            if self.place < len(self.text) or self.ended:
-                return self.text[self.place : self.place + 1]
+            blank_run = BLANKS.match(self.text, self.position)
+            assert blank_run is not None, "the pattern takes any text"
+            blanks += blank_run.end() - self.position
+            self.position = blank_run.end()
+            if self.position < len(self.text) or self.ended:
+                return self.text[self.position : self.position + 1]
             if blanks > MAX_ROW_BYTES:
                 raise UnreadableError(
                     f"more than {MAX_ROW_BYTES // 2**20} MiB of blanks follow each other"
@@ -94,10 +94,10 @@ class _Buffer:
             self.more()
 
     def element(self, number: int) -> tuple[Any, str]:
-        """Take the JSON value at the place; return it with its text."""
+        """Take the JSON value at the position; return it with its text."""
         while True:
             try:
-                value, end = parse_json_at(self.text, self.place)
+                value, end = parse_json_at(self.text, self.position)
             except json.JSONDecodeError as error:
                 if self.ended or not self._is_cut(error):
                     raise _broken(number, error) from None
@@ -105,9 +105,9 @@ class _Buffer:
                 raise _broken(number, error) from None
             else:
                 if end < len(self.text) or self.ended:  # else a number may go on
-                    source, self.place = self.text[self.place : end], end
+                    source, self.position = self.text[self.position : end], end
                     return value, source
-            if len(self.text) - self.place > MAX_ROW_BYTES:
+            if len(self.text) - self.position > MAX_ROW_BYTES:
                 raise UnreadableError(f"row {number} is larger than {MAX_ROW_BYTES // 2**20} MiB")
             self.more()
 
@@ -125,7 +125,7 @@ def _elements(buffer: _Buffer) -> Iterator[Row | BrokenRow]:
         raise UnreadableError(
             "it holds no JSON array of objects; one object a line is a .jsonl file"
         )
-    buffer.place += 1
+    buffer.position += 1
     number = 0
     while buffer.peek() != "]":
         number += 1
@@ -135,9 +135,9 @@ def _elements(buffer: _Buffer) -> Iterator[Row | BrokenRow]:
         else:
             yield as_row(number, value)
         if buffer.peek() == ",":
-            buffer.place += 1
+            buffer.position += 1
         elif buffer.peek() != "]":
             raise UnreadableError(f"broken JSON after row {number}: no comma")
-    buffer.place += 1
+    buffer.position += 1
     if buffer.peek():
         raise UnreadableError(f"more text follows the array of {number} rows")

@@ -114,12 +114,12 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
     empty.
     """
     try:
-        found = _named_files(path, root=root, setting=setting)
+        files = _named_files(path, root=root, setting=setting)
     except UserError:  # a ValueError too
         raise
     except (OSError, ValueError, NotImplementedError):  # a name that no file can have, or a**b
-        found = []
-    if not found:
+        files = []
+    if not files:
         missing = "no file matches" if MAGIC.search(path) else "there is no such file or folder"
         raise setting_error(
             setting,
@@ -128,7 +128,7 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
             f"{unexpanded(path)}{_nearest(root / path)}Give a path that exists, relative to "
             f"{_where(root)}",
         )
-    return found
+    return files
 
 
 def unexpanded(path: str) -> str:
@@ -154,11 +154,11 @@ def _nearest(path: Path) -> str:
 
 
 def _named_files(path: str, *, root: Path, setting: str) -> list[str]:
-    place = root / path
-    if place.is_file():
+    target = root / path
+    if target.is_file():
         return [path]
-    if place.is_dir():
-        return [str(Path(path, name)) for name in _folder_files(place, path, setting)]
+    if target.is_dir():
+        return [str(Path(path, name)) for name in _folder_files(target, path, setting)]
     return _glob(path, root, setting=setting) if MAGIC.search(path) else []
 
 
@@ -173,10 +173,12 @@ def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
     paths = list(start.glob(str(walked)))
     names = [str(path if whole.is_absolute() else path.relative_to(root)) for path in paths]
     wanted = _glob_regex(str(whole))
-    found = {name: path for name, path in zip(names, paths, strict=True) if wanted.fullmatch(name)}
-    for name, path in found.items():
+    matches = {
+        name: path for name, path in zip(names, paths, strict=True) if wanted.fullmatch(name)
+    }
+    for name, path in matches.items():
         _check_link(path, name, pattern, setting)
-    return sorted(name for name, path in found.items() if path.is_file())
+    return sorted(name for name, path in matches.items() if path.is_file())
 
 
 def _check_link(path: Path, name: str, given: str, setting: str) -> None:

@@ -80,5 +80,5 @@ def _batches(source: Any) -> Iterator[pyarrow.RecordBatch]:
         yield from pyarrow.ipc.open_stream(source)
         return
     reader = pyarrow.ipc.open_file(source)
-    for place in range(reader.num_record_batches):
-        yield reader.get_batch(place)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)

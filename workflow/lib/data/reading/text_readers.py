@@ -120,19 +120,19 @@ def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _blocks(texts: Iterator[tuple[int, bytes]], *, rows_per_chunk: int) -> Iterator[Chunk]:
     """Yield chunks of the texts that are not blank; those that are blank are counted."""
-    kept: dict[int, bytes] = {}
+    block: dict[int, bytes] = {}
     size = blank = 0
     for number, text in texts:
         if _is_blank(text):
             blank += 1
             continue
-        kept[number] = text
+        block[number] = text
         size += len(text)
-        if len(kept) >= rows_per_chunk or size >= CHUNK_BYTES:
-            yield TextBlocks(tuple(kept), tuple(kept.values()), blank_lines=blank)
-            kept, size, blank = {}, 0, 0
-    if kept or blank:
-        yield TextBlocks(tuple(kept), tuple(kept.values()), blank_lines=blank)
+        if len(block) >= rows_per_chunk or size >= CHUNK_BYTES:
+            yield TextBlocks(tuple(block), tuple(block.values()), blank_lines=blank)
+            block, size, blank = {}, 0, 0
+    if block or blank:
+        yield TextBlocks(tuple(block), tuple(block.values()), blank_lines=blank)
 
 
 def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -> Iterator[Chunk]:

@@ -157,8 +157,8 @@ def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> It
     types = [file.file_type for source in corpus.sources for file in source.files]
     for number, (file, file_type) in enumerate(zip(corpus.files, types, strict=True)):
         chunks = read_chunks(file.path, setting=f"data.{split}", file_type=file_type)
-        for place, chunk in enumerate(chunks):
-            stem = work / f"{split}-{number:05d}-{place:07d}"
+        for position, chunk in enumerate(chunks):
+            stem = work / f"{split}-{number:05d}-{position:07d}"
             stems[stem] = number
             file.blank_lines += chunk.blank_lines
             yield ChunkTask(file.source, None if is_finished(stem) else chunk, stem)

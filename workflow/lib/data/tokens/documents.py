@@ -38,9 +38,9 @@ class _OpenShard:
     def mask(self) -> npt.NDArray[np.bool_]:
         return self._shard.mask()
 
-    def span(self, place: int) -> slice:
+    def span(self, position: int) -> slice:
         """Return where document `place` of the shard lies."""
-        return slice(int(self._offsets[place]), int(self._offsets[place + 1]))
+        return slice(int(self._offsets[position]), int(self._offsets[position + 1]))
 
 
 class Documents:
@@ -69,23 +69,23 @@ class Documents:
 
     def __getitem__(self, index: int) -> Document:
         """Return document `index`: (token ids uint32, loss mask bool), shape (length,), mapped."""
-        number, place = self._locate(index)
+        number, position = self._locate(index)
         shard = self._opened(number)
-        span = shard.span(place)
+        span = shard.span(position)
         return shard.ids[span], shard.mask[span]
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of document `index`, shape (length,), mapped; the file of masks
         stays closed.
         """
-        number, place = self._locate(index)
+        number, position = self._locate(index)
         shard = self._opened(number)
-        return shard.ids[shard.span(place)]
+        return shard.ids[shard.span(position)]
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return the number of the file, and of the row in it, that document `index` came from."""
-        shard, place = self._locate(index)
-        return self.shards[shard].file, int(self.shards[shard].table()["row"][place])
+        shard, position = self._locate(index)
+        return self.shards[shard].file, int(self.shards[shard].table()["row"][position])
 
     def by_shard(
         self, chosen: npt.NDArray[np.uint32]

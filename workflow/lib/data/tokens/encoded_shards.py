@@ -113,9 +113,9 @@ class ShardBuilder:
             )
         if full > self._seq_len:
             tokens = sum(len(encoded.ids) for encoded in examples)
-            kept = sum(len(ids) for ids, _ in pieces)
+            kept_tokens = sum(len(ids) for ids, _ in pieces)
             self.facts.cuts.append(
-                {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept}
+                {"row": number, "tokens": tokens, "documents": len(pieces), "kept": kept_tokens}
             )
         self.facts.special_texts += any(encoded.held_special_text for encoded in examples)
         self.facts.rows_by_turns += len(examples) > 1
@@ -174,10 +174,10 @@ def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list
     ]
     for _, piece_mask in pieces:
         piece_mask[0] = False
-    kept = [piece for piece in pieces if piece[1].any()]
-    if not kept:
+    trained_pieces = [piece for piece in pieces if piece[1].any()]
+    if not trained_pieces:
         raise TooLongError(f"no trained token within seq_len: {len(ids)} tokens in all")
-    return kept
+    return trained_pieces
 
 
 def encode_rows(

@@ -139,9 +139,9 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
     counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
     for start in range(0, len(firsts), BLOCK):
         block = firsts[start : start + BLOCK]
-        found = np.bincount(lengths[block], minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        block_counts = np.bincount(lengths[block], minlength=len(counts))
+        block_counts[: len(counts)] += counts
+        counts = block_counts
         some = np.concatenate([longest, block])
         order = np.argsort(-lengths[some].astype(np.int64), kind="stable")
         longest = some[order[:LONGEST_ROWS]]
@@ -163,18 +163,18 @@ def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list
     if len(counts) > seq_len + 1:
         edges = np.append(edges, len(counts))
     upto = np.concatenate(([0], np.cumsum(counts)))  # rows below each length
-    places = np.minimum(edges, len(counts))
-    return {"edges": edges.tolist(), "counts": np.diff(upto[places]).tolist()}
+    ends = np.minimum(edges, len(counts))
+    return {"edges": edges.tolist(), "counts": np.diff(upto[ends]).tolist()}
 
 
 def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
     """Return file, row and tokens before any cut of some documents."""
-    found = []
+    origins = []
     for number in documents.tolist():
         file, row = split.origin(number)
         tokens = int(split.documents.full_lengths[number])
-        found.append({"file": file, "row": row, "tokens": tokens})
-    return found
+        origins.append({"file": file, "row": row, "tokens": tokens})
+    return origins
 
 
 def drop_facts(listing: Listing) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def samples(train: Split, tokenizer: PreTrainedTokenizerBase) -> list[list[tuple
     """Return the first, middle and last training document as segments of text, each trained or
     not.
     """
-    places = sorted({0, len(train) // 2, len(train) - 1})
-    return [_segments(train[place], tokenizer) for place in places]
+    positions = sorted({0, len(train) // 2, len(train) - 1})
+    return [_segments(train[position], tokenizer) for position in positions]
 
 
 def _segments(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -40,7 +40,7 @@ TOKENS_AT_ONCE = 2**18  # whose shingles are in memory: about 80 bytes for each 
 KEYS_AT_ONCE = 2**21  # keys that are sorted in memory
 FEW_SHARDS = 16  # whose keys are made before other processes would begin
 
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 _NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 
@@ -56,7 +56,7 @@ class Measure:
 
     def shingles(
         self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64]
-    ) -> tuple[Hashes, Places]:
+    ) -> tuple[Hashes, Positions]:
         """Return the shingles that count, and the number of each one's document."""
         hashes, owners = shingles(ids, lengths, table=self.table)
         counted = ~np.isin(hashes, self.ignored)
@@ -83,8 +83,8 @@ def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: floa
     """
     mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
     count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
-    places = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
-    sample = [train.documents.ids(int(train.chosen[place])) for place in places]
+    positions = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
+    sample = [train.documents.ids(int(train.chosen[position])) for position in positions]
     lengths = np.array([len(ids) for ids in sample])
     hashes, owners = shingles(np.concatenate(sample), lengths, table=table)
     ignored = widespread(hashes, owners, share=WIDESPREAD_SHARE)
@@ -148,8 +148,8 @@ def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
     """Cut a series into stretches of about `TOKENS_AT_ONCE`, shape (any,): one more entry than that
     at most.
     """
-    places = np.cumsum(tokens) // TOKENS_AT_ONCE
-    edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(tokens)]
+    stretch_numbers = np.cumsum(tokens) // TOKENS_AT_ONCE
+    edges = [0, *(np.flatnonzero(np.diff(stretch_numbers)) + 1).tolist(), len(tokens)]
     return [slice(start, stop) for start, stop in pairwise(edges) if stop > start]
 
 
@@ -168,12 +168,12 @@ def find_near_duplicates(
 
 @dataclass(frozen=True)
 class _Keys:
-    """One band's keys of the documents of a split's `first_of_row`, and the place of each there;
+    """One band's keys of the documents of a split's `first_of_row`, and the position of each there;
     all of one range.
     """
 
     keys: Keys
-    places: Places
+    positions: Positions
 
 
 def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
@@ -181,15 +181,15 @@ def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts:
     `parts`.
     """
     lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
-    keys, places = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
+    keys, positions = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
     edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
     for start, stop in pairwise(edges.tolist()):
         if start < stop:
             numbers = split.first_of_row[start:stop].astype(np.int64)
-            found, taken = stored.within(band, numbers, lowest=lowest, beyond=beyond)
-            keys.append(found)
-            places.append(taken + start)
-    return _Keys(np.concatenate(keys), np.concatenate(places))
+            range_keys, range_positions = stored.within(band, numbers, lowest=lowest, beyond=beyond)
+            keys.append(range_keys)
+            positions.append(range_positions + start)
+    return _Keys(np.concatenate(keys), np.concatenate(positions))
 
 
 def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple[int, int, int]]:
@@ -200,7 +200,7 @@ def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple
             yield band, part, parts
 
 
-def stable_order(keys: Keys) -> Places:
+def stable_order(keys: Keys) -> Positions:
     """Return what NumPy's stable argsort does, in an eighth of its time where few keys are equal
     (24,000 keys, AVX-512).
 
@@ -220,13 +220,13 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
     for band, part, parts in _ranges(split, measure, keys_at_once):
         read = _read_keys(split, stored, band, part=part, parts=parts)
         order = stable_order(read.keys)
-        ranked, places = read.keys[order], read.places
+        ranked, positions = read.keys[order], read.positions
         repeats = np.flatnonzero((ranked[1:] == ranked[:-1]) & (ranked[1:] > 0)) + 1
         firsts = np.searchsorted(ranked, ranked[repeats])
         for partners in (order[repeats - 1], order[firsts]):
-            compared.add(places[order[repeats]], places[partners])
+            compared.add(positions[order[repeats]], positions[partners])
     compared.measured()
-    return int(compared.found.sum())
+    return int(compared.resembling.sum())
 
 
 def _between(
@@ -237,7 +237,7 @@ def _between(
     """
     compared = _Comparison(heldout, train, measure)
     stored = [(split, stored_keys(split.documents, measure)) for split in (heldout, train)]
-    found: list[tuple[int, int, float]] = []
+    pairs: list[tuple[int, int, float]] = []
     for band, part, parts in _ranges(train, measure, keys_at_once):
         mine, others = (
             _read_keys(split, keys, band, part=part, parts=parts) for split, keys in stored
@@ -250,19 +250,19 @@ def _between(
         last = np.searchsorted(ranked, mine.keys, side="right") - 1
         for at in (np.minimum(first, len(ranked) - 1), np.maximum(last, 0)):
             hits = np.flatnonzero((ranked[at] == mine.keys) & (mine.keys > 0))
-            found += compared.add(mine.places[hits], others.places[order[at[hits]]])
-    found += compared.measured()
+            pairs += compared.add(mine.positions[hits], others.positions[order[at[hits]]])
+    pairs += compared.measured()
     chosen, of_train = heldout.first_of_row, train.first_of_row
     return [
-        (int(chosen[place]), int(of_train[partner]), measured)
-        for place, partner, measured in sorted(found)
+        (int(chosen[position]), int(of_train[partner]), measured)
+        for position, partner, measured in sorted(pairs)
     ]
 
 
 class _Comparison:
     """Measures proposed pairs of a document of one split and one of another, many at once.
 
-    found: whether each document of the first is known to resemble one of the second, shape
+    resembling: whether each document of the first is known to resemble one of the second, shape
     (documents,).
     """
 
@@ -271,16 +271,18 @@ class _Comparison:
         self._measure = measure
         self._proposed: list[npt.NDArray[np.int64]] = []
         self._tokens = 0
-        self.found = np.zeros(len(first.first_of_row), dtype=np.bool_)
+        self.resembling = np.zeros(len(first.first_of_row), dtype=np.bool_)
 
-    def add(self, places: Places, partners: Places) -> list[tuple[int, int, float]]:
+    def add(self, positions: Positions, partners: Positions) -> list[tuple[int, int, float]]:
         """Take pairs, except of documents that are equal or found already; return new
         near-duplicates once each.
 
         Few pairs wait for more, and for `measured` in the end.
         """
-        new = ~self.found[places] & (self._digests(0, places) != self._digests(1, partners))
-        pairs = np.stack([places[new], partners[new]], axis=1)
+        new = ~self.resembling[positions] & (
+            self._digests(0, positions) != self._digests(1, partners)
+        )
+        pairs = np.stack([positions[new], partners[new]], axis=1)
         self._proposed.append(pairs)
         self._tokens += int(self._pair_lengths(pairs).sum())
         return self.measured() if self._tokens >= TOKENS_AT_ONCE else []
@@ -292,37 +294,37 @@ class _Comparison:
         tokens = self._pair_lengths(pairs)
         return [pair for some in stretches(tokens) for pair in self._of(pairs[some])]
 
-    def _digests(self, side: int, places: Places) -> Hashes:
+    def _digests(self, side: int, positions: Positions) -> Hashes:
         split = self._splits[side]
-        digests: Hashes = split.documents.digests[split.first_of_row[places]]
+        digests: Hashes = split.documents.digests[split.first_of_row[positions]]
         return digests
 
-    def _lengths(self, side: int, places: Places) -> Places:
+    def _lengths(self, side: int, positions: Positions) -> Positions:
         split = self._splits[side]
-        return split.documents.lengths[split.first_of_row[places]].astype(np.int64)
+        return split.documents.lengths[split.first_of_row[positions]].astype(np.int64)
 
-    def _pair_lengths(self, pairs: npt.NDArray[np.int64]) -> Places:
+    def _pair_lengths(self, pairs: npt.NDArray[np.int64]) -> Positions:
         return self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
 
     def _of(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
         """Yield the first near-duplicate of each document among these pairs, and note it in
-        `found`.
+        `resembling`.
         """
         left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
-        for place, partner in pairs.tolist():
-            measured = resemblance(left[place], right[partner])
-            if measured >= self._measure.threshold and not self.found[place]:
-                self.found[place] = True
-                yield place, partner, measured
+        for position, partner in pairs.tolist():
+            measured = resemblance(left[position], right[partner])
+            if measured >= self._measure.threshold and not self.resembling[position]:
+                self.resembling[position] = True
+                yield position, partner, measured
 
-    def _shingles(self, side: int, places: Places) -> dict[int, Hashes]:
-        """Return the shingles of documents by place, each once, ascending."""
+    def _shingles(self, side: int, positions: Positions) -> dict[int, Hashes]:
+        """Return the shingles of documents by position, each once, ascending."""
         split = self._splits[side]
-        texts = [split.documents.ids(int(split.first_of_row[place])) for place in places]
+        texts = [split.documents.ids(int(split.first_of_row[position])) for position in positions]
         lengths = np.array([len(text) for text in texts])
         hashes, owners = self._measure.shingles(np.concatenate(texts), lengths)
-        edges = np.searchsorted(owners, np.arange(len(places) + 1))
+        edges = np.searchsorted(owners, np.arange(len(positions) + 1))
         return {
-            place: np.unique(hashes[edges[number] : edges[number + 1]])
-            for number, place in enumerate(places.tolist())
+            position: np.unique(hashes[edges[number] : edges[number + 1]])
+            for number, position in enumerate(positions.tolist())
         }

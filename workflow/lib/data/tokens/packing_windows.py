@@ -29,7 +29,7 @@ def packing_windows(
     """Yield the documents of a split in windows of about `window_tokens`, each packed, or one
     document a row.
     """
-    place = pack if packing else one_per_row
+    pack_rows = pack if packing else one_per_row
     parts = list(split.documents.by_shard(split.chosen))
     tokens = sum(split.documents.shards[shard].tokens for shard, _ in parts)
     count = math.ceil(tokens / max(window_tokens, WINDOW_ROWS * seq_len))
@@ -37,7 +37,7 @@ def packing_windows(
         some = parts[first::count]
         if some:
             ids, mask, starts, lengths = _load(split.documents, some)
-            yield Window(ids, mask, starts, lengths, place(lengths, seq_len=seq_len, seed=seed))
+            yield Window(ids, mask, starts, lengths, pack_rows(lengths, seq_len=seq_len, seed=seed))
 
 
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:
@@ -49,9 +49,9 @@ def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, A
     starts, lengths = [], []
     for begin, (shard, chosen) in zip(begins, parts, strict=False):
         offsets = offsets_of(documents.shards[shard].table()["length"])
-        places = chosen - documents.shard_offsets[shard]
-        starts.append(begin + offsets[places])
-        lengths.append(offsets[places + 1] - offsets[places])
+        positions = chosen - documents.shard_offsets[shard]
+        starts.append(begin + offsets[positions])
+        lengths.append(offsets[positions + 1] - offsets[positions])
     return (
         np.concatenate([shard.ids() for shard in shards]),
         np.concatenate([shard.mask() for shard in shards]),

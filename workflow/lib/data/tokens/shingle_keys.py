@@ -37,7 +37,7 @@ class StoredKeys:
     def create(self) -> None:
         """Make the file, all keys 0."""
         with self.path.open("wb") as file:
-            file.truncate(self._place(LOWER, self.bands, 0))
+            file.truncate(self._offset(LOWER, self.bands, 0))
 
     def write(self, first: int, keys: Keys) -> None:
         """Write the keys, shape (bands, any), of the documents from number `first` on."""
@@ -47,13 +47,13 @@ class StoredKeys:
         with self.path.open("r+b") as file:
             for kind, part in parts:
                 for band, some in enumerate(part):
-                    file.seek(self._place(kind, band, first))
+                    file.seek(self._offset(kind, band, first))
                     file.write(some.tobytes())
 
     def within(
         self, band: int, numbers: npt.NDArray[np.int64], *, lowest: int, beyond: int
     ) -> tuple[Keys, npt.NDArray[np.int64]]:
-        """Return one band's keys in [lowest, beyond), by their upper part, and their places in
+        """Return one band's keys in [lowest, beyond), by their upper part, and their positions in
         `numbers`.
 
         numbers: of documents, ascending; all between the first and the last are read.
@@ -61,14 +61,14 @@ class StoredKeys:
         at = numbers - numbers[0]
         count = int(at[-1]) + 1
         upper = self._read(UPPER, band, int(numbers[0]), count)[at]
-        taken = np.flatnonzero((upper >= lowest) & (upper < beyond))
-        lower = self._read(LOWER, band, int(numbers[0]), count)[at[taken]]
-        return (upper[taken].astype(np.uint64) << LOWER_BITS) | lower, taken
+        inside = np.flatnonzero((upper >= lowest) & (upper < beyond))
+        lower = self._read(LOWER, band, int(numbers[0]), count)[at[inside]]
+        return (upper[inside].astype(np.uint64) << LOWER_BITS) | lower, inside
 
     def _read(self, kind: np.dtype[Any], band: int, first: int, count: int) -> npt.NDArray[Any]:
-        place = self._place(kind, band, first)
-        return np.fromfile(self.path, dtype=kind, count=count, offset=place)
+        offset = self._offset(kind, band, first)
+        return np.fromfile(self.path, dtype=kind, count=count, offset=offset)
 
-    def _place(self, kind: np.dtype[Any], band: int, document: int) -> int:
+    def _offset(self, kind: np.dtype[Any], band: int, document: int) -> int:
         begin = 0 if kind == UPPER else self.bands * self.documents * UPPER.itemsize
         return begin + (band * self.documents + document) * kind.itemsize

@@ -106,19 +106,19 @@ def band_keys(
     keys = np.zeros((documents, BINS // rows), dtype=np.uint64)
     for row in range(rows):
         keys = mixed(keys * FACTOR + spread[:, :, row].reshape(keys.shape) + np.uint64(1))
-    found = np.maximum(keys >> np.uint64(64 - KEY_BITS), np.uint64(1))
-    found[np.bincount(owners, minlength=documents) == 0] = 0
-    return np.ascontiguousarray(found.T)
+    shortened = np.maximum(keys >> np.uint64(64 - KEY_BITS), np.uint64(1))
+    shortened[np.bincount(owners, minlength=documents) == 0] = 0
+    return np.ascontiguousarray(shortened.T)
 
 
 def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Fill each empty bin by the next full one, around the end, changed by the distance."""
     full = np.concatenate([signature, signature], axis=1) != EMPTY
-    places = np.where(full, np.arange(2 * BINS), 2 * BINS)
-    after = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1][:, :BINS]
+    full_bins = np.where(full, np.arange(2 * BINS), 2 * BINS)
+    after = np.minimum.accumulate(full_bins[:, ::-1], axis=1)[:, ::-1][:, :BINS]
     distance = (after - np.arange(BINS)).astype(np.uint32)
-    taken: npt.NDArray[np.uint32] = np.take_along_axis(signature, after % BINS, axis=1)
-    return taken + distance * BORROW
+    lent: npt.NDArray[np.uint32] = np.take_along_axis(signature, after % BINS, axis=1)
+    return lent + distance * BORROW
 
 
 def resemblance(first: Hashes, second: Hashes) -> float:
@@ -138,6 +138,6 @@ def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -
     other = hashes[1:] != hashes[:-1]
     first_in_document = np.ones(len(hashes), dtype=np.bool_)
     first_in_document[1:] = other | (owners[1:] != owners[:-1])
-    found, counts = np.unique(hashes[first_in_document], return_counts=True)
+    distinct, counts = np.unique(hashes[first_in_document], return_counts=True)
     documents = len(np.unique(owners))
-    return found[counts > max(math.floor(share * documents), 2)]
+    return distinct[counts > max(math.floor(share * documents), 2)]

@@ -83,11 +83,11 @@ class Split(Sequence[Document]):
 
     def _digests_of(self, part: int, ranges: int) -> npt.NDArray[np.uint64]:
         """Return the digests whose remainder by `ranges` is `part`."""
-        firsts, found = self.first_of_row, [np.empty(0, dtype=np.uint64)]
+        firsts, parts = self.first_of_row, [np.empty(0, dtype=np.uint64)]
         for start in range(0, len(firsts), BLOCK):
             digests = self.documents.digests[firsts[start : start + BLOCK]]
-            found.append(digests[digests % np.uint64(ranges) == part])
-        return np.concatenate(found)
+            parts.append(digests[digests % np.uint64(ranges) == part])
+        return np.concatenate(parts)
 
     def without_rows(self, ordinals: npt.NDArray[np.uint64]) -> "Split":
         """Return the split without the documents of these rows, which count as dropped."""
@@ -143,12 +143,12 @@ def weighted(split: Split, *, seed: int) -> Split:
             zip(documents_by_source(split), weights, strict=True)
         )
     ]
-    taken = np.concatenate(times)  # documents lie in the order of their sources
+    repeats = np.concatenate(times)  # documents lie in the order of their sources
     parts = (
-        np.repeat(split.chosen[start : start + BLOCK], taken[start : start + BLOCK])
-        for start in range(0, len(taken), BLOCK)
+        np.repeat(split.chosen[start : start + BLOCK], repeats[start : start + BLOCK])
+        for start in range(0, len(repeats), BLOCK)
     )
-    return replace(split, chosen=_joined(parts, total=int(taken.sum(dtype=np.int64))))
+    return replace(split, chosen=_joined(parts, total=int(repeats.sum(dtype=np.int64))))
 
 
 def documents_by_source(split: Split) -> list[int]:
@@ -206,12 +206,12 @@ def overlap(heldout: Split, train: Split) -> Numbers:
     """Return the held-out documents whose tokens a training document has."""
     digests = heldout.documents.digests[heldout.chosen]
     known = np.unique(digests)
-    found = np.zeros(len(known), dtype=np.bool_)
+    shared = np.zeros(len(known), dtype=np.bool_)
     for start in range(0, len(train), BLOCK):
         block = train.documents.digests[train.chosen[start : start + BLOCK]]
-        places = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
-        found[places[known[places] == block]] = True
-    return heldout.chosen[found[np.searchsorted(known, digests)]]
+        indices = np.minimum(np.searchsorted(known, block), max(0, len(known) - 1))
+        shared[indices[known[indices] == block]] = True
+    return heldout.chosen[shared[np.searchsorted(known, digests)]]
 
 
 def check_not_empty(*splits: Split, rejects: Path) -> None:

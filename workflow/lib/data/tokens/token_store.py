@@ -58,8 +58,8 @@ class HeldoutDocuments(Sequence[Document]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        place = index % len(self)
-        span = slice(int(self._offsets[place]), int(self._offsets[place + 1]))
+        number = index % len(self)
+        span = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
         return self._ids[span], self._mask[span]
 
 
@@ -194,9 +194,9 @@ def _map_array(path: Path, shape: tuple[int, ...]) -> Array:
         raise _damaged(path.parent, f"{path.name} cannot be read ({error})") from None
     expected = np.dtype(ARRAYS[path.name])
     if array.dtype != expected or array.shape != shape:
-        found = f"{array.dtype.str} {array.shape}"
+        actual = f"{array.dtype.str} {array.shape}"
         raise _damaged(
-            path.parent, f"{path.name} is {found}, the manifest says {expected.str} {shape}"
+            path.parent, f"{path.name} is {actual}, the manifest says {expected.str} {shape}"
         )
     assert isinstance(array, np.memmap)
     size, promised = path.stat().st_size, array.offset + array.nbytes
@@ -220,4 +220,4 @@ def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed
     if at_most is None or at_most >= len(trained):
         return trained
     drawn = np.random.default_rng(seed).choice(len(trained), size=at_most, replace=False)
-    return [trained[place] for place in sorted(drawn.tolist())]
+    return [trained[position] for position in sorted(drawn.tolist())]

@@ -102,8 +102,8 @@ def _packed_rows(
         row_starts = before[offsets - offsets[0]]
         fill = np.diff(row_starts)
         rows = np.repeat(np.arange(len(fill)), np.diff(offsets))
-        places = rows * seq_len + before[:-1] - row_starts[rows]
-        source, target = spans(starts, lengths), spans(places, lengths)
+        target_starts = rows * seq_len + before[:-1] - row_starts[rows]
+        source, target = spans(starts, lengths), spans(target_starts, lengths)
         ids = np.full(len(fill) * seq_len, pad_token_id, dtype=np.uint32)
         mask = np.zeros(len(fill) * seq_len, dtype=np.bool_)
         # What no document takes is one more document: its positions begin where the last one ends.
