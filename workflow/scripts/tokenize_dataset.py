@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -38,6 +37,7 @@ from workflow.lib.data.tokens.corpus import (
 from workflow.lib.data.tokens.documents import collect_documents
 from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, Listing
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
+from workflow.lib.data.tokens.manifest_fields import Manifest, SplitFacts, TokenizerFacts
 from workflow.lib.data.tokens.near_duplicates import (
     NearDuplicates,
     find_near_duplicates,
@@ -79,12 +79,12 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer)
     encodings = find_encodings(tokenizer, sources, settings)
     template = encodings["train"].chat_template
-    facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
+    tokenizer_facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
     corpora = open_corpora(sources)
     rejects = rejects_beside(args.output)
 
     with (
-        work_folder(args.output, key=work_key(corpora, encodings, facts)) as work,
+        work_folder(args.output, key=work_key(corpora, encodings, tokenizer_facts)) as work,
         finished_folder(args.output) as (folder, listing),
     ):
         for split, corpus in corpora.items():
@@ -104,10 +104,15 @@ def main(args: argparse.Namespace) -> None:
         windows = packing_windows(
             train, seq_len=settings.seq_len, seed=settings.seed, packing=settings.packing
         )
-        pad = facts["pad_token_id"]
-        packed_rows = write_train(folder, windows, seq_len=settings.seq_len, pad_token_id=pad)
+        packed_rows = write_train(
+            folder,
+            windows,
+            seq_len=settings.seq_len,
+            pad_token_id=tokenizer_facts["pad_token_id"],
+        )
         write_heldout(folder, blocks(heldout))
-        facts |= {
+        facts: Manifest = {
+            **tokenizer_facts,
             "format_version": FORMAT_VERSION,
             "seq_len": settings.seq_len,
             "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
@@ -170,13 +175,15 @@ def find_formats(split: str, sources: list[Source]) -> tuple[Format, ...]:
 
 
 def work_key(
-    corpora: dict[str, Corpus], encodings: dict[str, Encoding], facts: dict[str, Any]
+    corpora: dict[str, Corpus], encodings: dict[str, Encoding], tokenizer_facts: TokenizerFacts
 ) -> str:
     """Return what the encoded rows depend on, as one short hash."""
     files = {split: [file.sha256 for file in corpus.files] for split, corpus in corpora.items()}
     formats = {split: encoding.formats for split, encoding in encodings.items()}
     settings = encodings["train"].settings.model_dump(mode="json")
-    return short_hash([SHARD_VERSION, files, formats, settings, facts, package_versions()])
+    return short_hash(
+        [SHARD_VERSION, files, formats, settings, tokenizer_facts, package_versions()]
+    )
 
 
 def make_splits(
@@ -270,15 +277,22 @@ def drop_documents(
         if ordinal != last:
             file, row = split.origin(number)
             text = str(tokenizer.decode(split.documents[number][0][:PREVIEW_CHARS].tolist()))
-            listing.drop(file=file, row=row, reason=reason, preview=preview(text))
+            listing.drop(
+                {"row": row, "reason": reason, "preview": preview(text)},
+                file=file,
+            )
             lost.append(ordinal)
         last = ordinal
     return split.without_rows(np.array(lost, dtype=np.uint64))
 
 
-def log_facts(facts: dict[str, Any], *, output: Path) -> None:
+def log_facts(facts: Manifest, *, output: Path) -> None:
     """Log what became of the rows, and what a reader should not miss."""
-    for name, split in facts["splits"].items():
+    splits: dict[str, SplitFacts] = {
+        "train": facts["splits"]["train"],
+        "heldout": facts["splits"]["heldout"],
+    }
+    for name, split in splits.items():
         logger.info(
             "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% "
             "trained",

@@ -112,7 +112,7 @@ class Config(RunConfig):
 
     @field_validator("runs")
     @classmethod
-    def _names_differ_in_more_than_case(cls, runs: dict[str, Any]) -> dict[str, Any]:
+    def _names_differ_in_more_than_case(cls, runs: dict[str, object]) -> dict[str, object]:
         names: dict[str, str] = {}
         for name in runs:
             other = names.setdefault(name.casefold(), name)
@@ -182,7 +182,7 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, object], override: Mapping[str, object]) -> dict[str, object]:
     """Return `base` with `override` laid over it, section by section; lists are replaced.
 
     A section with nothing below it (null) overrides nothing.
@@ -196,7 +196,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, RunConfig]]:
+def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str, RunConfig]]:
     """Validate a parsed `config.yaml`; return the report's settings and every run's, by name.
 
     Raises `UserError` naming each wrong key's path, its value, the bound, and the nearest valid
@@ -211,14 +211,14 @@ def load_config(document: Mapping[str, Any]) -> tuple[ReportConfig, dict[str, Ru
     return config.report, runs
 
 
-def load_benchmark(document: Mapping[str, Any]) -> BenchmarkConfig:
+def load_benchmark(document: Mapping[str, object]) -> BenchmarkConfig:
     """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as
     `load_config` does.
     """
     return _validate(Config, document, prefix="").benchmark
 
 
-def _validate(model: type[SectionT], document: Mapping[str, Any], *, prefix: str) -> SectionT:
+def _validate(model: type[SectionT], document: Mapping[str, object], *, prefix: str) -> SectionT:
     try:
         return model.model_validate(dict(document))
     except ValidationError as error:

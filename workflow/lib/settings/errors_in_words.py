@@ -51,7 +51,7 @@ _BOUNDS = {
 
 
 def explain(
-    model: type[BaseModel], document: Mapping[str, Any], error: ValidationError
+    model: type[BaseModel], document: Mapping[str, object], error: ValidationError
 ) -> list[str]:
     """Return one line `path = value: bound. Change.` per wrong setting."""
     bounds: dict[tuple[Any, ...], dict[str, None]] = {}  # the inner dict is an ordered set
@@ -68,7 +68,9 @@ def explain(
         elif detail["loc"][-1] == "[key]":
             *section, name, _ = detail["loc"]
             # pydantic gives False as 0 and 1.5 as '1.5'
-            keys = [key for key in document.get("runs", ()) if not isinstance(key, str)]
+            runs = document.get("runs")
+            names = runs if isinstance(runs, Mapping) else ()
+            keys = [key for key in names if not isinstance(key, str)]
             name = next((key for key in keys if key == name or str(key) == name), name)
             bound = _bound(detail, detail["loc"])
             change = CHANGE if isinstance(name, str) else QUOTE
@@ -165,7 +167,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
-def _given(document: Mapping[str, Any], path: tuple[Any, ...]) -> str:
+def _given(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
     """Spell a setting with the value that the user gave; alone, if there is none (a setting that
     must be given).
     """

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 KEY_LENGTH = (
     12  # hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts
@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
     """Write an indented JSON object atomically, with `sha256`, the hash of all else in it."""
     write_json(path, {**value, "sha256": json_sha256(value)})
 
@@ -244,10 +244,19 @@ def source_commit() -> str | None:
     return described.stdout.strip() or None
 
 
-def provenance() -> dict[str, Any]:
-    """Return what made an artifact: stage, commit, versions, platform, UTC time. No host, user or
-    absolute path.
-    """
+class Provenance(TypedDict):
+    """What made an artifact: no host, user or absolute path."""
+
+    stage: str
+    commit: str | None
+    packages: dict[str, str]
+    platform: str
+    cpu_count: int | None
+    created_utc: str
+
+
+def provenance() -> Provenance:
+    """Return what makes an artifact now: stage, commit, versions, platform, UTC time."""
     return {
         "stage": Path(sys.argv[0]).stem,
         "commit": source_commit(),

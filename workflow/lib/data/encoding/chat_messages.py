@@ -9,11 +9,12 @@ What does not fit raises `RowError`.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from workflow.lib.data.reading.chunks import parse_json
-from workflow.lib.data.reading.row import is_too_deep, printable
+from workflow.lib.data.reading.row import Values, is_too_deep, printable
 
+# A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.
 Message = dict[str, Any]
 
 ROLES = {
@@ -44,6 +45,28 @@ class RowError(ValueError):
         super().__init__(printable(reason))
 
 
+class FunctionCall(TypedDict):
+    """The function that a message calls; its arguments are an object, or JSON text of one."""
+
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class ToolCall(TypedDict):
+    """An entry of a message's `tool_calls`, in OpenAI's form."""
+
+    id: NotRequired[object]
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Tool(TypedDict):
+    """A tool on offer, in OpenAI's form; `function` has a name and a JSON schema of parameters."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages as the template gets them, whether each one's tokens may be trained, and the tools
@@ -52,7 +75,7 @@ class Conversation:
 
     messages: list[Message]
     trained: list[bool]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
 
 
 def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:
@@ -89,7 +112,7 @@ def _message(item: Any, where: str) -> Message:
     return {"role": role, "content": _content(content, role, bool(calls), where), **more}
 
 
-def _either(item: dict[str, Any], key: str, other: str) -> Any:
+def _either(item: Values, key: str, other: str) -> Any:
     """Take either spelling; a table may have both, with None for the absent one."""
     return item[key] if item.get(key) is not None else item.get(other)
 
@@ -120,20 +143,20 @@ def _part(part: Any, what: str) -> str:
     return text_of(part.get("text"), what, may_be_blank=True)
 
 
-def _weight(item: dict[str, Any], number: int) -> int:
+def _weight(item: Values, number: int) -> int:
     weight = item.get("weight")
     if weight is None:
         return 1
     if weight not in (0, 1):
         raise RowError(f"unknown weight: message {number} has {weight!r}, known are 0 and 1")
-    return int(weight)
+    return int(weight == 1)
 
 
-def _tool_calls(item: dict[str, Any], written: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(item: Values, written: Any, where: str) -> list[ToolCall]:
     """Return the calls of a message: OpenAI's list, its old single `function_call`, or ShareGPT's
     JSON text.
     """
-    calls = item.get("tool_calls") or []
+    calls: Any = item.get("tool_calls") or []
     if item.get("function_call") is not None:
         calls = [item["function_call"]]
     if written is not None:
@@ -144,7 +167,7 @@ def _tool_calls(item: dict[str, Any], written: Any, where: str) -> list[dict[str
     return [_tool_call(call, where) for call in calls]
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str) -> ToolCall:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"broken tool call: {where} has one without a name")
@@ -154,15 +177,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RowError(f"broken tool call: arguments in {where} are {kind(arguments)}, no object")
     check_unicode(call, where)
-    outer = {key: call[key] for key in ("id",) if call.get(key) is not None}
-    return {
-        **outer,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    named: FunctionCall = {"name": function["name"], "arguments": arguments}
+    if call.get("id") is not None:
+        return {"id": call["id"], "type": "function", "function": named}
+    return {"type": "function", "function": named}
 
 
-def read_tools(raw: Any, *, what: str) -> list[dict[str, Any]] | None:
+def read_tools(raw: Any, *, what: str) -> list[Tool] | None:
     """Return the tools of a list, or of its JSON text, each as `{"type": "function", "function":
     ...}`; None if there are none.
     """
@@ -174,7 +195,7 @@ def read_tools(raw: Any, *, what: str) -> list[dict[str, Any]] | None:
     return [_tool(item, what) for item in items]
 
 
-def _tool(item: Any, what: str) -> dict[str, Any]:
+def _tool(item: Any, what: str) -> Tool:
     if isinstance(item, str):
         item = json_value(item, what)
     function = item.get("function", item) if isinstance(item, dict) else None

@@ -8,15 +8,22 @@ rendered once more with every function name and tool result marked, and each mar
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from workflow.lib.data.encoding.chat_messages import Conversation, Message, RowError
+from workflow.lib.data.encoding.chat_messages import (
+    Conversation,
+    Message,
+    RowError,
+    Tool,
+    ToolCall,
+)
 from workflow.lib.data.reading.row import MAX_ROW_BYTES, preview
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.limits import BoundedWork, ExcessError
@@ -57,6 +64,7 @@ TEMPLATE_ERRORS = (
 )
 
 Spans = list[tuple[int, int]]
+EntryT = TypeVar("EntryT", Tool, ToolCall)
 
 
 def with_fixed_date(template: str) -> str:
@@ -67,7 +75,7 @@ def with_fixed_date(template: str) -> str:
 class ChatTemplate:
     """A chat template with its variables (the tokenizer's special tokens)."""
 
-    def __init__(self, text: str, *, variables: dict[str, Any]) -> None:
+    def __init__(self, text: str, *, variables: Mapping[str, Any]) -> None:
         self.has_blocks = bool(GENERATION_BLOCK.search(text))
         self._source = text
         self._text = with_fixed_date(text)
@@ -172,7 +180,7 @@ class ChatTemplate:
         self,
         messages: list[Message],
         *,
-        tools: list[dict[str, Any]] | None,
+        tools: list[Tool] | None,
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
         """Return the text, and the character spans of its generation blocks.
@@ -184,7 +192,7 @@ class ChatTemplate:
             with BoundedWork():
                 rendered: Any = render_jinja_template(  # annotated as str, it returns two lists
                     [messages],
-                    tools=list(tools) if tools else None,
+                    tools=[dict(tool) for tool in tools] if tools else None,
                     chat_template=self._text,
                     add_generation_prompt=add_generation_prompt,
                     return_assistant_tokens_mask=self.has_blocks,
@@ -254,7 +262,7 @@ def _with_json_arguments(messages: list[Message]) -> list[Message]:
     return changed
 
 
-def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+def _with_json(call: ToolCall) -> ToolCall:
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
@@ -299,6 +307,6 @@ def _called(conversation: Conversation) -> list[str]:
     return [call["function"]["name"] for call in calls]
 
 
-def _renamed(entry: dict[str, Any], marks: dict[str, str]) -> dict[str, Any]:
+def _renamed(entry: EntryT, marks: dict[str, str]) -> EntryT:
     function = entry["function"]
     return {**entry, "function": {**function, "name": marks[function["name"]]}}

@@ -10,7 +10,6 @@ or lists of messages), `alpaca` a question and its answer, `tokens` ids with lab
 import difflib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from workflow.lib.data.encoding.chat_messages import (
     Conversation,
@@ -21,7 +20,7 @@ from workflow.lib.data.encoding.chat_messages import (
     read_tools,
     text_of,
 )
-from workflow.lib.data.reading.row import printable
+from workflow.lib.data.reading.row import Values, printable
 from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.system.errors import UserError
 
@@ -121,7 +120,7 @@ def _wanted(name: Format, columns: DataColumns) -> str:
     return f"{wanted} with {targets}" if name == "tokens" else wanted
 
 
-def to_sample(value: dict[str, Any], *, format: Format, columns: DataColumns) -> Sample:
+def to_sample(value: Values, *, format: Format, columns: DataColumns) -> Sample:
     """Return a row's conversation, token ids, or text.
 
     Raises `RowError` if a column is missing, empty, or of the wrong type.
@@ -129,7 +128,7 @@ def to_sample(value: dict[str, Any], *, format: Format, columns: DataColumns) ->
     return READ[format](value, columns)
 
 
-def _messages(value: dict[str, Any], columns: DataColumns) -> Sample:
+def _messages(value: Values, columns: DataColumns) -> Sample:
     name = _messages_column(value, columns)
     if name not in value:
         raise RowError(f"missing column: {name!r}")
@@ -138,7 +137,7 @@ def _messages(value: dict[str, Any], columns: DataColumns) -> Sample:
 
 
 def _conversation(
-    messages: list[Message], trained: list[bool], value: dict[str, Any], columns: DataColumns
+    messages: list[Message], trained: list[bool], value: Values, columns: DataColumns
 ) -> Conversation:
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
@@ -150,21 +149,21 @@ def _conversation(
     return Conversation(messages, trained, tools)
 
 
-def _prompt_completion(value: dict[str, Any], columns: DataColumns) -> Sample:
+def _prompt_completion(value: Values, columns: DataColumns) -> Sample:
     prompt, _ = _turns(value, columns.prompt, role="user")
     completion, trained = _turns(value, columns.completion, role="assistant")
     trained = [False] * len(prompt) + trained
     return _conversation([*prompt, *completion], trained, value, columns)
 
 
-def _turns(value: dict[str, Any], name: str, *, role: str) -> tuple[list[Message], list[bool]]:
+def _turns(value: Values, name: str, *, role: str) -> tuple[list[Message], list[bool]]:
     """Return a column's messages; a text is one message of `role`."""
     if isinstance(value.get(name), list):
         return read_messages(value[name], what=f"column {name!r}")
     return [{"role": role, "content": _column(value, name)}], [role == "assistant"]
 
 
-def _alpaca(value: dict[str, Any], columns: DataColumns) -> Sample:
+def _alpaca(value: Values, columns: DataColumns) -> Sample:
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
@@ -176,17 +175,17 @@ def _alpaca(value: dict[str, Any], columns: DataColumns) -> Sample:
     return Conversation(messages, [False, True])
 
 
-def _text(value: dict[str, Any], columns: DataColumns) -> Sample:
+def _text(value: Values, columns: DataColumns) -> Sample:
     return _column(value, columns.text)
 
 
-def _column(value: dict[str, Any], name: str) -> str:
+def _column(value: Values, name: str) -> str:
     if name not in value:
         raise RowError(f"missing column: {name!r}")
     return text_of(value[name], f"column {name!r}")
 
 
-def _tokens(value: dict[str, Any], columns: DataColumns) -> Sample:
+def _tokens(value: Values, columns: DataColumns) -> Sample:
     """Take the ids that `attention_mask` does not call padding, and what is trained of them."""
     ids = _integers(value, columns.input_ids)
     trained = _targets(value, ids, columns)
@@ -199,7 +198,7 @@ def _tokens(value: dict[str, Any], columns: DataColumns) -> Sample:
     return TokenRow(ids, trained)
 
 
-def _targets(value: dict[str, Any], ids: list[int], columns: DataColumns) -> list[bool] | None:
+def _targets(value: Values, ids: list[int], columns: DataColumns) -> list[bool] | None:
     if value.get(columns.labels) is not None:
         labels = _same_length(_integers(value, columns.labels), ids, columns.labels)
         for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
@@ -215,7 +214,7 @@ def _targets(value: dict[str, Any], ids: list[int], columns: DataColumns) -> lis
     return None
 
 
-def _integers(value: dict[str, Any], name: str) -> list[int]:
+def _integers(value: Values, name: str) -> list[int]:
     numbers = value.get(name)
     if name not in value:
         raise RowError(f"missing column: {name!r}")
@@ -224,7 +223,7 @@ def _integers(value: dict[str, Any], name: str) -> list[int]:
     return numbers
 
 
-def _flags(value: dict[str, Any], name: str, ids: list[int]) -> list[bool]:
+def _flags(value: Values, name: str, ids: list[int]) -> list[bool]:
     flags = value[name]
     if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
         raise RowError(f"not a list of 0 and 1: column {name!r} is {kind(flags)}")
@@ -237,7 +236,7 @@ def _same_length(numbers: list[int], ids: list[int], name: str) -> list[int]:
     return numbers
 
 
-READ: dict[Format, Callable[[dict[str, Any], DataColumns], Sample]] = {
+READ: dict[Format, Callable[[Values, DataColumns], Sample]] = {
     "messages": _messages,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,

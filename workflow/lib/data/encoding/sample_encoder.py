@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from workflow.lib.data.encoding.chat_messages import (
     Conversation,
     Message,
     RowError,
+    Tool,
+    ToolCall,
     map_texts,
     texts_of,
 )
@@ -39,7 +41,7 @@ PROBE = Conversation(
     [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}],
     [False, True],
 )
-_TOOL = {
+_TOOL: Tool = {
     "type": "function",
     "function": {
         "name": "ping",
@@ -47,7 +49,10 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"host": {"type": "string"}}},
     },
 }
-_CALL = {"type": "function", "function": {"name": "ping", "arguments": {"host": "a.example"}}}
+_CALL: ToolCall = {
+    "type": "function",
+    "function": {"name": "ping", "arguments": {"host": "a.example"}},
+}
 _ASKED: list[Message] = [
     {"role": "user", "content": "ping a.example"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -86,6 +91,21 @@ class Encoded:
     mask: npt.NDArray[np.bool_]
     held_special_text: bool
     """The data spelled a special token; it was encoded as ordinary text."""
+
+
+class TextProbe(TypedDict):
+    """A text, and the token ids that it is trained as."""
+
+    text: str
+    ids: list[int]
+
+
+class ChatProbe(TypedDict):
+    """A conversation, and the token ids that it is trained as."""
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -135,8 +155,7 @@ class SampleEncoder:
         """What ends each prompt, where a turn is a `{% generation %}` block behind it in every
         conversation."""
         if chat_template is not None:
-            variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
-            self._template = ChatTemplate(chat_template, variables=variables)
+            self._template = ChatTemplate(chat_template, variables=tokenizer.special_tokens_map)
             self._check_template(self._template)
 
     def encode(self, sample: Sample) -> list[Encoded]:
@@ -163,10 +182,10 @@ class SampleEncoder:
             return partial(self._encode_tokens, sample)
         return partial(self._encode_text, sample)
 
-    def encoded_probes(self) -> list[dict[str, Any]]:
+    def encoded_probes(self) -> list[TextProbe | ChatProbe]:
         """Return a text, and those of `PROBES` that the template takes, with the ids as trained."""
-        text = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
-        chats = [
+        text: TextProbe = {"text": PROBE_TEXT, "ids": self._encoder.encode_plain(PROBE_TEXT).ids}
+        chats: list[ChatProbe] = [
             {"messages": probe.messages, "tools": probe.tools, "ids": ids}
             for probe, ids, _ in self._answered_probes()
         ]

@@ -17,6 +17,7 @@ from workflow.lib.data.reading.row import (
     PREVIEW_CHARS,
     BrokenRow,
     Row,
+    Values,
     as_row,
     preview,
     too_large,
@@ -71,7 +72,7 @@ def _shown(line: bytes) -> str:
     return line[: 4 * PREVIEW_CHARS].decode("utf-8", errors="replace").strip()
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Refuse what every reader would understand otherwise."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -190,7 +191,7 @@ def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:
     return TableRows(first, sink.getvalue().to_pybytes())
 
 
-def _values(table: pyarrow.Table) -> Iterable[dict[str, Any] | None]:
+def _values(table: pyarrow.Table) -> Iterable[Values | None]:
     """Yield each row's values by column, None where its bytes are no UTF-8."""
     try:
         return list(table.to_pylist())
@@ -198,7 +199,7 @@ def _values(table: pyarrow.Table) -> Iterable[dict[str, Any] | None]:
         return _values_one_by_one(table)
 
 
-def _values_one_by_one(table: pyarrow.Table) -> Iterator[dict[str, Any] | None]:
+def _values_one_by_one(table: pyarrow.Table) -> Iterator[Values | None]:
     for index in range(table.num_rows):
         try:
             yield table.slice(index, 1).to_pylist()[0]
@@ -206,7 +207,7 @@ def _values_one_by_one(table: pyarrow.Table) -> Iterator[dict[str, Any] | None]:
             yield None
 
 
-def _table_row(number: int, value: dict[str, Any] | None) -> Row | BrokenRow:
+def _table_row(number: int, value: Values | None) -> Row | BrokenRow:
     if value is None:
         return BrokenRow(number, NOT_UTF8, "")
     return Row(number, {column: without_nulls(item) for column, item in value.items()})

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.hf_api import RepoFile
@@ -90,6 +90,24 @@ class HubFile:
     size: int  # bytes
     blob_id: str
     sha256: str | None
+
+
+class DownloadedFile(TypedDict):
+    """A file of a download; `size` in bytes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class DownloadRecord(TypedDict):
+    """`source.json` of a download: what was asked for, what it was, and every file."""
+
+    repo_id: str
+    kind: Literal["model", "dataset"]
+    requested_revision: str | None
+    commit: str
+    files: list[DownloadedFile]
 
 
 def resolve_commit(source: Source) -> str:
@@ -262,8 +280,8 @@ def _git_blob_id(path: Path) -> str:
 
 def manifest(
     source: Source, files: Sequence[HubFile], *, commit: str, sha256: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the content of `source.json`: what was asked for, what it was, and every file."""
+) -> DownloadRecord:
+    """Return the content of `source.json`."""
     return {
         "repo_id": source.repo_id,
         "kind": source.kind,

@@ -1,10 +1,11 @@
 """A row of a data file, whole or broken, with its number; and text of the data as it may be shown.
 
 A row is numbered from 1; in JSON Lines its number is its line. What the columns mean is decided in
-`samples`.
+`row_formats`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,16 @@ PREVIEW_CHARS = 160
 MAX_ROW_BYTES = 8 * 2**20
 MAX_DEPTH = 64  # of lists and objects in each other; far below what would exhaust a recursion
 
+# A row by column, as its file has it: what the columns hold is not known before `row_formats`.
+Values = Mapping[str, object]
+
 
 @dataclass(frozen=True)
 class Row:
     """One object of the file: its number (from 1) and its values by column."""
 
     number: int
-    value: dict[str, Any]
+    value: Values
 
     @property
     def preview(self) -> str:

@@ -219,10 +219,10 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
     dropped = array("q")
     for shard in corpus.shards:
         facts, file = shard.facts(), corpus.files[shard.file].file
-        for line in facts.rejects:
-            listing.drop(file=file, **line)
-        for line in facts.cuts:
-            listing.cut(file=file, **line)
+        for reject in facts.rejects:
+            listing.drop(reject, file=file)
+        for cut in facts.cuts:
+            listing.cut(cut, file=file)
         dropped.extend(shard.first_ordinal + ordinal for ordinal in facts.dropped)
     return np.array(dropped, dtype=np.int64)
 

@@ -5,11 +5,31 @@ small.
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict
 
 # Why a held-out row is dropped.
 OVERLAP = "duplicate of a training row"
 NEAR_DUPLICATE = "near-duplicate of a training row"
+
+
+class DroppedRow(TypedDict):
+    """A line of `rejects.jsonl` without its file: number of the row, reason, first characters."""
+
+    row: int
+    reason: str
+    preview: str
+
+
+class CutRow(TypedDict):
+    """A line of `truncated.jsonl` without its file.
+
+    A row of `tokens` tokens became `documents` documents of `kept` tokens in all.
+    """
+
+    row: int
+    tokens: int
+    documents: int
+    kept: int
 
 
 class Listing:
@@ -31,15 +51,24 @@ class Listing:
         self._rejects.close()
         self._truncated.close()
 
-    def drop(self, *, file: str, row: int, reason: str, preview: str) -> None:
-        """List a dropped row; what stands before the colon of `reason` is counted."""
-        self.dropped_by_reason[reason.split(":")[0]] += 1
-        line = {"file": file, "row": row, "reason": reason, "preview": preview}
+    def drop(self, row: DroppedRow, *, file: str) -> None:
+        """List a dropped row; what stands before the colon of its reason is counted."""
+        self.dropped_by_reason[row["reason"].split(":")[0]] += 1
+        line = {
+            "file": file,
+            "row": row["row"],
+            "reason": row["reason"],
+            "preview": row["preview"],
+        }
         self._rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def cut(self, *, file: str, row: int, tokens: int, documents: int, kept: int) -> None:
-        """List a row of `tokens` tokens that was cut: it became `documents` documents of `kept`
-        tokens in all.
-        """
-        line = {"file": file, "row": row, "tokens": tokens, "documents": documents, "kept": kept}
+    def cut(self, row: CutRow, *, file: str) -> None:
+        """List a row that was cut."""
+        line = {
+            "file": file,
+            "row": row["row"],
+            "tokens": row["tokens"],
+            "documents": row["documents"],
+            "kept": row["kept"],
+        }
         self._truncated.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from workflow.lib.data.encoding.chat_messages import RowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row
+from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import canonical_json, read_json
 
 SHARD_VERSION = 3  # to be raised when the same chunk and settings give another shard
@@ -69,8 +70,8 @@ class ShardFacts:
     special_texts: int = 0
     rows_by_turns: int = 0
     dropped: list[int] = field(default_factory=list)
-    rejects: list[dict[str, Any]] = field(default_factory=list)
-    cuts: list[dict[str, Any]] = field(default_factory=list)
+    rejects: list[DroppedRow] = field(default_factory=list)
+    cuts: list[CutRow] = field(default_factory=list)
     checksums: dict[str, int] = field(default_factory=dict)
 
 

@@ -3,7 +3,6 @@
 import hashlib
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,19 @@ from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
 from workflow.lib.data.tokens.corpus import Corpus
 from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
+from workflow.lib.data.tokens.manifest_fields import (
+    ChatFacts,
+    DropFacts,
+    FileCounts,
+    Histogram,
+    LongRow,
+    Percentiles,
+    SourceDocuments,
+    SourceFacts,
+    SplitFacts,
+    SplitsFacts,
+    TokenizerFacts,
+)
 from workflow.lib.data.tokens.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
@@ -26,7 +38,7 @@ SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at mo
 
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
-) -> dict[str, Any]:
+) -> TokenizerFacts:
     """Return vocabulary size, special ids and digests; rows are filled with pad, or with eos where
     there is no pad.
     """
@@ -44,7 +56,7 @@ def tokenizer_facts(
     }
 
 
-def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> dict[str, Any]:
+def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFacts:
     """Return what an export has to write conversations with, and what it is held against."""
     return {
         "chat_template": chat_template,
@@ -53,7 +65,7 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> dict[str
     }
 
 
-def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[dict[str, Any]]:
+def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[SourceFacts]:
     """Return the facts on each data file: what it is, what was read of it, what it gives to its
     split.
     """
@@ -75,7 +87,7 @@ def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[d
     ]
 
 
-def _counts_by_file(split: Split) -> list[dict[str, Any]]:
+def _counts_by_file(split: Split) -> list[FileCounts]:
     """Return documents, tokens and trained tokens of each file, repetitions by weight included."""
     counts = np.zeros((len(split.corpus.files), 3), dtype=np.int64)
     for file, chosen in split.by_file():
@@ -90,7 +102,7 @@ def _counts_by_file(split: Split) -> list[dict[str, Any]]:
 
 def splits_facts(
     train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
-) -> dict[str, Any]:
+) -> SplitsFacts:
     """Return the facts on both splits; `fill` is the share of a training row's places that
     documents take.
     """
@@ -105,13 +117,13 @@ def splits_facts(
     }
 
 
-def _documents_by_source(split: Split) -> list[dict[str, Any]]:
+def _documents_by_source(split: Split) -> list[SourceDocuments]:
     """Return name and documents of each source; the split's documents lie in this order."""
     counted = zip(split.corpus.sources, documents_by_source(split), strict=True)
     return [{"source": source.name, "documents": count} for source, count in counted]
 
 
-def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> dict[str, Any]:
+def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFacts:
     """Return the facts on a split; lengths are those of the rows before any cut."""
     counts, longest = _count_lengths(split)
     files = _counts_by_file(split)
@@ -148,14 +160,14 @@ def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
     return counts, longest
 
 
-def _percentiles(counts: npt.NDArray[np.int64]) -> dict[str, int]:
+def _percentiles(counts: npt.NDArray[np.int64]) -> Percentiles:
     """Return lengths that occur, tokens: the smallest that is not below the given share of rows."""
     upto = np.cumsum(counts)
     p50, p90, p99 = np.searchsorted(upto * 100, np.array([50, 90, 99]) * upto[-1]).tolist()
     return {"p50": p50, "p90": p90, "p99": p99, "max": len(counts) - 1}
 
 
-def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list[int]]:
+def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
     """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all
     beyond.
     """
@@ -167,9 +179,9 @@ def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> dict[str, list
     return {"edges": edges.tolist(), "counts": np.diff(upto[ends]).tolist()}
 
 
-def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
+def _origins(split: Split, documents: Numbers) -> list[LongRow]:
     """Return file, row and tokens before any cut of some documents."""
-    origins = []
+    origins: list[LongRow] = []
     for number in documents.tolist():
         file, row = split.origin(number)
         tokens = int(split.documents.full_lengths[number])
@@ -177,7 +189,7 @@ def _origins(split: Split, documents: Numbers) -> list[dict[str, Any]]:
     return origins
 
 
-def drop_facts(listing: Listing) -> dict[str, Any]:
+def drop_facts(listing: Listing) -> DropFacts:
     """Return how many rows were dropped for each reason, and how many held-out ones were training
     rows.
     """

@@ -1,0 +1,143 @@
+"""The fields of a tokens folder's manifest, as `manifest` collects them and JSON holds them.
+
+What each one means for later stages is told in `docs/artifacts.md`.
+"""
+
+from typing import TypedDict
+
+from workflow.lib.data.encoding.sample_encoder import ChatProbe, TextProbe
+from workflow.lib.system.files import Provenance
+
+
+class TokenizerFacts(TypedDict):
+    """The tokenizer: its size, special token ids and digests."""
+
+    vocab_size: int
+    pad_token_id: int
+    """Rows are filled with it."""
+    pad_token_origin: str
+    eos_token_id: int
+    bos_token_id: int | None
+    tokenizer_sha256: str
+    chat_template_sha256: str | None
+
+
+class ChatFacts(TypedDict):
+    """How conversations are written, and what an export of them is held against."""
+
+    chat_template: str | None
+    end_of_turn_token_ids: list[int]
+    probes: list[TextProbe | ChatProbe]
+
+
+class FileCounts(TypedDict):
+    """What a data file gives to its split, repetitions by weight included."""
+
+    documents: int
+    tokens: int
+    trained_tokens: int
+    token_share: float
+    """Of the split's tokens, 0 to 1."""
+
+
+class SourceFacts(FileCounts):
+    """A data file: what it is, what was read of it, and what it gives to its split."""
+
+    split: str
+    source: str
+    weight: float
+    file: str
+    sha256: str
+    rows: int
+    blank_lines: int
+    special_token_texts: int
+    rows_by_turns: int
+
+
+class Percentiles(TypedDict):
+    """Lengths of rows before any cut, tokens."""
+
+    p50: int
+    p90: int
+    p99: int
+    max: int
+
+
+class Histogram(TypedDict):
+    """Rows by length: bin i counts those of `edges[i]` to below `edges[i + 1]` tokens."""
+
+    edges: list[int]
+    counts: list[int]
+
+
+class LongRow(TypedDict):
+    """A row among the longest; its tokens are counted before any cut."""
+
+    file: str
+    row: int
+    tokens: int
+
+
+class SourceDocuments(TypedDict):
+    """How many documents of a split come from a source."""
+
+    source: str
+    documents: int
+
+
+class SplitFacts(TypedDict):
+    """A split; lengths are those of the rows before any cut."""
+
+    rows_read: int
+    rows_kept: int
+    rows_dropped: int
+    documents: int
+    truncated: int
+    tokens: int
+    trained_tokens: int
+    length_percentiles: Percentiles
+    length_histogram: Histogram
+    longest: list[LongRow]
+    duplicates: int
+    near_duplicates: int
+
+
+class TrainFacts(SplitFacts):
+    """The training split; `fill` is the share of its rows' tokens that documents take."""
+
+    packed_rows: int
+    fill: float
+
+
+class HeldoutFacts(SplitFacts):
+    """The held-out split; its documents lie in the order of `sources`."""
+
+    sources: list[SourceDocuments]
+
+
+class SplitsFacts(TypedDict):
+    """Both splits."""
+
+    train: TrainFacts
+    heldout: HeldoutFacts
+
+
+class DropFacts(TypedDict):
+    """Rows that were dropped, and held-out rows that equal a training row."""
+
+    dropped_by_reason: dict[str, int]
+    train_heldout_overlap: int
+
+
+class Manifest(TokenizerFacts, DropFacts, ChatFacts):
+    """`manifest.json` without its own checksum."""
+
+    format_version: int
+    seq_len: int
+    format: str
+    sources: list[SourceFacts]
+    splits: SplitsFacts
+    train_heldout_near_duplicates: int
+    samples: list[list[tuple[str, bool]]]
+    files: dict[str, str]
+    provenance: Provenance
