@@ -19,7 +19,8 @@ from tests.support.finished import finished
 from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.artifacts.records import ConversationFacts
-from workflow.lib.data.encoding.sample_encoder import PROBE, SampleEncoder
+from workflow.lib.data.encoding.probes import PROBE
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts
 from workflow.lib.export.adapter_files import (

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests.support.finished import CONFIG, finished, write_manifest
 from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
-from workflow.lib.data.encoding.sample_encoder import PROBE
+from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError

@@ -10,20 +10,14 @@ on where it was. If unusable rows stop the run, their list is kept beside the ou
 
 import argparse
 import json
-import logging
-from array import array
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.row_formats import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.reading.data_file import column_names
-from workflow.lib.data.reading.row import PREVIEW_CHARS, preview
 from workflow.lib.data.reading.sources import Source, resolve_splits
 from workflow.lib.data.tokens import manifest
 from workflow.lib.data.tokens.corpus import (
@@ -35,9 +29,11 @@ from workflow.lib.data.tokens.corpus import (
     open_corpora,
 )
 from workflow.lib.data.tokens.documents import collect_documents
-from workflow.lib.data.tokens.dropped_rows import NEAR_DUPLICATE, OVERLAP, Listing
+from workflow.lib.data.tokens.dropped_rows import Listing
 from workflow.lib.data.tokens.encoded_shards import SHARD_VERSION
-from workflow.lib.data.tokens.manifest_fields import Manifest, SplitFacts, TokenizerFacts
+from workflow.lib.data.tokens.heldout_drops import drop_near_duplicates, drop_overlap
+from workflow.lib.data.tokens.manifest_fields import TokenizerFacts
+from workflow.lib.data.tokens.manifest_log import log_facts
 from workflow.lib.data.tokens.near_duplicates import (
     NearDuplicates,
     find_near_duplicates,
@@ -51,24 +47,18 @@ from workflow.lib.data.tokens.splits import (
     Split,
     check_not_empty,
     divide,
-    overlap,
     weighted,
     whole_corpus,
 )
-from workflow.lib.data.tokens.token_store import FORMAT_VERSION, MANIFEST, REJECTS
+from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import write_heldout, write_train
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
 from workflow.lib.planning.preflight.decision import CHECKS_HELP, check_models
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import Format
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
-from workflow.lib.system.errors import setting_error
-from workflow.lib.system.files import package_versions, provenance, short_hash, write_checked_json
+from workflow.lib.system.files import package_versions, short_hash, write_checked_json
 from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
-
-SHOWN_PAIRS = 3  # near-duplicates that an error message quotes
 
 
 def main(args: argparse.Namespace) -> None:
@@ -78,55 +68,38 @@ def main(args: argparse.Namespace) -> None:
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
     encodings = find_encodings(tokenizer, sources, settings)
-    template = encodings["train"].chat_template
-    tokenizer_facts = manifest.tokenizer_facts(tokenizer, args.tokenizer, chat_template=template)
+    tokenizer_facts = manifest.tokenizer_facts(
+        tokenizer, args.tokenizer, chat_template=encodings["train"].chat_template
+    )
     corpora = open_corpora(sources)
-    rejects = rejects_beside(args.output)
-
     with (
         work_folder(args.output, key=work_key(corpora, encodings, tokenizer_facts)) as work,
         finished_folder(args.output) as (folder, listing),
     ):
-        for split, corpus in corpora.items():
-            encode_corpus(
-                corpus, split=split, encoding=encodings[split], work=work, processes=args.processes
-            )
-        whole = make_splits(corpora, settings, listing, work=work)
-        check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
-        check_not_empty(*whole, rejects=rejects)
-        train, heldout = whole[0], drop_overlap(*whole, listing, tokenizer)
-        near = near_duplicates(train, heldout, settings, tokenizer, processes=args.processes)
-        heldout = drop_near_duplicates(heldout, train, near, settings, listing, tokenizer)
-        check_not_empty(train, heldout, rejects=rejects)
-        train = weighted(train, seed=settings.seed)
-        listing.close()
-
-        windows = packing_windows(
-            train, seq_len=settings.seq_len, seed=settings.seed, packing=settings.packing
+        encode_splits(corpora, encodings, work=work, processes=args.processes)
+        train, heldout, near = prepare_splits(
+            corpora,
+            settings,
+            listing,
+            tokenizer,
+            work=work,
+            output=args.output,
+            processes=args.processes,
         )
-        packed_rows = write_train(
-            folder,
-            windows,
-            seq_len=settings.seq_len,
-            pad_token_id=tokenizer_facts["pad_token_id"],
+        packed_rows = write_arrays(folder, train, heldout, settings, tokenizer_facts)
+        listing.close()  # the manifest holds the checksums of its files
+        facts = manifest.manifest(
+            tokenizer,
+            tokenizer_facts,
+            encodings,
+            corpora,
+            train=train,
+            heldout=heldout,
+            near=near,
+            packed_rows=packed_rows,
+            listing=listing,
+            folder=folder,
         )
-        write_heldout(folder, blocks(heldout))
-        facts: Manifest = {
-            **tokenizer_facts,
-            "format_version": FORMAT_VERSION,
-            "seq_len": settings.seq_len,
-            "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
-            "sources": manifest.source_facts(corpora, {"train": train, "heldout": heldout}),
-            "splits": manifest.splits_facts(
-                train, heldout, near, packed_rows=packed_rows, seq_len=settings.seq_len
-            ),
-            **manifest.drop_facts(listing),
-            "train_heldout_near_duplicates": len(near.pairs),
-            "samples": manifest.samples(train, tokenizer),
-            **manifest.chat_facts(encodings["train"].encoder, chat_template=template),
-            "files": manifest.file_facts(folder),
-            "provenance": provenance(),
-        }
         write_checked_json(folder / MANIFEST, facts)
     log_facts(facts, output=args.output)
 
@@ -186,6 +159,43 @@ def work_key(
     )
 
 
+def encode_splits(
+    corpora: dict[str, Corpus], encodings: dict[str, Encoding], *, work: Path, processes: int
+) -> None:
+    """Encode every row of both splits into shards of the folder `work`."""
+    for split, corpus in corpora.items():
+        encode_corpus(
+            corpus, split=split, encoding=encodings[split], work=work, processes=processes
+        )
+
+
+def prepare_splits(
+    corpora: dict[str, Corpus],
+    settings: DataConfig,
+    listing: Listing,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    work: Path,
+    output: Path,
+    processes: int,
+) -> tuple[Split, Split, NearDuplicates]:
+    """Return train by weight, held-out without what is trained on, and their near-duplicates.
+
+    Raises `UserError` if too many rows are unusable, or no document of a split is left.
+    """
+    rejects = rejects_beside(output)
+    train, heldout = make_splits(corpora, settings, listing, work=work)
+    check_rejected_share(corpora.values(), largest=settings.max_rejected_share, rejects=rejects)
+    check_not_empty(train, heldout, rejects=rejects)
+    heldout = drop_overlap(train, heldout, listing, tokenizer)
+    near = near_duplicates(train, heldout, settings, tokenizer, processes=processes)
+    heldout = drop_near_duplicates(
+        heldout, train, near, listing, tokenizer, treatment=settings.near_duplicates
+    )
+    check_not_empty(train, heldout, rejects=rejects)
+    return weighted(train, seed=settings.seed), heldout, near
+
+
 def make_splits(
     corpora: dict[str, Corpus], settings: DataConfig, listing: Listing, *, work: Path
 ) -> tuple[Split, Split]:
@@ -201,14 +211,6 @@ def make_splits(
     if len(parts) == 1:
         return divide(*parts[0], share=settings.heldout_share, seed=settings.seed)
     return whole_corpus("train", *parts[0]), whole_corpus("heldout", *parts[1])
-
-
-def drop_overlap(
-    train: Split, heldout: Split, listing: Listing, tokenizer: PreTrainedTokenizerBase
-) -> Split:
-    """Return held-out without the rows that are also trained on."""
-    reasons = ((int(number), OVERLAP) for number in overlap(heldout, train))
-    return drop_documents(heldout, reasons, listing, tokenizer)
 
 
 def near_duplicates(
@@ -227,115 +229,21 @@ def near_duplicates(
     return find_near_duplicates(train, heldout, measure)
 
 
-def drop_near_duplicates(
-    heldout: Split,
+def write_arrays(
+    folder: Path,
     train: Split,
-    near: NearDuplicates,
+    heldout: Split,
     settings: DataConfig,
-    listing: Listing,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Split:
-    """Return held-out as `data.near_duplicates` says. Raises `UserError` if they are refused."""
-    if not near.pairs or settings.near_duplicates == "keep":
-        return heldout
-    reasons = near_reasons(near, train)
-    if settings.near_duplicates == "refuse":
-        shown = [
-            f"row {heldout.origin(number)[1]}: {reason}"
-            for number, reason in islice(reasons, SHOWN_PAIRS)
-        ]
-        raise setting_error(
-            "data.near_duplicates",
-            "refuse",
-            f"{len(near.pairs)} held-out rows nearly repeat training rows:\n  "
-            + "\n  ".join(shown),
-            "Take them out of the held-out data, set remove, or raise "
-            "data.near_duplicate_threshold",
-        )
-    return drop_documents(heldout, reasons, listing, tokenizer)
-
-
-def near_reasons(near: NearDuplicates, train: Split) -> Iterator[tuple[int, str]]:
-    """Yield each held-out document that resembles a training one, and which."""
-    for number, other, measured in near.pairs:
-        file, row = train.origin(other)
-        yield number, f"{NEAR_DUPLICATE}: {measured:.2f} like row {row} of {file}"
-
-
-def drop_documents(
-    split: Split,
-    reasons: Iterable[tuple[int, str]],
-    listing: Listing,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Split:
-    """Return the split without the rows of these documents, ascending, with their reasons; each row
-    is listed once.
-    """
-    lost, last = array("Q"), None
-    for number, reason in reasons:
-        ordinal = int(split.documents.ordinals[number])
-        if ordinal != last:
-            file, row = split.origin(number)
-            text = str(tokenizer.decode(split.documents[number][0][:PREVIEW_CHARS].tolist()))
-            listing.drop(
-                {"row": row, "reason": reason, "preview": preview(text)},
-                file=file,
-            )
-            lost.append(ordinal)
-        last = ordinal
-    return split.without_rows(np.array(lost, dtype=np.uint64))
-
-
-def log_facts(facts: Manifest, *, output: Path) -> None:
-    """Log what became of the rows, and what a reader should not miss."""
-    splits: dict[str, SplitFacts] = {
-        "train": facts["splits"]["train"],
-        "heldout": facts["splits"]["heldout"],
-    }
-    for name, split in splits.items():
-        logger.info(
-            "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% "
-            "trained",
-            name,
-            split["rows_read"],
-            split["rows_kept"],
-            split["rows_dropped"],
-            split["truncated"],
-            facts["seq_len"],
-            split["tokens"],
-            100 * split["trained_tokens"] / split["tokens"],
-        )
-        logger.info(
-            "%s: %d rows equal an earlier one, %d nearly do",
-            name, split["duplicates"], split["near_duplicates"],
-        )  # fmt: skip
-    train = facts["splits"]["train"]
-    logger.info(
-        "packed %d documents into %d rows of %d tokens: %.2f%% full",
-        train["documents"], train["packed_rows"], facts["seq_len"], 100 * train["fill"],
-    )  # fmt: skip
-    for reason, count in facts["dropped_by_reason"].items():
-        logger.info("dropped %d: %s", count, reason)
-    if facts["dropped_by_reason"]:
-        logger.info("dropped rows, with line and reason: %s", output / REJECTS)
-    for source in facts["sources"]:
-        if source["blank_lines"]:
-            logger.info(
-                "%s: %d blank lines are no rows, but count as lines",
-                source["file"], source["blank_lines"],
-            )  # fmt: skip
-    special = sum(source["special_token_texts"] for source in facts["sources"])
-    if special:
-        logger.info("%d rows spell a special token; it was encoded as ordinary text", special)
-    by_turns = sum(source["rows_by_turns"] for source in facts["sources"])
-    if by_turns:
-        logger.info(
-            "%d rows became several examples: the template shows turns otherwise once others "
-            "follow",
-            by_turns,
-        )
-    if facts["pad_token_origin"] == "eos_token":
-        logger.info("no pad token: rows are filled with eos, which is never trained there")
+    tokenizer_facts: TokenizerFacts,
+) -> int:
+    """Write packed training rows and held-out documents; return the number of rows."""
+    windows = packing_windows(
+        train, seq_len=settings.seq_len, seed=settings.seed, packing=settings.packing
+    )
+    pad = tokenizer_facts["pad_token_id"]
+    packed_rows = write_train(folder, windows, seq_len=settings.seq_len, pad_token_id=pad)
+    write_heldout(folder, blocks(heldout))
+    return packed_rows
 
 
 if __name__ == "__main__":

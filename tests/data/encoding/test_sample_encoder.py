@@ -16,8 +16,9 @@ from tests.support.encoding import (
 )
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
+from workflow.lib.data.encoding.probes import PROBES
 from workflow.lib.data.encoding.row_formats import TokenRow
-from workflow.lib.data.encoding.sample_encoder import PROBES, SampleEncoder
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 
 EOS_ID, USER_ID = 2, 4
 

@@ -1,6 +1,7 @@
 """The manifest of a tokens folder: every fact on the data that later stages and the report need."""
 
 import hashlib
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import tokenizer_sha256
-from workflow.lib.data.tokens.corpus import Corpus
+from workflow.lib.data.tokens.corpus import Corpus, Encoding
 from workflow.lib.data.tokens.dropped_rows import OVERLAP, Listing
 from workflow.lib.data.tokens.manifest_fields import (
     ChatFacts,
@@ -18,6 +19,7 @@ from workflow.lib.data.tokens.manifest_fields import (
     FileCounts,
     Histogram,
     LongRow,
+    Manifest,
     Percentiles,
     SourceDocuments,
     SourceFacts,
@@ -28,12 +30,53 @@ from workflow.lib.data.tokens.manifest_fields import (
 from workflow.lib.data.tokens.near_duplicates import NearDuplicates
 from workflow.lib.data.tokens.seeded_draws import Numbers
 from workflow.lib.data.tokens.splits import BLOCK, Split, documents_by_source
-from workflow.lib.data.tokens.token_store import ARRAYS, REJECTS, TRUNCATED, Document
-from workflow.lib.system.files import file_sha256
+from workflow.lib.data.tokens.token_store import (
+    ARRAYS,
+    FORMAT_VERSION,
+    REJECTS,
+    TRUNCATED,
+    Document,
+)
+from workflow.lib.system.files import file_sha256, provenance
 
 HISTOGRAM_BINS = 16
 LONGEST_ROWS = 5
 SAMPLE_TOKENS = 512  # tokens of a sample document that the manifest shows at most
+
+
+def manifest(
+    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_facts: TokenizerFacts,
+    encodings: Mapping[str, Encoding],
+    corpora: Mapping[str, Corpus],
+    *,
+    train: Split,
+    heldout: Split,
+    near: NearDuplicates,
+    packed_rows: int,
+    listing: Listing,
+    folder: Path,
+) -> Manifest:
+    """Return the manifest of a folder in which all other files are written.
+
+    train: as an epoch takes it, `packed_rows` rows in the folder. listing: closed.
+    """
+    encoding = encodings["train"]
+    seq_len = encoding.settings.seq_len
+    return {
+        **tokenizer_facts,
+        "format_version": FORMAT_VERSION,
+        "seq_len": seq_len,
+        "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
+        "sources": source_facts(corpora, {"train": train, "heldout": heldout}),
+        "splits": splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len),
+        **drop_facts(listing),
+        "train_heldout_near_duplicates": len(near.pairs),
+        "samples": samples(train, tokenizer),
+        **chat_facts(encoding.encoder, chat_template=encoding.chat_template),
+        "files": file_checksums(folder),
+        "provenance": provenance(),
+    }
 
 
 def tokenizer_facts(
@@ -65,7 +108,7 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFact
     }
 
 
-def source_facts(corpora: dict[str, Corpus], splits: dict[str, Split]) -> list[SourceFacts]:
+def source_facts(corpora: Mapping[str, Corpus], splits: Mapping[str, Split]) -> list[SourceFacts]:
     """Return the facts on each data file: what it is, what was read of it, what it gives to its
     split.
     """
@@ -197,7 +240,7 @@ def drop_facts(listing: Listing) -> DropFacts:
     return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 
 
-def file_facts(folder: Path) -> dict[str, str]:
+def file_checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of the folder but the manifest."""
     names = [*ARRAYS, REJECTS, TRUNCATED]
     return {name: file_sha256(folder / name) for name in names}

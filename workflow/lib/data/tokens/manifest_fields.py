@@ -5,7 +5,7 @@ What each one means for later stages is told in `docs/artifacts.md`.
 
 from typing import TypedDict
 
-from workflow.lib.data.encoding.sample_encoder import ChatProbe, TextProbe
+from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
 from workflow.lib.system.files import Provenance
 
 

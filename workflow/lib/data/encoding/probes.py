@@ -1,0 +1,60 @@
+"""Probes: conversations and a text whose token ids the manifest holds, as they are trained.
+
+An export encodes them again by the written files alone, and must get the same ids.
+"""
+
+from typing import TypedDict
+
+from workflow.lib.data.encoding.chat_messages import Conversation, Message, Tool, ToolCall
+
+PROBE = Conversation(
+    [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}],
+    [False, True],
+)
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "ping",
+        "description": "Send a ping.",
+        "parameters": {"type": "object", "properties": {"host": {"type": "string"}}},
+    },
+}
+_CALL: ToolCall = {
+    "type": "function",
+    "function": {"name": "ping", "arguments": {"host": "a.example"}},
+}
+_ASKED: list[Message] = [
+    {"role": "user", "content": "ping a.example"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+]
+_ANSWERED: list[Message] = [
+    {"role": "tool", "name": "ping", "content": "12 ms"},
+    {"role": "assistant", "content": "It answered in 12 ms."},
+]
+PROBE_TEXT = (
+    "Zwölf Boxkämpfer, 12,345 x 6.78:\n\n\tdef f(x):\n        return x  # naïve, 日本 \U0001f642"
+)
+PROBES = (
+    PROBE,
+    Conversation(
+        [{"role": "system", "content": "Be brief."}, *PROBE.messages, *PROBE.messages],
+        [False, False, True, False, True],
+    ),
+    Conversation(_ASKED, [False, True], [_TOOL]),
+    Conversation(_ASKED + _ANSWERED, [False, True, False, True], [_TOOL]),
+)
+
+
+class TextProbe(TypedDict):
+    """A text, and the token ids that it is trained as."""
+
+    text: str
+    ids: list[int]
+
+
+class ChatProbe(TypedDict):
+    """A conversation, and the token ids that it is trained as."""
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    ids: list[int]

@@ -1,0 +1,69 @@
+"""A manifest as lines of the log: what became of the rows, and what a reader should not miss."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from workflow.lib.data.tokens.manifest_fields import Manifest, SourceFacts, SplitFacts
+from workflow.lib.data.tokens.token_store import REJECTS
+
+logger = logging.getLogger("workflow")
+
+
+def log_facts(facts: Manifest, *, output: Path) -> None:
+    """Log the splits, the packing, the dropped rows, and what is special about the data."""
+    train, seq_len = facts["splits"]["train"], facts["seq_len"]
+    _log_split("train", train, seq_len=seq_len)
+    _log_split("heldout", facts["splits"]["heldout"], seq_len=seq_len)
+    logger.info(
+        "packed %d documents into %d rows of %d tokens: %.2f%% full",
+        train["documents"],
+        train["packed_rows"],
+        seq_len,
+        100 * train["fill"],
+    )
+    _log_drops(facts["dropped_by_reason"], rejects=output / REJECTS)
+    _log_sources(facts["sources"])
+    if facts["pad_token_origin"] == "eos_token":
+        logger.info("no pad token: rows are filled with eos, which is never trained there")
+
+
+def _log_split(name: str, split: SplitFacts, *, seq_len: int) -> None:
+    logger.info(
+        "%s: %d rows read, %d kept, %d dropped, %d longer than %d tokens; %d tokens, %.1f%% "
+        "trained",
+        name,
+        split["rows_read"],
+        split["rows_kept"],
+        split["rows_dropped"],
+        split["truncated"],
+        seq_len,
+        split["tokens"],
+        100 * split["trained_tokens"] / split["tokens"],
+    )
+    counts = split["duplicates"], split["near_duplicates"]
+    logger.info("%s: %d rows equal an earlier one, %d nearly do", name, *counts)
+
+
+def _log_drops(dropped_by_reason: dict[str, int], *, rejects: Path) -> None:
+    for reason, count in dropped_by_reason.items():
+        logger.info("dropped %d: %s", count, reason)
+    if dropped_by_reason:
+        logger.info("dropped rows, with line and reason: %s", rejects)
+
+
+def _log_sources(sources: Sequence[SourceFacts]) -> None:
+    for source in sources:
+        if source["blank_lines"]:
+            message = "%s: %d blank lines are no rows, but count as lines"
+            logger.info(message, source["file"], source["blank_lines"])
+    special = sum(source["special_token_texts"] for source in sources)
+    if special:
+        logger.info("%d rows spell a special token; it was encoded as ordinary text", special)
+    by_turns = sum(source["rows_by_turns"] for source in sources)
+    if by_turns:
+        logger.info(
+            "%d rows became several examples: the template shows turns otherwise once others "
+            "follow",
+            by_turns,
+        )
