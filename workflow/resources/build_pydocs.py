@@ -1,5 +1,6 @@
-"""Build the question/answer pairs, the multiple-choice task and the raw corpus from CPython's
-documentation.
+"""Build question/answer pairs, a task and a raw corpus from CPython's documentation.
+
+The task is of multiple choice.
 
     python workflow/resources/build_pydocs.py [--output workflow/resources] [--corpus corpus.jsonl]
 
@@ -93,8 +94,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text with LF line ends under a temporary name, then rename; compressed if the
-    name ends with `.gz`.
+    """Write UTF-8 text with LF line ends under a temporary name, then rename.
+
+    It is compressed if the name ends with `.gz`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = text.encode()

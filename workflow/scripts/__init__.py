@@ -1,10 +1,10 @@
-"""The stages as command-line programs: in what order. `python -m workflow.scripts.<stage> --help`
-explains each.
+"""The stages as command-line programs: in what order.
 
-What is set here holds before any stage imports a package: progress bars, the packages' own ones
-included, are for terminals only; two packages' advice to programmers stays out of the user's sight;
-no package fetches compiled code from a hub, or compiles its own; and Ctrl-C during the imports,
-which take seconds, ends the stage without a traceback.
+`python -m workflow.scripts.<stage> --help` explains each. What is set here holds before any stage
+imports a package: progress bars, the packages' own ones included, are for terminals only; two
+packages' advice to programmers stays out of the user's sight; no package fetches compiled code from
+a hub, or compiles its own; and Ctrl-C during the imports, which take seconds, ends the stage
+without a traceback.
 """
 
 import logging
@@ -15,8 +15,9 @@ from types import FrameType
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End at once with the status of Ctrl-C: nothing is begun yet. Packages catch exceptions of
-    their imports.
+    """End at once with the status of Ctrl-C: nothing is begun yet.
+
+    Packages catch exceptions of their imports.
     """
     os._exit(128 + signum)
 
@@ -31,9 +32,8 @@ os.environ["USE_HUB_KERNELS"] = "NO"  # read by Transformers
 # fifth of a stage's start) and wants a C++ compiler when a weight with an odd number of columns is
 # decoded. Nothing else of a stage is compiled.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-logging.getLogger("bitsandbytes").setLevel(
-    logging.ERROR
-)  # install a package that downloads kernels
+# It advises to install a package that downloads kernels.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a model object is passed, not a name
 # Python's word for "the module to run is still being looked for": a stage starts, nobody merely
 # imports one.

@@ -1,5 +1,4 @@
-"""What every stage's command line shares: `--config JSON`, `--log FILE`, log set-up, and errors a
-person can read.
+"""What every stage's command line shares: `--config`, `--log`, logs, readable errors.
 
 A stage calls `run(main, parser)` and nothing else of this module. A `UserError` becomes one message
 on the terminal and exit status 1; any other exception is a defect, shown with its traceback. Both
@@ -40,8 +39,9 @@ PEER_FIRST_S = 2.0
 def stage_parser(
     description: str | None, *, config_required: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that every stage has; without a required `--config`, it may
-    be None.
+    """Return a parser with the options that every stage has.
+
+    Without a required `--config`, it may be None.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -59,8 +59,10 @@ def run(
     *,
     locks_itself: bool = False,
 ) -> None:
-    """Parse the command line, call `main`, and exit with 0, 1 (user's mistake or defect), 75
-    (training stopped by a signal) or 130 (another stage, by Ctrl-C).
+    """Parse the command line, call `main`, and exit.
+
+    The status is 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another
+    stage, by Ctrl-C).
     """
     args = parser.parse_args()
     start_log(args.log)
@@ -102,16 +104,19 @@ def run(
 
 
 def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise `KeyboardInterrupt`, once: the terminal and Snakemake both tell a stage, and what it
-    tidies up must not be cut.
+    """Raise `KeyboardInterrupt`, once.
+
+    The terminal and Snakemake both tell a stage, and what it tidies up must not be cut.
     """
     signal.signal(signum, lambda *_: None)
     raise KeyboardInterrupt
 
 
 def fail() -> NoReturn:
-    """Exit with status 1; a worker at once: what Python and NCCL tidy up at an exit may wait for
-    processes that wait for this one.
+    """Exit with status 1.
+
+    A worker exits at once: what Python and NCCL tidy up at an exit may wait for processes that wait
+    for this one.
     """
     if not is_worker():
         sys.exit(1)
@@ -150,8 +155,9 @@ def told_to_launcher(
 
 @contextmanager
 def only_writer(args: argparse.Namespace) -> Iterator[None]:
-    """Keep a process that outlived a killed Snakemake and a repeated command from writing the same
-    output at once.
+    """Keep two processes from writing the same output at once.
+
+    One may have outlived a killed Snakemake, the other be of a repeated command.
     """
     output: Path | None = getattr(args, "output", None)
     if output is None or is_worker() or follows(os.environ):
@@ -172,8 +178,9 @@ CONTROLS = {
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats records, tracebacks included, without the secrets of the environment and of URLs, and
-    without control characters.
+    """Formats records, tracebacks included, without secrets or control characters.
+
+    Secrets are those of the environment and of URLs.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -190,10 +197,10 @@ def keep_to_file() -> None:
 
 
 def start_log(path: Path | None) -> None:
-    """Send records to the terminal (info and above, short) and, if given, to a file (all, with time
-    and level).
+    """Send records to the terminal and, if given, to a file.
 
-    Deprecations inside packages are not the user's concern.
+    The terminal gets info and above, short; the file gets all, with time and level. Deprecations
+    inside packages are not the user's concern.
     """
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,9 +1,9 @@
-"""Download a base model or the files of a dataset from the Hugging Face hub, at one commit,
-verified.
+"""Download a base model or files of a dataset from the Hugging Face hub, and verify them.
 
-`--config` is `{"repo_id": "owner/name", "revision": null, "kind": "model", "files": null}`; of a
-dataset (`"kind": "dataset"`), `files` lists paths in the repository. The folder `--output` appears
-when it is complete; an interrupted download goes on where it stopped when the command is repeated.
+All are of one commit. `--config` is `{"repo_id": "owner/name", "revision": null, "kind": "model",
+"files": null}`; of a dataset (`"kind": "dataset"`), `files` lists paths in the repository. The
+folder `--output` appears when it is complete; an interrupted download goes on where it stopped when
+the command is repeated.
 """
 
 import argparse

@@ -1,15 +1,13 @@
-"""Predict memory, disk and time of a run from shapes alone, choose its micro-batch, and refuse what
-cannot fit.
+"""Predict memory, disk and time of a run, choose its micro-batch, refuse what cannot fit.
 
-In the workflow (with --config) it reads config.json and the safetensors headers of the base model
-(never weights), the tokens manifest, and this machine. It writes preflight.json, which `finetune`
-follows, and prints it as a table. A run that does not fit ends with exit status 1 and the changes
-that would make it fit.
+It predicts from shapes alone. In the workflow (with --config) it reads config.json and the
+safetensors headers of the base model (never weights), the tokens manifest, and this machine. It
+writes preflight.json, which `finetune` follows, and prints it as a table. A run that does not fit
+ends with exit status 1 and the changes that would make it fit.
 
 By hand (with --gpus) it answers the same for any model on any GPUs, with neither at hand:
 
-  python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090 --seq-len
-  2048
+  python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 """
 
 import argparse

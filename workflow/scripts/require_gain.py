@@ -1,8 +1,7 @@
-"""Fail the workflow if a tuned model is not better than the NF4 base by what `evaluate.require`
-demands.
+"""Fail the workflow if a tuned model does not gain what `evaluate.require` demands.
 
-Reads finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when
-all are met.
+The gain is over the NF4 base. Reads finished evaluations only, so nothing is lost when it fails;
+writes `requirements.json` when all are met.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Turn a dataset into the tokens folder: token ids, loss masks and positions, packed, and a
-manifest of facts.
+"""Turn a dataset into the tokens folder: packed ids, masks and positions, and a manifest.
 
 Every row is used or listed with a reason in `rejects.jsonl`; nothing is dropped or cut in silence.
 The same files and settings give the same arrays, byte for byte, whatever the number of processes.

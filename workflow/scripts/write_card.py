@@ -1,5 +1,4 @@
-"""Write the model card of an exported adapter, once it is evaluated: data, training, results,
-limits.
+"""Write the model card of an evaluated adapter: data, training, results, limits.
 
 Reads the artifacts of the stages before; writes `README.md` beside the adapter's files, in the
 Hugging Face hub's format.

@@ -65,8 +65,7 @@ class BenchmarkConfig(Section):
         if self.documents > self.seq_len // 4:
             raise ValueError(
                 f"documents = {self.documents}: a row of seq_len = {self.seq_len} tokens holds at "
-                "most "
-                f"{self.seq_len // 4}. Lower it"
+                f"most {self.seq_len // 4}. Lower it"
             )
         counts = () if self.processes == "auto" else self.processes
         if self.processes != "auto" and (not counts or not all(1 <= n <= 4096 for n in counts)):

@@ -119,8 +119,7 @@ class Config(RunConfig):
             if other != name:
                 raise ValueError(
                     f"{other!r} and {name!r} differ in case alone, and some file systems keep them "
-                    "in "
-                    "one folder. Rename one of them"
+                    "in one folder. Rename one of them"
                 )
         return runs
 
@@ -172,8 +171,8 @@ def _check_keys(root: yaml.Node | None, path: Path) -> None:
                 if first is not key:
                     raise UserError(
                         f"{path}, line {_line(key)}: the key {name} stands there for the second "
-                        "time, and would "
-                        f"replace the first in line {_line(first)}. Join the two, or remove one."
+                        f"time, and would replace the first in line {_line(first)}. Join the two, "
+                        "or remove one."
                     )
                 waiting.append((value, f"{name}."))
 
@@ -212,8 +211,9 @@ def load_config(document: Mapping[str, object]) -> tuple[ReportConfig, dict[str,
 
 
 def load_benchmark(document: Mapping[str, object]) -> BenchmarkConfig:
-    """Validate a parsed `config.yaml` and return its section `benchmark`; raises `UserError` as
-    `load_config` does.
+    """Validate a parsed `config.yaml` and return its section `benchmark`.
+
+    Raises `UserError` as `load_config` does.
     """
     return _validate(Config, document, prefix="").benchmark
 
@@ -247,9 +247,7 @@ def _unwrapped(schema: Any) -> Any:
 
 
 def _check_dataset_id(name: str, source: str) -> None:
-    """Raise `UserError` for a local path in `data.source`, which names a dataset of the hub
-    alone.
-    """
+    """Raise `UserError` for a local path in `data.source`, which names datasets of the hub."""
     setting = f"data.source (run {name})"
     change = "Set data.source to null, and data.train to the files or the folder"
     if path_exists(source):
@@ -261,15 +259,14 @@ def _check_dataset_id(name: str, source: str) -> None:
 
 
 def is_hub_id(source: str) -> bool:
-    """Tell whether `source` names a hub repository: `owner/name`, and no local path of that name
-    exists.
-    """
+    """Tell whether `source` names a hub repository: `owner/name`, and no such path is here."""
     return MODEL_ID.fullmatch(source) is not None and not path_exists(source)
 
 
 def path_exists(path: str) -> bool:
-    """Tell whether there is such a file or folder that this user can see; a name that no file can
-    have is none.
+    """Tell whether this user can see such a file or folder.
+
+    A name that no file can have is none.
     """
     try:
         return Path(path).exists()

@@ -141,9 +141,7 @@ class DataConfig(Section):
 
     @property
     def heldout_sources(self) -> tuple[DataSource, ...]:
-        """The held-out sources, each with every setting filled in; empty where they are split
-        off.
-        """
+        """The held-out sources, every setting filled in; empty where they are split off."""
         return () if self.heldout is None else self._filled(self.heldout)
 
     def _filled(self, given: DataSources) -> tuple[DataSource, ...]:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
 QUOTE = (
-    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, "
-    "and 1.5 as a number."
+    "Put it in quotes in config.yaml: without them YAML reads no, off and the like as false, and "
+    "1.5 as a number."
 )
 SHOWN_CHARS = 2000
 
@@ -100,9 +100,7 @@ def _either(bounds: list[str]) -> str:
 
 
 def _setting_path(model: type[BaseModel], location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut off what pydantic adds below a setting: the branch of a union, the index in a list,
-    `[key]`.
-    """
+    """Cut off what pydantic adds below a setting: branch of a union, index, `[key]`."""
     depth = 1
     while depth < len(location) and is_section(
         _model_at(model, location[: depth - 1]), location[depth - 1]
@@ -123,9 +121,7 @@ def _bound(detail: Any, path: tuple[Any, ...]) -> str:
 
 
 def _unknown_key(model: type[BaseModel], location: tuple[Any, ...]) -> str:
-    """Say that a key is unknown, and which one was probably meant: a similar one, or one of another
-    section.
-    """
+    """Say that a key is unknown, and which was meant: a similar one, or another section's."""
     key, valid = str(location[-1]), list(_model_at(model, location[:-1]).model_fields)
     elsewhere = [
         f"{section}.{key}"
@@ -147,9 +143,7 @@ def is_section(model: type[BaseModel], key: Any) -> bool:
 
 
 def _model_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
-    """Return the section at `location`, also one below the branches of a union or the entries of a
-    list.
-    """
+    """Return the section at `location`, also below branches of a union or entries of a list."""
     kind: Any = model
     for part in location:
         section = _section_in(kind)
@@ -168,9 +162,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _given(document: Mapping[str, object], path: tuple[Any, ...]) -> str:
-    """Spell a setting with the value that the user gave; alone, if there is none (a setting that
-    must be given).
-    """
+    """Spell a setting with the value that the user gave; alone, if there is none."""
     value: Any = document
     try:
         for part in path:

@@ -84,8 +84,8 @@ class EvaluateConfig(Section):
         for name in self.require:
             if name == HELDOUT_LOSS and not self.heldout:
                 raise ValueError(
-                    f"require = {name}: the held-out loss is not measured (heldout = False). "
-                    "Set heldout to true, or remove the requirement"
+                    f"require = {name}: the held-out loss is not measured (heldout = False). Set "
+                    "heldout to true, or remove the requirement"
                 )
             if name != HELDOUT_LOSS and not all(name.partition("/")):
                 raise ValueError(

@@ -15,9 +15,7 @@ from workflow.lib.settings.config import TrainConfig
 
 
 def total_steps(train: TrainConfig, *, num_rows: int) -> int:
-    """Return the number of optimizer steps: `max_steps`, or enough for `epochs` passes over
-    `num_rows` rows.
-    """
+    """Return the number of steps: `max_steps`, or `epochs` passes over `num_rows` rows."""
     if train.max_steps is not None:
         return train.max_steps
     assert train.epochs is not None, "TrainConfig guarantees epochs or max_steps"

@@ -6,8 +6,9 @@ from workflow.lib.settings.section_base import Section
 
 
 class TrackingConfig(Section):
-    """What shows a run while it trains. Changing it never trains again: results do not depend on
-    it.
+    """What shows a run while it trains.
+
+    Changing it never trains again: results do not depend on it.
     """
 
     tensorboard: bool = True

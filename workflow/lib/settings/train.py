@@ -113,9 +113,7 @@ class LoraSettings(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `modules_to_save` where there are none: runs that were made before it existed
-        stay the same runs.
-        """
+        """Leave out an empty `modules_to_save`: runs from before it existed stay the same."""
         document: dict[str, Any] = serialize(self)
         if not document.get("modules_to_save"):
             document.pop("modules_to_save", None)
@@ -201,8 +199,7 @@ class TrainConfig(Section):
         if (self.epochs is None) == (self.max_steps is None):
             raise ValueError(
                 f"epochs = {self.epochs} and max_steps = {self.max_steps}: exactly one sets the "
-                "length. "
-                "Set the other to null"
+                "length. Set the other to null"
             )
         if (
             self.micro_batch_size != "auto"
@@ -215,22 +212,21 @@ class TrainConfig(Section):
         if self.select == "best" and self.evaluate_every_steps is None:
             raise ValueError(
                 "select = best: the best adapter is the one with the lowest held-out loss, and "
-                "evaluate_every_steps is "
-                "null. Set it to a number of steps, or set select to last"
+                "evaluate_every_steps is null. Set it to a number of steps, or set select to last"
             )
         level = self.activation_checkpointing
         if level != "auto" and level < 1 and level is not False:
             raise ValueError(
                 f"activation_checkpointing = {self.activation_checkpointing}: a number of layers "
-                "must be at least 1. "
-                "Set it to false to recompute none"
+                "must be at least 1. Set it to false to recompute none"
             )
         return self
 
 
 class HardwareConfig(Section):
-    """What a run may use. Changing it never retrains a finished run: results do not depend on
-    it.
+    """What a run may use.
+
+    Changing it never retrains a finished run: results do not depend on it.
     """
 
     gpus: int | Literal["auto"] = Field("auto", union_mode="left_to_right")

@@ -45,8 +45,8 @@ class RecordedFile:
 def damaged(folder: Path, name: str, finding: str) -> UserError:
     """Return the error that a file of a folder that a stage has made is not what it was."""
     return UserError(
-        f"{folder / name} is damaged: it {finding}. "
-        f"Delete the folder {folder} and repeat the command; the folder is made again."
+        f"{folder / name} is damaged: it {finding}. Delete the folder {folder} and repeat the "
+        "command; the folder is made again."
     )
 
 
@@ -57,8 +57,8 @@ def listed_files(folder: Path) -> list[RecordedFile]:
     """
     if not (folder / SUMS).is_file():
         raise UserError(
-            f"{folder} holds no {SUMS}: it is no finished folder. "
-            "Run the workflow again, which makes it."
+            f"{folder} holds no {SUMS}: it is no finished folder. Run the workflow again, which "
+            "makes it."
         )
     text = (folder / SUMS).read_text(encoding="utf-8", errors="replace")
     files = [_listed(folder, line) for line in text.splitlines()]
@@ -91,9 +91,9 @@ def downloaded_files(folder: Path) -> list[RecordedFile]:
         return [RecordedFile(folder, file["path"], file["sha256"]) for file in record["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / HUB_RECORD} cannot be read as the record of a download ({error!r}). "
-            f"If the folder {folder} is a download, delete it and repeat the command; "
-            "if it is your own, give this file another name."
+            f"{folder / HUB_RECORD} cannot be read as the record of a download ({error!r}). If the "
+            f"folder {folder} is a download, delete it and repeat the command; if it is your own, "
+            "give this file another name."
         ) from None
 
 

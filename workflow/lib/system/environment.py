@@ -1,6 +1,4 @@
-"""The environment of the shell commands that Snakemake starts, and of the workers that torchrun
-starts.
-"""
+"""The environment of Snakemake's shell commands, and of the workers of torchrun."""
 
 import os
 import sys
@@ -10,8 +8,9 @@ LAUNCHER_VARIABLE = "FINETUNE_LAUNCHER"  # process id of who has started a worke
 
 
 def use_this_interpreter(root: Path) -> None:
-    """Let `python -m workflow.scripts.<stage>` mean this interpreter and the workflow in `root`,
-    from any folder.
+    """Let `python -m workflow.scripts.<stage>` run by this interpreter, from any folder.
+
+    root: the folder of the workflow.
 
     It holds for this process and what it starts. A conda environment goes before it, as it is
     activated later.

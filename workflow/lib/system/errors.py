@@ -1,15 +1,13 @@
-"""What a user may see: mistakes that the user can mend, a stop that somebody asked for, and what
-follows from another process's failure.
-"""
+"""What a user may see: own mistakes, a requested stop, and another process's failure."""
 
 from workflow.lib.system.redaction import redacted
 
 
 class UserError(ValueError):
-    """A setting, file or machine that cannot work; the message says what, its value, the bound, and
-    what to change.
+    """A setting, file or machine that cannot work.
 
-    Logins of URLs and tokens in it are masked.
+    The message says what, its value, the bound, and what to change. Logins of URLs and tokens in it
+    are masked.
     """
 
     def __init__(self, message: str) -> None:
@@ -18,8 +16,9 @@ class UserError(ValueError):
 
 
 class BatchMemoryError(UserError):
-    """A batch of `size` sequences ran out of memory where processes go in step: all must start
-    again with less.
+    """A batch of `size` sequences ran out of memory, where processes go in step.
+
+    All must start again with less.
     """
 
     def __init__(self, size: int) -> None:
@@ -28,8 +27,9 @@ class BatchMemoryError(UserError):
 
 
 class PeerLostError(RuntimeError):
-    """Not a cause: this process, or all of this machine, only noticed that others of the run are
-    gone, or wait for them.
+    """Not a cause: this process, or machine, only noticed that others of the run are gone.
+
+    Or it waits for them.
     """
 
     MARK = "lost another process"  # how its message begins

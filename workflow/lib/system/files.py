@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-KEY_LENGTH = (
-    12  # hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts
-)
+# Hexadecimal digits of a short hash: 48 bits, no collision among any user's artifacts.
+KEY_LENGTH = 12
 
 
 def canonical_json(value: Any) -> str:
@@ -31,9 +30,7 @@ def canonical_json(value: Any) -> str:
 
 
 def short_hash(value: Any) -> str:
-    """Return the first `KEY_LENGTH` hexadecimal digits of the SHA-256 of
-    `canonical_json(value)`.
-    """
+    """Return the first `KEY_LENGTH` digits of `json_sha256(value)`."""
     return json_sha256(value)[:KEY_LENGTH]
 
 
@@ -54,9 +51,7 @@ def file_sha256(path: Path, *, moved: Callable[[], None] = lambda: None) -> str:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it is synced and renamed, on failure
-    removed.
-    """
+    """Yield a temporary path beside `path`: synced and renamed on success, else removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
@@ -80,8 +75,9 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished folder its name, after everything in it is on the disk; what had the name
-    before is removed.
+    """Give a finished folder its name, after everything in it is on the disk.
+
+    What had the name before is removed.
     """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -206,9 +202,7 @@ PACKAGES = (
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed version of every package that can change a result; absent ones are left
-    out.
-    """
+    """Return the version of every installed package that can change a result."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -219,9 +213,7 @@ def package_versions() -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """Return the commit of this checkout, `-dirty` appended if it has changes; None outside a
-    checkout.
-    """
+    """Return the commit of this checkout, `-dirty` if it has changes; None outside one."""
     root = Path(__file__).resolve().parents[3]
     try:
         described = subprocess.run(

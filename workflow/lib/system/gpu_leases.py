@@ -1,5 +1,4 @@
-"""GPUs of this host, leased: whoever holds a card's lock uses the card, and nobody else of this
-workflow does.
+"""GPUs of this host, leased: who holds a card's lock uses it, nobody else of this workflow.
 
 Snakemake counts GPUs but assigns none, and knows nothing of other commands on the same host. So a
 job locks one file per card, named by the card's UUID, in a folder that all users of the host share.
@@ -32,8 +31,7 @@ def lease(
     folder: Path = FOLDER,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> list[Gpu]:
-    """Lock `count` of the GPUs that `gpus()` lists and return them; waits as long as too few are
-    free.
+    """Lock `count` of the GPUs that `gpus()` lists and return them; waits for free ones.
 
     The locks last as long as this process, and pass to the program that it becomes by exec.
     `waiting` is told once why the wait is long. Raises `UserError` if there are fewer GPUs than
@@ -45,9 +43,8 @@ def lease(
         if len(listed) < count:
             raise UserError(
                 f"{count} GPU(s) are asked for, {len(listed)} are visible here "
-                "(CUDA_VISIBLE_DEVICES = "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Lower hardware.gpus, or "
-                "show more."
+                f"(CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). "
+                "Lower hardware.gpus, or show more."
             )
         held, why = _try_to_lock(listed, count=count, folder=folder)
         if held:
@@ -61,9 +58,7 @@ def lease(
 
 
 def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list[Gpu], list[str]]:
-    """Lock `count` of `gpus`, or none; return those locked, and why each of the others is not to be
-    had.
-    """
+    """Lock `count` of `gpus`, or none; return those locked, and why others are not to be had."""
     held: list[tuple[Gpu, int]] = []
     why = []
     for gpu in gpus:
@@ -85,8 +80,9 @@ def _try_to_lock(gpus: Sequence[Gpu], *, count: int, folder: Path) -> tuple[list
 
 
 def _lock(folder: Path, uuid: str) -> int | None:
-    """Return the descriptor of a card's lock file, locked and inherited by exec; None if another
-    holds it.
+    """Return the descriptor of a card's lock file, locked; None if another holds it.
+
+    It is inherited by exec.
     """
     descriptor = _open(folder, uuid)
     try:

@@ -23,8 +23,9 @@ MOST_GPUS = 4096
 
 @dataclass(frozen=True)
 class Link:
-    """How GPUs of one machine reach each other: bytes/s of a GPU in one direction, and the share
-    that collectives get.
+    """How GPUs of one machine reach each other.
+
+    bandwidth: bytes/s of a GPU in one direction. share: what collectives get of it.
     """
 
     name: str
@@ -64,8 +65,9 @@ class GpuModel:
 def _model(
     name: str, gib: float, tflops: float, gb_per_s: float, link: Link, *aliases: str
 ) -> GpuModel:
-    """A GPU whose slot is that of its generation: PCIe 5.0 where its own links are newer than
-    Ampere's.
+    """Return a GPU whose slot is that of its generation.
+
+    That is PCIe 5.0 where its own links are newer than Ampere's.
     """
     host = PCIE_4 if link in (PCIE_4, NVLINK_3) else PCIE_5
     return GpuModel(name, gib, tflops * 1e12, gb_per_s * 1e9, link, host.bandwidth, aliases)
@@ -96,12 +98,11 @@ BY_NAME = {model.name: model for model in MODELS}
 
 
 def automatic_dtype(*, cuda: bool, bfloat16: bool) -> str:
-    """Return the type that `model.compute_dtype: auto` means; bfloat16: whether the GPUs have it
-    (compute capability 8.0 and more).
+    """Return the type that `model.compute_dtype: auto` means.
 
-    float32 on all CPUs, also where bfloat16 is faster: the same settings give the same numbers on
-    any CPU, and the reloaded adapter is compared within 1e-4 in place of 4e-2. preflight says where
-    bfloat16 would save time.
+    bfloat16: whether the GPUs have it (compute capability 8.0 and more). float32 on all CPUs, also
+    where bfloat16 is faster: the same settings give the same numbers on any CPU, and the reloaded
+    adapter is compared within 1e-4 in place of 4e-2. preflight says where bfloat16 would save time.
     """
     if not cuda:
         return "float32"
@@ -139,8 +140,9 @@ def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
 
 
 def parse_gpu(text: str, *, setting: str) -> GpuModel:
-    """Return the kind of GPU that a setting names, which says nothing of how many; raises
-    `UserError` as `parse_gpus` does.
+    """Return the kind of GPU that a setting names, which says nothing of how many.
+
+    Raises `UserError` as `parse_gpus` does.
     """
     if model := _models_by_plain_name().get(_plain(text)):
         return model

@@ -1,5 +1,6 @@
-"""The machine: visible GPUs, host memory and disks, asked from the driver and the kernel, without
-torch.
+"""The machine: visible GPUs, host memory and disks, asked without torch.
+
+The driver and the kernel tell.
 """
 
 import os
@@ -95,26 +96,25 @@ def _describe(handle: object) -> Gpu:
 def _has_bfloat16(handle: object) -> bool:
     try:
         major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except (
-        pynvml.NVMLError
-    ):  # an instance of a GPU that is split by MIG, which only newer ones can be
-        return True
+    except pynvml.NVMLError:
+        return True  # an instance of a GPU that is split by MIG, which only newer ones can be
     return int(major) >= 8
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:
-    """Return the GPUs that a run of `count` may get any of: those with no less memory than the
-    count-th largest.
+    """Return the GPUs that a run of `count` may get any of.
 
-    What is planned for the smallest of them holds for all. Cards of one kind differ by up to 1%.
+    They have no less memory than the count-th largest. What is planned for the smallest of them
+    holds for all. Cards of one kind differ by up to 1%.
     """
     sizes = sorted((gpu.total_bytes for gpu in gpus), reverse=True)[:count]
     return [gpu for gpu in gpus if not sizes or gpu.total_bytes >= 0.99 * sizes[-1]]
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that processes can still take, bytes: the smaller of MemAvailable and
-    the cgroup's rest.
+    """Return the host memory that processes can still take, bytes.
+
+    It is the smaller of MemAvailable and the cgroup's rest.
     """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -126,8 +126,9 @@ def available_host_bytes() -> int:
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU multiplies bfloat16 itself: AVX512-BF16 or AMX (x86), or the extension
-    BF16 (Arm).
+    """Tell whether the CPU multiplies bfloat16 itself.
+
+    It does by AVX512-BF16 or AMX (x86), or by the extension BF16 (Arm).
     """
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":")[::2] for line in lines)
@@ -161,7 +162,6 @@ def check_writable(folders: Sequence[Path]) -> None:
         if disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES or (disk.f_files and not disk.f_favail):
             raise UserError(
                 f"{folder} cannot be written: its disk is full ({disk.f_bavail * disk.f_frsize:,} "
-                f"bytes and {disk.f_favail:,} "
-                "files are left). Free some space, and repeat the command; all that is finished is "
-                "kept."
+                f"bytes and {disk.f_favail:,} files are left). Free some space, and repeat the "
+                "command; all that is finished is kept."
             )

@@ -1,9 +1,8 @@
-"""A signal to Snakemake's process alone, as `kill` or a scheduler sends it, ends its jobs too, in
-order.
+"""A signal to Snakemake's process alone ends its jobs too, in order.
 
-Snakemake waits for its jobs, and a signal tells it only to start no more: a training would run to
-its end. A terminal tells all processes at once; here the jobs are told in the same way. Those on a
-cluster Snakemake cancels itself.
+`kill` or a scheduler sends it so. Snakemake waits for its jobs, and a signal tells it only to start
+no more: a training would run to its end. A terminal tells all processes at once; here the jobs are
+told in the same way. Those on a cluster Snakemake cancels itself.
 """
 
 import os
@@ -37,8 +36,9 @@ def _tell(parent: int, number: signal.Signals) -> None:
 
 
 def group_below(pid: int) -> list[int]:
-    """Return the processes below `pid` that a terminal would tell: those of its group, not the
-    workers of a training.
+    """Return the processes below `pid` in its group, as a terminal would tell them.
+
+    The workers of a training are not among them.
     """
     processes = []
     for child in _children(pid):

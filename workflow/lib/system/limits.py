@@ -1,11 +1,10 @@
-"""Bounds of processor time and memory around work whose size foreign text decides: templates and
-regular expressions.
+"""Bounds of processor time and memory around work whose size foreign text decides.
 
-A sandbox keeps a template from the interpreter, but not from a loop within loops or from 100 GB of
-text. The kernel
-counts instead: a timer of the process stops the first, the limit of its address space the second.
-Time is processor time, so a busy machine changes nothing. Rendering a short conversation took 28
-µs, and the bounds 15 more (on a busy core, 2026-11-23).
+Templates and regular expressions are such text. A sandbox keeps a template from the interpreter,
+but not from a loop within loops or from 100 GB of text. The kernel counts instead: a timer of the
+process stops the first, the limit of its address space the second. Time is processor time, so a
+busy machine changes nothing. Rendering a short conversation took 28 µs, and the bounds 15 more (on
+a busy core, 2026-11-23).
 """
 
 import os
@@ -28,11 +27,11 @@ class ExcessError(RuntimeError):
 
 
 class BoundedWork:
-    """Stop what happens within at so much processor time, or so many bytes more than the process
-    has mapped now.
+    """Stop what happens within at so much processor time, or so many bytes more than now.
 
-    None stands for `MAX_SECONDS` and `MAX_BYTES`. Raises `ExcessError` there. Not to be nested.
-    Outside of the main thread, to which alone Python gives signals, time has no bound.
+    What counts is the address space that the process has mapped. None stands for `MAX_SECONDS` and
+    `MAX_BYTES`. Raises `ExcessError` there. Not to be nested. Outside of the main thread, to which
+    alone Python gives signals, time has no bound.
     """
 
     def __init__(self, *, max_seconds: float | None = None, max_bytes: int | None = None) -> None:
@@ -68,7 +67,9 @@ class BoundedWork:
 
 
 class _TimeIsOverError(BaseException):
-    """Not an `Exception`: Jinja, which computes constants beforehand, takes any of those for a
+    """Time is over.
+
+    Not an `Exception`: Jinja, which computes constants beforehand, takes any of those for a
     constant that has no value.
     """
 
@@ -85,7 +86,8 @@ def _mapped_bytes() -> int:
 
 @cache
 def _statm(_pid: int) -> int:
-    """Return what reads the sizes of this process; one that was opened before a fork reads the
-    parent's.
+    """Return what reads the sizes of this process.
+
+    One that was opened before a fork reads the parent's.
     """
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,8 +1,7 @@
-"""One process at a time: a lock file that the kernel frees, whatever kills its holder, so nobody
-has to remove it.
+"""One process at a time: a lock file that the kernel frees, whatever kills its holder.
 
-Its holder's process id is in it. A holder that ends in order removes the file, so one that was
-killed can be named later.
+So nobody has to remove it. Its holder's process id is in it. A holder that ends in order removes
+the file, so one that was killed can be named later.
 """
 
 import fcntl
@@ -23,12 +22,11 @@ POLL_S = 0.5
 
 @contextmanager
 def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | None]:
-    """Hold the lock file `path`, which is there only while it is held, or if its last holder was
-    killed: whose process id it yields then.
+    """Hold the lock file `path`; yield the process id of its last holder if that was killed.
 
-    doing: what the holder does, for the message (`training this run`). wait_s: seconds to wait for
-    another process, which may be about to end. Raises `UserError` that names it if it holds the
-    lock longer.
+    The file is there only while it is held, or if its last holder was killed. doing: what the
+    holder does, for the message (`training this run`). wait_s: seconds to wait for another process,
+    which may be about to end. Raises `UserError` that names it if it holds the lock longer.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path, doing=doing, deadline=time.monotonic() + wait_s) as lock:
@@ -45,8 +43,9 @@ def exclusive(path: Path, *, doing: str, wait_s: float = 0.0) -> Iterator[str | 
 
 
 def _locked(path: Path, *, doing: str, deadline: float) -> TextIO:
-    """Return the open file at `path`, locked. What was locked may be no longer there, as its holder
-    removed it: then once more.
+    """Return the open file at `path`, locked.
+
+    What was locked may be no longer there, as its holder removed it: then once more.
     """
     while True:
         lock = path.open("a+")
@@ -76,8 +75,8 @@ def _acquire(lock: TextIO, path: Path, *, doing: str, deadline: float) -> None:
             if time.monotonic() >= deadline:
                 raise UserError(
                     f"{path.parent} is in use: process {_holder(lock)} is {doing}. Wait for it, or "
-                    "stop it (kill "
-                    f"{_holder(lock)}), and repeat the command; it continues from what is finished."
+                    f"stop it (kill {_holder(lock)}), and repeat the command; it continues from "
+                    "what is finished."
                 ) from None
             if not is_announced:
                 left = deadline - time.monotonic()

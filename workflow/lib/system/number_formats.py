@@ -16,9 +16,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 def visible(text: str) -> str:
-    """Return `text` with every acting character replaced by its code, `[U+001B]` for ESC; CR LF
-    becomes LF.
-    """
+    """Return `text` with acting characters as their code, `[U+001B]` for ESC; CR LF as LF."""
     return _INVISIBLE.sub(lambda match: f"[U+{ord(match.group()):04X}]", text.replace("\r\n", "\n"))
 
 
@@ -97,8 +95,7 @@ def spoken(name: str) -> str:
 
 
 def thinned(values: list[float], *, limit: int) -> list[int]:
-    """Return the positions of at most `limit` values that keep the first, the last and every
-    extreme.
+    """Return the positions of at most `limit` values: the first, the last and every extreme.
 
     The curve is cut into `limit // 2 - 1` equal buckets; each gives its lowest and highest value,
     so that no spike disappears. Short curves come back whole.

@@ -1,5 +1,4 @@
-"""Names of packages that no documentation promises, and that this workflow uses nevertheless: one
-list, checked before work begins.
+"""Undocumented names of packages that this workflow uses, checked before work begins.
 
 A release without one of them would fail late, by an AttributeError, or not at all: an attribute
 that nobody reads any more can still be set. `docs/decisions.md` says what each is used for.
@@ -102,8 +101,7 @@ def check_interfaces(*packages: str) -> None:
         if not _there(used):
             raise UserError(
                 f"{used.package} {version(used.package)} has no {used.owner_name}.{used.name}, "
-                "which this workflow uses. "
-                f"Install the release that envs/pins.txt names."
+                "which this workflow uses. Install the release that envs/pins.txt names."
             )
 
 

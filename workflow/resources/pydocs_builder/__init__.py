@@ -1,3 +1,4 @@
-"""Question/answer pairs, a multiple-choice task and a raw corpus from the documentation in CPython
-itself.
+"""Question/answer pairs, a task and a raw corpus from the documentation in CPython itself.
+
+The task is of multiple choice.
 """

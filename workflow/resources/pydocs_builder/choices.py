@@ -35,8 +35,7 @@ class Item:
 
 
 def build_items(objects: Sequence[DocumentedObject], heldout_sources: frozenset[str]) -> list[Item]:
-    """Return an item per held-out object that has a description and enough siblings, sorted by
-    name.
+    """Return an item per held-out object with a description and enough siblings, by name.
 
     The right answer takes the positions 0 to 3 in turn, in an order unrelated to the names.
     """
@@ -55,9 +54,7 @@ def build_items(objects: Sequence[DocumentedObject], heldout_sources: frozenset[
 
 
 def _distractors(item: DocumentedObject, objects: Sequence[DocumentedObject]) -> list[str]:
-    """Return three names of the same kind from the same class, or module, with other
-    descriptions.
-    """
+    """Return three names of the same kind and class or module, with other descriptions."""
     own = normalised(describing_sentence(item))
     siblings = [
         o

@@ -1,5 +1,4 @@
-"""The raw corpus: docstrings, the language reference and source code, without anything that is held
-out.
+"""The raw corpus: docstrings, language reference and source code, nothing held out.
 
 Three things keep a held-out answer from the base model: the documentation of held-out objects is
 left out; source code comes without any docstring and without the held-out functions and classes;
@@ -57,8 +56,9 @@ def build_corpus(
 
 
 def protected_texts(split: Split) -> list[str]:
-    """Return the held-out texts that the corpus must not contain: answers and descriptions, not
-    bare names.
+    """Return the held-out answers and descriptions, which must not be in the corpus.
+
+    Bare names may be there.
     """
     texts = {text for pair in split.heldout for text in (pair.completion, pair.description)}
     return sorted(t for t in texts if len(normalised(t).split()) >= MIN_CONTAINED_WORDS)

@@ -53,17 +53,16 @@ class DocumentedObject:
 
     @property
     def is_public(self) -> bool:
-        """Whether a reader may use the object by this name: no part is private or special, save
-        `__init__`.
+        """Whether a reader may use the object by this name.
+
+        No part of it is private or special, save `__init__`.
         """
         parts = self.name.split(".")
         return not any(p.startswith("_") and p not in ("__init__", "__future__") for p in parts)
 
 
 def import_modules() -> tuple[list[tuple[str, ModuleType]], list[str]]:
-    """Import the documented modules; return (name, module) pairs and the names that this Python
-    lacks.
-    """
+    """Import the documented modules; return (name, module) pairs, and names that are missing."""
     modules, missing = [], []
     for name in _module_names():
         with warnings.catch_warnings():
@@ -181,8 +180,9 @@ def _kind_of(value: Any) -> str:
 
 
 def _parameters_of(value: Any) -> str:
-    """Return the parameter list as in source, or "" where it is unknown, very long or tied to this
-    machine.
+    """Return the parameter list as in source.
+
+    It is "" where it is unknown, very long or tied to this machine.
     """
     try:
         text = str(inspect.signature(value))

@@ -1,5 +1,4 @@
-"""Near-duplicate texts: Jaccard similarity of word 5-grams, and containment of a text in a
-document.
+"""Near-duplicate texts: Jaccard similarity of word 5-grams, and containment of a text.
 
 The measure is the resemblance of Broder, "On the resemblance and containment of documents" (1997).
 """
@@ -9,12 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 SHINGLE_WORDS = 5
-THRESHOLD = (
-    0.5  # Jaccard similarity, or contained fraction, at and above which texts count as copies
-)
-MIN_CONTAINED_WORDS = (
-    SHINGLE_WORDS  # a shorter text (a name) may stand anywhere without being a copy
-)
+# Jaccard similarity, or contained fraction, at and above which texts count as copies.
+THRESHOLD = 0.5
+# A shorter text (a name) may stand anywhere without being a copy.
+MIN_CONTAINED_WORDS = SHINGLE_WORDS
 
 Shingle = tuple[str, ...]
 
@@ -59,8 +56,9 @@ class ShingleIndex:
         )
 
     def contained_in(self, document: str) -> frozenset[Shingle]:
-        """Return all shingles of the indexed texts of which the document holds `THRESHOLD` or
-        more.
+        """Return all shingles of the indexed texts that the document holds largely.
+
+        It holds `THRESHOLD` or more of such a text's shingles.
         """
         document_shingles = shingles(document)
         contained = {
@@ -74,18 +72,14 @@ class ShingleIndex:
 
 
 def pair_texts(pair: dict[str, str]) -> tuple[str, str]:
-    """Return what is compared of a question/answer pair: the completion, and prompt with
-    completion.
-    """
+    """Return what is compared of a pair: the completion, and prompt with completion."""
     return pair["completion"], f"{pair['prompt']} {pair['completion']}"
 
 
 def near_duplicates(
     pairs: Sequence[dict[str, str]], of_pairs: Sequence[dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Return the members of `pairs` whose completion, or whole, nearly repeats that of any of
-    `of_pairs`.
-    """
+    """Return those of `pairs` whose completion, or whole, nearly repeats one of `of_pairs`."""
     completions = ShingleIndex(pair_texts(pair)[0] for pair in of_pairs)
     wholes = ShingleIndex(pair_texts(pair)[1] for pair in of_pairs)
     return [

@@ -75,8 +75,9 @@ SECTION = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A question with its answer; `source` is the object it is about; `description` a text that the
-    prompt reveals.
+    """A question with its answer.
+
+    `source` is the object it is about; `description` a text that the prompt reveals.
     """
 
     prompt: str
@@ -121,9 +122,7 @@ def all_pairs(
 
 
 def object_pairs(item: DocumentedObject) -> Iterator[Pair]:
-    """Yield the pairs about one object: its purpose or its call, and perhaps details and its
-    name.
-    """
+    """Yield the pairs about one object: its purpose or call, and perhaps details and name."""
     blocks = text.prose(item.doc)
     summary = text.answer(blocks)
     if not summary:
@@ -165,9 +164,7 @@ def describing_sentence(item: DocumentedObject) -> str:
 
 
 def name_question(item: DocumentedObject) -> str:
-    """Return the question for the object's name given its description, or "" where none can be
-    asked.
-    """
+    """Return the question for the object's name given its description, or "" without one."""
     description = describing_sentence(item)
     if not description or item.kind == "module" or item.short_name == "__init__":
         return ""

@@ -12,8 +12,9 @@ HELDOUT_SHARE = 0.06  # of objects, before near-duplicates of train leave
 
 @dataclass(frozen=True)
 class Split:
-    """The two splits, and how many pairs and objects left the held-out one as near-duplicates of
-    train.
+    """The two splits, and what left the held-out one as near-duplicates of train.
+
+    moved_pairs, moved_sources: how many pairs and objects left.
     """
 
     train: list[Pair]

@@ -16,9 +16,7 @@ _DEFINITION = re.compile(r"^(?:(?:class|exception|classmethod|async|static) )?[\
 
 
 def paragraphs(doc: str) -> list[str]:
-    """Return the blocks between blank lines, signature lines at the start of the first one
-    removed.
-    """
+    """Return the blocks between blank lines, without signature lines at the start."""
     blocks = [block.strip("\n") for block in re.split(r"\n\s*\n", doc.strip("\n"))]
     blocks = [block for block in blocks if block.strip()]
     if blocks:
@@ -38,8 +36,9 @@ def _without_signature_lines(block: str) -> str:
 
 
 def prose(doc: str) -> list[str]:
-    """Return the leading run of prose paragraphs, each as one line; code, lists and fields end
-    it.
+    """Return the leading run of prose paragraphs, each as one line.
+
+    Code, lists and fields end it.
     """
     texts: list[str] = []
     for block in paragraphs(doc):
@@ -77,8 +76,9 @@ def without_last_sentence(text: str) -> str:
 
 
 def answer(blocks: list[str]) -> str:
-    """Return the first prose block, and the next if that is short, cut at a sentence end, or "" if
-    unusable.
+    """Return the first prose block, cut at a sentence end, or "" if unusable.
+
+    The next one is added if the first is short.
     """
     text = ""
     for block in blocks:

@@ -1,6 +1,4 @@
-"""The language reference inside `pydoc_data.topics`: titled sections, and the definitions in
-them.
-"""
+"""The language reference inside `pydoc_data.topics`: sections, and definitions in them."""
 
 import re
 import textwrap

@@ -37,9 +37,7 @@ READ_KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "functi
 
 
 class RowError(ValueError):
-    """A row that cannot be used; the message is `kind` or `kind: detail`, without characters that a
-    terminal obeys.
-    """
+    """A row that cannot be used; the message is `kind` or `kind: detail`, printable."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(reason))
@@ -69,9 +67,7 @@ class Tool(TypedDict):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the template gets them, whether each one's tokens may be trained, and the tools
-    on offer.
-    """
+    """Messages as the template gets them, which of them may be trained, and the tools."""
 
     messages: list[Message]
     trained: list[bool]
@@ -79,8 +75,9 @@ class Conversation:
 
 
 def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:
-    """Return the messages of a list, or of its JSON text, and which are to be trained: the
-    assistant's, but for weight 0.
+    """Return the messages of a list, or of its JSON text, and which are to be trained.
+
+    Those are the assistant's, but for weight 0.
     """
     items = json_value(raw, what) if isinstance(raw, str) else raw
     if not isinstance(items, list):
@@ -118,8 +115,9 @@ def _either(item: Values, key: str, other: str) -> Any:
 
 
 def _content(content: Any, role: str, has_calls: bool, where: str) -> str:
-    """Return a message's text. System prompts, tool results and turns that call a tool may be
-    empty.
+    """Return a message's text.
+
+    System prompts, tool results and turns that call a tool may be empty.
     """
     what = f"content of {where}"
     if isinstance(content, list) and role != "tool":
@@ -134,8 +132,9 @@ def _content(content: Any, role: str, has_calls: bool, where: str) -> str:
 
 
 def _part(part: Any, what: str) -> str:
-    """Return the text of a part of a content list; pictures and sounds are refused, not left
-    out.
+    """Return the text of a part of a content list.
+
+    Pictures and sounds are refused, not left out.
     """
     given = part.get("type", "text") if isinstance(part, dict) else kind(part)
     if given not in ("text", "input_text", "output_text"):
@@ -153,8 +152,9 @@ def _weight(item: Values, number: int) -> int:
 
 
 def _tool_calls(item: Values, written: Any, where: str) -> list[ToolCall]:
-    """Return the calls of a message: OpenAI's list, its old single `function_call`, or ShareGPT's
-    JSON text.
+    """Return the calls of a message.
+
+    They are OpenAI's list, its old single `function_call`, or ShareGPT's JSON text.
     """
     calls: Any = item.get("tool_calls") or []
     if item.get("function_call") is not None:
@@ -184,9 +184,7 @@ def _tool_call(call: Any, where: str) -> ToolCall:
 
 
 def read_tools(raw: Any, *, what: str) -> list[Tool] | None:
-    """Return the tools of a list, or of its JSON text, each as `{"type": "function", "function":
-    ...}`; None if there are none.
-    """
+    """Return the tools of a list, or of its JSON text; None if there are none."""
     items = json_value(raw, what) if isinstance(raw, str) and raw.strip() else raw
     if not items:
         return None

@@ -1,8 +1,8 @@
-"""Conversations to text through a chat template, which is code of others: Transformers runs it in
-Jinja's immutable sandbox.
+"""Conversations to text through a chat template.
 
-What the template does not write would silently not be trained. So a conversation with tools is
-rendered once more with every function name and tool result marked, and each mark must come back.
+The template is code of others: Transformers runs it in Jinja's immutable sandbox. What the template
+does not write would silently not be trained. So a conversation with tools is rendered once more
+with every function name and tool result marked, and each mark must come back.
 """
 
 import json
@@ -30,17 +30,11 @@ from workflow.lib.system.limits import BoundedWork, ExcessError
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-LOOKS_AHEAD = {
-    "last",
-    "length",
-    "revindex",
-    "revindex0",
-    "nextitem",
-}  # attributes of Jinja's `loop`
+# Attributes of Jinja's `loop`.
+LOOKS_AHEAD = {"last", "length", "revindex", "revindex0", "nextitem"}
 SEARCHES = {"split", "rsplit", "partition", "rpartition", "find", "startswith", "endswith"}
 # Templates such as Llama 3's write today's date. The same data must give the same tokens tomorrow,
-# so
-# they are given this day (the default in Llama 3.2's template): the macro shadows Transformers'
+# so they are given this day (the default in Llama 3.2's template): the macro shadows Transformers'
 # function.
 FIXED_DATE = "2024-07-26"
 DATE_MACRO = (
@@ -114,8 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def has_constant_prompt(self) -> bool:
-        """Whether what stands behind the messages is a constant text, written for the prompt of
-        inference alone."""
+        """Whether a constant text, for the prompt of inference alone, follows the messages."""
         asked = [
             node
             for node in self._tree.body
@@ -135,8 +128,10 @@ class ChatTemplate:
 
     @cached_property
     def searched_texts(self) -> set[str]:
-        """Texts that the template searches for in a message, such as the end of its reasoning, and
-        what they close."""
+        """Texts that the template searches for in a message, and what they close.
+
+        The end of the reasoning is one.
+        """
         searched: list[nodes.Node] = []
         for comparison in self._tree.find_all(nodes.Compare):
             if any(operand.op in ("in", "notin") for operand in comparison.ops):
@@ -151,8 +146,7 @@ class ChatTemplate:
 
     @cached_property
     def wants_json_arguments(self) -> bool:
-        """Whether calls need their arguments as JSON text: the template refuses objects
-        (DeepSeek's)."""
+        """Whether calls need arguments as JSON text: the template refuses objects (DeepSeek's)."""
         call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
         messages: list[Message] = [
             {"role": "user", "content": "ping"},
@@ -168,8 +162,7 @@ class ChatTemplate:
         return False
 
     def adapted(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with its calls' arguments in the form that the template
-        writes."""
+        """Return the conversation with its calls' arguments as the template writes them."""
         if not any("tool_calls" in message for message in conversation.messages):
             return conversation
         if not self.wants_json_arguments:
@@ -211,9 +204,7 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def check_tools(self, conversation: Conversation) -> None:
-        """Raise `RowError` if the template leaves out a tool, a call or a tool's result, or does
-        not train a call.
-        """
+        """Raise `RowError` if a tool, a call or its result is left out, or a call not trained."""
         if not uses_tools(conversation):
             return
         marked, expected = _marked(conversation)
@@ -221,16 +212,15 @@ class ChatTemplate:
         lost = [what for what, (mark, count) in expected.items() if text.count(mark) < count]
         if lost:
             raise RowError(
-                f"tools not rendered: the chat template leaves out {lost[0]}; "
-                "give one that writes tools in data.chat_template"
+                f"tools not rendered: the chat template leaves out {lost[0]}; give one that writes "
+                "tools in data.chat_template"
             )
         blocks = " ".join(text[start:end] for start, end in spans)
         outside = [name for name in _called(marked) if self.has_blocks and name not in blocks]
         if outside:
             raise RowError(
                 "tools not trained: the chat template writes calls outside of its {% generation %} "
-                "blocks; "
-                "give one that writes them inside in data.chat_template"
+                "blocks; give one that writes them inside in data.chat_template"
             )
 
 
@@ -238,8 +228,7 @@ def _excess_error(excess: ExcessError, messages: list[Message]) -> UserError:
     beginning = preview(str(messages[0]["content"] if messages else ""))
     return UserError(
         f"data.chat_template, or without it the tokenizer's own: the chat template {excess} for "
-        "one conversation, "
-        f"which begins with {beginning!r}. Name a template without such loops or "
+        f"one conversation, which begins with {beginning!r}. Name a template without such loops or "
         "repetitions in data.chat_template, or remove that conversation."
     )
 
@@ -276,8 +265,9 @@ def uses_tools(conversation: Conversation) -> bool:
 
 
 def _marked(conversation: Conversation) -> tuple[Conversation, dict[str, tuple[str, int]]]:
-    """Return the conversation with function names and tool results marked; and what each mark
-    stands for, and how often.
+    """Return the conversation with marks in function names and tool results, and the marks.
+
+    They come by what each stands for, with how often it is expected.
     """
     tools = conversation.tools or []
     calls = [c for m in conversation.messages for c in m.get("tool_calls", ())]

@@ -1,5 +1,4 @@
-"""What a row means: its columns become a conversation, a plain text or ready token ids, by one of
-five formats.
+"""What a row means: columns to a conversation, a text or token ids, by one of five formats.
 
 `messages` is a conversation, `prompt_completion` one whose completion alone is trained (both texts,
 or lists of messages), `alpaca` a question and its answer, `tokens` ids with labels or a mask,
@@ -57,13 +56,12 @@ Sample = Conversation | TokenRow | str
 def choose_format(
     present: Collection[str], *, format: str, columns: DataColumns, setting: str
 ) -> Format:
-    """Return the format of rows with the columns `present`: the one that is set, or for `auto` the
-    first that fits.
+    """Return the format of rows with these columns: the one set, or the first that fits.
 
-    Raises `UserError` that lists the columns present and expected if none fits; `setting` names the
-    source.
-    Without any column there is not one object in it: any format will do to reject its rows, each
-    with its own reason.
+    present: the columns; `auto` means the first format that fits them. Raises `UserError` that
+    lists the columns present and expected if none fits; `setting` names the source. Without any
+    column there is not one object in it: any format will do to reject its rows, each with its own
+    reason.
     """
     candidates = [name for name in REQUIRED if format in ("auto", name)]
     if not present:
@@ -73,9 +71,9 @@ def choose_format(
             return candidate
     wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
     raise UserError(
-        f"data.format = {format!r}: {setting} has the columns {_listed(present)}, "
-        f"but expected are those of {' or '.join(wanted)}. {_misspelt(present, columns)}"
-        "Give the names that the file uses under data.columns, or set data.format."
+        f"data.format = {format!r}: {setting} has the columns {_listed(present)}, but expected are "
+        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}Give the names that the "
+        "file uses under data.columns, or set data.format."
     )
 
 
@@ -204,9 +202,8 @@ def _targets(value: Values, ids: list[int], columns: DataColumns) -> list[bool] 
         for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
             if label not in (IGNORED_LABEL, token):
                 raise RowError(
-                    f"labels differ from tokens: place {position} has label {label}, "
-                    f"token {token}; a label is its own token (not the next one), "
-                    f"or {IGNORED_LABEL}"
+                    f"labels differ from tokens: place {position} has label {label}, token "
+                    f"{token}; a label is its own token (not the next one), or {IGNORED_LABEL}"
                 )
         return [label != IGNORED_LABEL for label in labels]
     if value.get(columns.loss_mask) is not None:

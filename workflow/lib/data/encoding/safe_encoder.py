@@ -1,9 +1,8 @@
 """Text to token ids, where only the chat template can write a special token, never the data.
 
 A tokenizer recognizes special tokens anywhere in its input, so a user's text with "<|end|>" in it
-would
-end the turn. Here such text is *guarded* before rendering: every character of the occurrence is
-replaced by one of the private-use plane. After rendering, guarded and unguarded spellings are
+would end the turn. Here such text is *guarded* before rendering: every character of the occurrence
+is replaced by one of the private-use plane. After rendering, guarded and unguarded spellings are
 swapped, and a second tokenizer reads the result whose special tokens are spelled guarded: the
 template's tokens match, the data's text is ordinary. Lengths do not change, so character positions
 stay valid. Text without such strings, nearly all, takes the first tokenizer as it is.
@@ -25,9 +24,7 @@ PRIVATE_USE = 0xF0000  # first code point of plane 15, which has no assigned cha
 
 
 class SafeEncoder:
-    """Encodes text with the tokenizer's own rules, adding no token, and with the data's text kept
-    ordinary.
-    """
+    """Encodes text by the tokenizer's own rules; adds no token, keeps data's text ordinary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -46,8 +43,10 @@ class SafeEncoder:
 
     @cached_property
     def _guarded(self) -> Tokenizer:
-        """Made at its first use: a large vocabulary takes a second, and most chats spell no special
-        token.
+        """The second tokenizer.
+
+        It is made at its first use: a large vocabulary takes a second, and most chats spell no
+        special token.
         """
         spec = json.loads(self._plain.to_str())
         guarded = Tokenizer.from_str(json.dumps(_rename_specials(spec, self._names)))
@@ -61,8 +60,7 @@ class SafeEncoder:
         return self._special.search(text) is not None
 
     def guard(self, text: str, *, but: Collection[str] = ()) -> str:
-        """Return `text` with the spellings of special tokens replaced, to be given to the chat
-        template.
+        """Return `text` with the spellings of special tokens replaced, for the chat template.
 
         Those in `but` stay as they are, and become special tokens if the template writes them.
         """
@@ -71,14 +69,12 @@ class SafeEncoder:
         )
 
     def end_of_last_special(self, text: str, start: int) -> int | None:
-        """Return where the last special token of a rendered text ends, behind `start`; None without
-        any."""
+        """Return where the last special token behind `start` ends; None without any."""
         ends = [match.end() for match in self._special.finditer(text, start)]
         return ends[-1] if ends else None
 
     def special_at(self, text: str, start: int) -> list[int]:
-        """Return the special token, as a list of ids, that a rendered text has at `start`; [] if
-        none."""
+        """Return the special token at `start` of a rendered text as a list of ids; [] if none."""
         match = self._special.match(text, start)
         return self._plain.encode(match[0], add_special_tokens=False).ids if match else []
 
@@ -88,8 +84,9 @@ class SafeEncoder:
         return starts[-1] if starts else None
 
     def encode_rendered(self, text: str, *, guarded: bool) -> Encoding:
-        """Encode what the template rendered; `guarded` says that its messages went through
-        `guard`.
+        """Encode what the template rendered.
+
+        guarded: its messages went through `guard`.
         """
         if not guarded:
             return self._plain.encode(text, add_special_tokens=False)
@@ -99,11 +96,10 @@ class SafeEncoder:
     def is_prompt(
         self, encoding: Encoding, ids: list[int], text: str, end: int, *, guarded: bool
     ) -> bool:
-        """Tell whether the prompt `text[:end]` has the tokens that `encoding` of the whole text has
-        there.
+        """Tell whether the prompt `text[:end]` has the tokens that the whole text has there.
 
-        Special tokens stand for themselves whatever is beside them, so only what follows the last
-        one is compared.
+        encoding, ids: of the whole text. Special tokens stand for themselves whatever is beside
+        them, so only what follows the last one is compared.
         """
         stop = _first_from(encoding, end)
         first = next((i for i in range(stop - 1, -1, -1) if ids[i] in self.special_ids), 0)
@@ -120,8 +116,10 @@ class SafeEncoder:
         return known
 
     def encode_answer(self, text: str, *, guarded: bool) -> list[int]:
-        """Encode rendered text as it goes on after a prompt: no blank is put before it. Raises
-        `ValueError` if one is."""
+        """Encode rendered text as it goes on after a prompt: no blank is put before it.
+
+        Raises `ValueError` if one is.
+        """
         for anchor in (self._anchor, self._anchor + "\n"):
             encoding = self.encode_rendered(anchor + text, guarded=guarded)
             first = _first_from(encoding, len(anchor))

@@ -32,8 +32,9 @@ from workflow.lib.system.errors import UserError
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: token ids uint32 and loss mask bool, both of shape (length,); False at position
-    0.
+    """A document: token ids uint32 and loss mask bool, both of shape (length,).
+
+    The mask is False at position 0.
     """
 
     ids: npt.NDArray[np.uint32]
@@ -60,19 +61,19 @@ class SampleEncoder:
             self._check_template(self._renderer)
 
     def encode(self, sample: Sample) -> list[Encoded]:
-        """Return the sample's tokens and masks: one example, or several where turns need prompts of
-        their own.
+        """Return the sample's tokens and masks.
 
-        Raises `RowError` if the template or the mask fails.
+        These are one example, or several where turns need prompts of their own. Raises `RowError`
+        if the template or the mask fails.
         """
         return self.begin(sample)()
 
     def begin(self, sample: Sample) -> Callable[[], list[Encoded]]:
-        """Return what encodes the sample; of a conversation, rendered now. Both raise `RowError` as
-        `encode` does.
+        """Return what encodes the sample; a conversation is rendered now.
 
-        To begin many samples and then end them takes four fifths of the time of one after the
-        other: template and tokenizer do not put each other out of the processor's caches.
+        Both raise `RowError` as `encode` does. To begin many samples and then end them takes four
+        fifths of the time of one after the other: template and tokenizer do not put each other out
+        of the processor's caches.
         """
         if isinstance(sample, Conversation):
             assert self._renderer is not None, "conversations need a chat template"
@@ -93,15 +94,14 @@ class SampleEncoder:
         return [text, *chats]
 
     def end_of_turn_ids(self) -> list[int]:
-        """Return the special tokens that end what the assistant is trained to say; none without a
-        template.
-        """
+        """Return the special tokens that end trained turns; none without a template."""
         ends = {end for _, _, last_tokens in self._answered_probes() for end in last_tokens}
         return sorted(ends & self._encoder.special_ids)
 
     def _answered_probes(self) -> Iterator[tuple[Conversation, list[int], list[int]]]:
-        """Yield each probe that the template takes, with its ids and the last tokens of its trained
-        turns.
+        """Yield each probe that the template takes, its ids, and its turns' last tokens.
+
+        Only trained turns count.
         """
         if self._renderer is None:
             return
@@ -114,8 +114,9 @@ class SampleEncoder:
     def _answered(
         self, renderer: TurnRenderer, conversation: Conversation
     ) -> tuple[list[int], list[int]]:
-        """Return the whole conversation's ids, and the last token of each trained turn. It spells
-        no special token.
+        """Return the whole conversation's ids, and the last token of each trained turn.
+
+        The conversation spells no special token.
         """
         template = renderer.template
         conversation = template.adapted(conversation)
@@ -128,9 +129,7 @@ class SampleEncoder:
         return self._encoder.encode_rendered(whole, guarded=False).ids, ends
 
     def _encode_text(self, text: str) -> list[Encoded]:
-        """Every token is trained; bos (if the tokenizer has one) and eos stand around the text
-        once.
-        """
+        """Encode a text, all of it trained, between bos (if the tokenizer has one) and eos."""
         ids = [*self._bos, *self._encoder.encode_plain(text).ids, *self._eos]
         return [_encoded(ids, [(0, len(ids))], self._encoder.holds_special(text))]
 
@@ -164,8 +163,10 @@ class SampleEncoder:
         return examples
 
     def _examples(self, text: TurnText, guarded: bool) -> list[Encoded]:
-        """Return the text's example; a turn whose prompt has other tokens in it has one of its own
-        before."""
+        """Return the text's example.
+
+        A turn whose prompt has other tokens in it has one of its own before.
+        """
         encoding = self._encoder.encode_rendered(text.text, guarded=guarded)
         ids = encoding.ids  # a list made anew at each look
         examples, spans = [], []
@@ -179,8 +180,7 @@ class SampleEncoder:
         return examples
 
     def _own_example(self, text: str, turn: Turn, guarded: bool) -> Encoded:
-        """Return the prompt's tokens and behind them those of the turn, which is encoded by
-        itself."""
+        """Return the prompt's tokens and behind them the turn's, which is encoded by itself."""
         prompt = self._encoder.encode_rendered(text[: turn.start], guarded=guarded).ids
         try:
             answer = self._encoder.encode_answer(text[turn.start : turn.stop], guarded=guarded)
@@ -196,9 +196,7 @@ class SampleEncoder:
         return first, self._with_end_of_turn(ids, first, stop)
 
     def _with_end_of_turn(self, ids: list[int], first: int, stop: int) -> int:
-        """Extend a span by the special token behind it, where the template left it out of the
-        block.
-        """
+        """Extend a span by the special token behind it, if the template's block leaves it out."""
         special = self._encoder.special_ids
         ends_open = stop > first and ids[stop - 1] not in special
         return stop + 1 if ends_open and stop < len(ids) and ids[stop] in special else stop
@@ -232,7 +230,6 @@ def _encoded(ids: list[int], trained: Spans, held_special_text: bool) -> Encoded
 def _template_error(finding: str) -> UserError:
     return UserError(
         f"The chat template cannot be used for training: {finding}. Give another one in "
-        "data.chat_template: "
-        "a Jinja file that writes each assistant turn as "
+        "data.chat_template: a Jinja file that writes each assistant turn as "
         "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}."
     )

@@ -1,6 +1,4 @@
-"""The tokenizer of the base model: loaded from its folder, checked for what training needs, and
-digested.
-"""
+"""The base model's tokenizer: loaded, checked for what training needs, and digested."""
 
 import hashlib
 from pathlib import Path
@@ -26,8 +24,7 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, without network access and without running code from
-    it.
+    """Load the tokenizer of a model folder; no network access, and no code of it is run.
 
     Raises `UserError` if there is none, if it is not backed by the `tokenizers` library, or has no
     eos token; and if a config.json beside it has absurd sizes, of which Transformers would make

@@ -41,8 +41,9 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of a JSON Lines file from line `first` on; of one beyond `MAX_ROW_BYTES`, its beginning
-    and one byte more.
+    """Lines of a JSON Lines file from line `first` on.
+
+    Of one beyond `MAX_ROW_BYTES` it holds the beginning and one byte more.
     """
 
     first: int
@@ -87,9 +88,7 @@ parse_json_at = _DECODER.raw_decode
 
 @dataclass(frozen=True)
 class TextBlocks:
-    """Plain texts, each with the number of its first line; each becomes a row with the one column
-    `text`.
-    """
+    """Plain texts with the numbers of their first lines; rows with one column, `text`."""
 
     numbers: tuple[int, ...]
     texts: tuple[bytes, ...]
@@ -114,8 +113,9 @@ def _text_row(number: int, text: bytes) -> Row | BrokenRow:
 
 @dataclass(frozen=True)
 class CsvRecords:
-    """Records of a CSV file from row `first` on; bytes that are no UTF-8 stand in them as lone
-    surrogates.
+    """Records of a CSV file from row `first` on.
+
+    Bytes that are no UTF-8 stand in them as lone surrogates.
     """
 
     first: int
@@ -161,8 +161,9 @@ class Parsed:
 
 @dataclass(frozen=True)
 class TableRows:
-    """Rows of a table from row `first` on, as an Arrow stream: a pickled batch would drag its whole
-    file along.
+    """Rows of a table from row `first` on, as an Arrow stream.
+
+    A pickled batch would drag its whole file along.
     """
 
     first: int
@@ -214,8 +215,9 @@ def _table_row(number: int, value: Values | None) -> Row | BrokenRow:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of structs: a table gives every struct of a column all fields that any
-    of them has.
+    """Drop the null fields of structs.
+
+    A table gives every struct of a column all fields that any of them has.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}

@@ -58,8 +58,8 @@ class _Unpacked(io.RawIOBase):
         if self._unpacked > self._most:
             raise UnreadableError(
                 f"it unpacks to more than {MAX_RATIO} times its size ({self._most / 2**30:.1f} "
-                "GiB), "
-                "as files do that are made to fill a disk; if that is right, unpack it yourself"
+                "GiB), as files do that are made to fill a disk; if that is right, unpack it "
+                "yourself"
             )
         return count
 
@@ -70,8 +70,9 @@ class _Unpacked(io.RawIOBase):
 
 
 def open_seekable(path: Path) -> IO[bytes]:
-    """Open a file for reading at any place; a compressed one is unpacked into a temporary file,
-    which goes when closed.
+    """Open a file for reading at any place.
+
+    A compressed one is unpacked into a temporary file, which goes when closed.
     """
     if compression_of(path) is None:
         return path.open("rb")

@@ -1,5 +1,4 @@
-"""Rows of a data file of any type, in order, with their numbers; broken rows are reported, never
-skipped.
+"""Rows of a data file of any type, in order; broken rows are reported, never skipped.
 
 A reader yields chunks of rows; a row that holds no usable object is a `BrokenRow`. What makes the
 whole file unusable (another type of file, cut off, an open quote to the end) raises `UserError`
@@ -66,12 +65,11 @@ def read_chunks(
     file_type: FileType | None = None,
     rows_per_chunk: int = ROWS_PER_CHUNK,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`; the same ones every
-    time.
+    """Yield the rows of a file in order, in chunks of at most `rows_per_chunk`.
 
-    `setting` is the key that names the file, for messages; `file_type` None is told by the name.
-    Raises `UserError` if the type is unknown, the content is another, or the file cannot be read on
-    from some point.
+    The chunks are the same every time. `setting` is the key that names the file, for messages;
+    `file_type` None is told by the name. Raises `UserError` if the type is unknown, the content is
+    another, or the file cannot be read on from some point.
     """
     kind = file_type or file_type_of(path, setting=setting)
     try:
@@ -93,8 +91,7 @@ def read_rows(
 
 
 def column_names(files: Iterable[SourceFile], *, setting: str) -> list[str]:
-    """Return the columns of the first `COLUMN_SCAN_ROWS` objects of these files, in the order of
-    appearance.
+    """Return the columns of the first `COLUMN_SCAN_ROWS` objects, in order of appearance.
 
     Empty if no row is an object. Raises `UserError` as `read_rows` does, and if there is no row at
     all.
@@ -126,8 +123,9 @@ def _check_content(path: Path, kind: FileType, *, setting: str) -> None:
 
 
 def _unlike(kind: FileType, head: bytes) -> str | None:
-    """Say what speaks against the type in a text file's first bytes. A NUL in a JSON text makes its
-    row broken.
+    """Say what speaks against the type in a text file's first bytes.
+
+    A NUL in a JSON text makes its row broken, not the file.
     """
     start = head.removeprefix(BOM).lstrip()[:1]
     if kind == "jsonl" and start == b"[":

@@ -1,13 +1,11 @@
-"""Files of a Hugging Face hub repository: resolved to one commit, chosen, downloaded, verified,
-published.
+"""Files of a Hugging Face hub repository at one commit: chosen, downloaded, verified.
 
 The idea: everything is asked for by commit, never by branch, so a branch that moves meanwhile
 changes nothing; and a folder appears under its name only when every byte in it was checked against
 the hub's metadata (SHA-256 of LFS files, git blob id of the others). Until then the files lie in
 the hidden sibling folder `.<name>.partial`, from which a repeated command goes on: finished files
-are kept, others
-start again. Weights are safetensors only: pickles can run code when loaded, and code is never
-fetched.
+are kept, others start again. Weights are safetensors only: pickles can run code when loaded, and
+code is never fetched.
 
 The access token (`HF_TOKEN`) and the endpoint (`HF_ENDPOINT`) are `huggingface_hub`'s business.
 """
@@ -61,8 +59,9 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """What the user asked for: a repository, a revision (None = its main branch), and of a dataset
-    the files.
+    """What the user asked for.
+
+    `revision` None is the main branch; `files` are of a dataset.
     """
 
     repo_id: str
@@ -82,8 +81,9 @@ class Source:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it; `sha256` is known for LFS files, `blob_id` (git) is right for the
-    others.
+    """A file as the hub lists it.
+
+    `sha256` is known for LFS files, `blob_id` (git) is right for the others.
     """
 
     path: str
@@ -143,10 +143,10 @@ def list_files(source: Source, *, commit: str) -> list[HubFile]:
 def choose_files(
     source: Source, listing: Sequence[HubFile], *, commit: str, folder: Path
 ) -> list[HubFile]:
-    """Return the files to download, by path. Of a sharded model, its index is downloaded into
-    `folder` to tell.
+    """Return the files to download, by path.
 
-    Raises `UserError` if the repository lacks a file that is needed.
+    Of a sharded model, the index is downloaded into `folder` to tell. Raises `UserError` if the
+    repository lacks a file that is needed.
     """
     by_path = {file.path: file for file in listing}
     if source.kind == "dataset":
@@ -171,8 +171,8 @@ def _model_files(source: Source, paths: Sequence[str]) -> set[str]:
     if missing or weights is None:
         raise source.error(
             f"the repository has no {', no '.join(missing)}; it has {_some(paths)}",
-            "Name a repository with a Transformers model in safetensors files "
-            "(pickles such as *.bin and *.pt, GGUF files and bare adapters are not read)",
+            "Name a repository with a Transformers model in safetensors files (pickles such as "
+            "*.bin and *.pt, GGUF files and bare adapters are not read)",
         )
     return {weights} | {path for path in paths if _matches(path, MODEL_FILES)}
 
@@ -196,9 +196,7 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
 
 
 def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
-    """The named files, those of the named folders, and those that a glob matches
-    (`sources.matching`).
-    """
+    """The named files, those of named folders, and what globs match (`sources.matching`)."""
     chosen: set[str] = set()
     for name in source.files or ():
         matches = matching(paths, name)
@@ -207,8 +205,7 @@ def _dataset_files(source: Source, paths: Sequence[str]) -> set[str]:
             hint = f"near names are {_some(near)}" if near else f"it has {_some(paths)}"
             raise UserError(
                 f"data.train or data.heldout = {name!r}: the dataset {source.repo_id!r} has no "
-                "such file; "
-                f"{hint}. Set it to a path in the dataset's repository."
+                f"such file; {hint}. Set it to a path in the dataset's repository."
             )
         chosen |= matches
     if MANIFEST in chosen:
@@ -230,9 +227,7 @@ def _some(names: Sequence[str], *, limit: int = 8) -> str:
 
 
 def check_disk_space(source: Source, files: Sequence[HubFile], *, folder: Path) -> None:
-    """Raise `UserError` if what is still to be downloaded into `folder` does not fit on its
-    disk.
-    """
+    """Raise `UserError` if what `folder` still lacks does not fit on its disk."""
     needed = sum(file.size for file in files if not _has_size(folder / file.path, file.size))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -262,8 +257,7 @@ def fetch_file(source: Source, file: HubFile, *, commit: str, folder: Path) -> s
         path.unlink()
         raise UserError(
             f"{file.path} of {source.repo_id} was damaged on the way: its size or checksum is not "
-            "what "
-            "the hub announces. It was removed; repeat the command to download it again."
+            "what the hub announces. It was removed; repeat the command to download it again."
         )
     with path.open("rb") as synced:
         os.fsync(synced.fileno())
@@ -271,8 +265,9 @@ def fetch_file(source: Source, file: HubFile, *, commit: str, folder: Path) -> s
 
 
 def _git_blob_id(path: Path) -> str:
-    """Name of a file's content in git: SHA-1 of a header and the bytes. Files outside LFS are
-    small.
+    """Name of a file's content in git: SHA-1 of a header and the bytes.
+
+    Files outside LFS are small.
     """
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
@@ -293,8 +288,7 @@ def manifest(
 
 @contextmanager
 def partial_folder(output: Path) -> Iterator[Path]:
-    """Yield the locked folder `.<name>.partial` beside `output`; it stays until `publish` renames
-    it.
+    """Yield the locked folder `.<name>.partial` beside `output`, until `publish` renames it.
 
     Raises `UserError` if `output` has content, or another process downloads to it.
     """

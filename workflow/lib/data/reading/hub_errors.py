@@ -35,8 +35,9 @@ def explained_errors(source: Source) -> Iterator[None]:
 
 
 def explain(source: Source, error: Exception) -> UserError | None:
-    """Say what an exception means for the user; None if it concerns neither hub, network nor a full
-    disk.
+    """Say what an exception means for the user.
+
+    None if it concerns neither hub, network nor a full disk.
     """
     for kind, bound, change in _explanations(source, error):
         if isinstance(error, kind):
@@ -48,15 +49,13 @@ def explain(source: Source, error: Exception) -> UserError | None:
         return None
     return source.error(
         f"{_taken(source)}, and the download broke off ({_first_line(error.__cause__ or error)})",
-        f"If it is one, check the network, HF_ENDPOINT if you set it, and {REPEAT}; "
-        f"if it is a folder of yours, {LOCAL[source.kind]}",
+        f"If it is one, check the network, HF_ENDPOINT if you set it, and {REPEAT}; if it is a "
+        f"folder of yours, {LOCAL[source.kind]}",
     )
 
 
 def _taken(source: Source) -> str:
-    """Say why the hub was asked at all: a folder's name that is mistyped looks like an id of the
-    hub.
-    """
+    """Say why the hub was asked: a mistyped folder name looks like an id of the hub."""
     return f"no folder {source.repo_id} is here, so it was taken as a hub id"
 
 

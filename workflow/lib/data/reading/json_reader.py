@@ -1,5 +1,4 @@
-"""A JSON array of objects, read as a stream: the text in memory is one element's at a time, not the
-file's.
+"""A JSON array of objects, read as a stream: one element's text is in memory at a time.
 
 The standard decoder parses an element at a place of a buffer. Where the buffer ends within an
 element it fails at the buffer's end, or at the start of a string that it does not see the end of;
@@ -28,17 +27,16 @@ from workflow.lib.data.reading.row import MAX_ROW_BYTES, BrokenRow, Row, as_row,
 from workflow.lib.data.reading.text_readers import BOM, numbered_lines, read_jsonl
 
 BUFFER_CHARS = 2**20
-TAIL_CHARS = (
-    16  # the decoder stops at most this far from the end of a cut literal, number or escape
-)
+# The decoder stops at most this far from the end of a cut literal, number or escape.
+TAIL_CHARS = 16
 BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def read_json(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
-    """Read an array of objects, or, if the file begins with an object that ends with its line, JSON
-    Lines.
+    """Read an array of objects.
 
-    Raises `UnreadableError` where the array cannot be read on.
+    A file that begins with an object that ends with its line is read as JSON Lines. Raises
+    `UnreadableError` where the array cannot be read on.
     """
     if read_head(path).removeprefix(BOM).lstrip()[:1] == b"{" and _first_line_is_whole(path):
         yield from read_jsonl(path, rows_per_chunk=rows_per_chunk)

@@ -36,8 +36,9 @@ class Row:
 
 @dataclass(frozen=True)
 class BrokenRow:
-    """A row that holds no object: its number (from 1), why (`kind` or `kind: detail`), and its
-    first characters.
+    """A row that holds no object: its number (from 1), why, and its first characters.
+
+    The reason is `kind` or `kind: detail`.
     """
 
     number: int
@@ -50,10 +51,10 @@ def _start(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return `text` with what a terminal would obey or hide (escapes, bidirectional marks) spelled
-    out.
+    """Return `text` with escapes and bidirectional marks spelled out.
 
-    Lone surrogates, which no UTF-8 file can hold, are spelled out too.
+    A terminal would obey or hide these. Lone surrogates, which no UTF-8 file can hold, are spelled
+    out too.
     """
     if text.isprintable():
         return text
@@ -66,8 +67,7 @@ def preview(text: str) -> str:
 
 
 def as_row(number: int, value: Any, *, brackets: int | None = None) -> Row | BrokenRow:
-    """Return a row of what a JSON file holds at one place: broken unless it is an object of bounded
-    depth.
+    """Return the row of a JSON value: broken unless it is an object of bounded depth.
 
     brackets: how many open in its text, where that is known; few cannot nest deeply.
     """

@@ -1,5 +1,4 @@
-"""From settings to files: which files a source has, in which order, and what is known of them
-before reading.
+"""From settings to files: which ones a source has, in which order, and of which type.
 
 A source is a file, a folder, a folder written by `datasets.save_to_disk`, or a glob (`**` crosses
 folders). The same rules hold below the working directory and below a downloaded hub dataset, whose
@@ -39,8 +38,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of one entry of `data.train` or `data.heldout`, never empty, in order, and its
-    settings.
+    """The files of one entry of `data.train` or `data.heldout`, in order, and its settings.
+
+    There is at least one file.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Source:
 
 
 def resolve_splits(settings: DataConfig, *, root: Path) -> dict[str, list[Source]]:
-    """Return the sources of `train`, and of `heldout` unless it is split off; `root` is where paths
-    begin.
+    """Return the sources of `train`, and of `heldout` unless it is split off.
 
-    Raises `UserError` if an entry names no file, or a file is named twice.
+    `root` is where paths begin. Raises `UserError` if an entry names no file, or a file is named
+    twice.
     """
     splits = {
         "train": resolve_sources(settings.train_sources, setting="data.train", root=root),
@@ -110,8 +110,9 @@ def _file_type(entry: DataSource, path: Path, *, setting: str) -> FileType:
 
 
 def find_files(path: str, *, setting: str, root: Path) -> list[str]:
-    """Return the files of one path, folder or glob below `root`, spelled as `path` is. Never
-    empty.
+    """Return the files of one path, folder or glob below `root`, spelled as `path` is.
+
+    There is at least one.
     """
     try:
         files = _named_files(path, root=root, setting=setting)
@@ -132,8 +133,7 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
 
 
 def unexpanded(path: str) -> str:
-    """Return what to do about a path with `~` or `$NAME`, which only shells expand; empty for any
-    other.
+    """Return what to do about `~` or `$NAME` in a path, which only shells expand; else "".
 
     What settings name must not depend on who runs them, or where: artifacts are named by the
     settings.
@@ -163,9 +163,7 @@ def _named_files(path: str, *, root: Path, setting: str) -> list[str]:
 
 
 def _glob(pattern: str, root: Path, *, setting: str) -> list[str]:
-    """Return the files that a glob matches, sorted; as in a shell, `*` matches no name with a dot
-    before it.
-    """
+    """Return the files that a glob matches, sorted; as in a shell, `*` matches no hidden name."""
     whole = Path(pattern)
     start = Path(whole.anchor) if whole.is_absolute() else root
     below = whole.relative_to(whole.anchor) if whole.is_absolute() else whole
@@ -197,8 +195,9 @@ def _where(root: Path) -> str:
 
 
 def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the data files of a folder, relative to it: those of a saved dataset, or all of the
-    one type it holds.
+    """Return the data files of a folder, relative to it.
+
+    They are those of a saved dataset, or all of the one type that the folder holds.
     """
     if (folder / SAVED_SPLITS).is_file():
         splits = _read_record(folder / SAVED_SPLITS, setting).get("splits", [])
@@ -237,8 +236,9 @@ def _is_hidden(name: str) -> bool:
 
 
 def _saved_files(folder: Path, path: str, setting: str) -> list[str]:
-    """Return the files that a saved dataset lists as its own: caches of earlier transformations lie
-    beside them.
+    """Return the files that a saved dataset lists as its own.
+
+    Caches of earlier transformations lie beside them.
     """
     state = _read_record(folder / SAVED_STATE, setting)
     listed = state.get("_data_files")
@@ -265,8 +265,9 @@ def _read_record(path: Path, setting: str) -> dict[str, Any]:
 
 
 def _check_disjoint(splits: dict[str, list[Source]]) -> None:
-    """Raise `UserError` if a file is named twice: in one split by mistake, in both it would be
-    trained on and measured.
+    """Raise `UserError` if a file is named twice.
+
+    In one split that is a mistake; in both it would be trained on and measured.
     """
     first: dict[Path, str] = {}
     for split, sources in splits.items():
@@ -276,15 +277,15 @@ def _check_disjoint(splits: dict[str, list[Source]]) -> None:
                 if key in first:
                     raise UserError(
                         f"{named} names {file.file}, and so does {first[key]}. Name every file "
-                        "once; "
-                        "to train on one more often, give its source a weight."
+                        "once; to train on one more often, give its source a weight."
                     )
                 first[key] = named
 
 
 def matching(paths: Iterable[str], pattern: str) -> set[str]:
-    """Return the paths of a listing that `find_files` would take for `pattern`: a file, a folder's
-    content, or a glob.
+    """Return the paths of a listing that `find_files` would take for `pattern`.
+
+    The pattern is a file, a folder whose content is meant, or a glob.
     """
     paths = list(paths)
     wanted = "" if pattern in (".", "./") else pattern.rstrip("/")
@@ -295,8 +296,9 @@ def matching(paths: Iterable[str], pattern: str) -> set[str]:
 
 
 def _glob_regex(pattern: str) -> re.Pattern[str]:
-    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them, names
-    with a dot are hidden.
+    """Translate a glob: `*` and `?` stay within a folder, `**/` crosses any number of them.
+
+    Names with a dot before them are hidden.
     """
     folders = r"(?:(?!\.)[^/]+/)*"
     words = {"**/": folders, "**": folders + r"(?!\.)[^/]*", "*": r"[^/]*", "?": r"[^/]"}

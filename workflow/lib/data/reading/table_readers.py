@@ -1,5 +1,6 @@
-"""Parquet and Arrow files as chunks, a batch at a time; an Arrow file is an IPC file (Feather) or
-an IPC stream.
+"""Parquet and Arrow files as chunks, a batch at a time.
+
+An Arrow file is an IPC file (Feather) or an IPC stream.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,8 @@ from workflow.lib.data.reading.file_types import compression_of
 from workflow.lib.data.reading.text_readers import CHUNK_BYTES
 
 ARROW_FILE_MARK = b"ARROW1"
-COLUMN_BUFFER_BYTES = (
-    2**20
-)  # of each column at a time; pyarrow reads a row group's whole columns otherwise
+# Of each column at a time; pyarrow reads a row group's whole columns otherwise.
+COLUMN_BUFFER_BYTES = 2**20
 
 
 def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:

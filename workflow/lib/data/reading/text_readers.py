@@ -1,5 +1,6 @@
-"""JSON Lines, CSV, TSV and plain text as chunks, in memory bounded by `MAX_ROW_BYTES` whatever a
-file holds.
+"""JSON Lines, CSV, TSV and plain text as chunks.
+
+Memory is bounded by `MAX_ROW_BYTES`, whatever a file holds.
 """
 
 import csv
@@ -18,17 +19,15 @@ CHUNK_BYTES = 4 * 2**20  # a chunk ends here, however few its rows are
 # A row beyond `MAX_ROW_BYTES` is passed over, but the search for its end must end too: in a file
 # without line feeds it would take as long as the file is large.
 MAX_SKIPPED_BYTES = 32 * MAX_ROW_BYTES
-MAX_BLANK_LINES = (
-    1_000_000  # behind each other; a compressed megabyte can hold a thousand times as many
-)
+# Behind each other; a compressed megabyte can hold a thousand times as many.
+MAX_BLANK_LINES = 1_000_000
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield each line with its number; of one beyond `MAX_ROW_BYTES`, its beginning and one byte
-    more.
+    """Yield each line with its number.
 
-    Raises `UnreadableError` at a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES`
-    behind each other.
+    Of one beyond `MAX_ROW_BYTES` it is the beginning and one byte more. Raises `UnreadableError` at
+    a line beyond `MAX_SKIPPED_BYTES`, or more than `MAX_BLANK_LINES` behind each other.
     """
     number = blank = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
@@ -47,9 +46,8 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def _check_skipped(size: int, what: str) -> None:
     if size > MAX_SKIPPED_BYTES:
         raise UnreadableError(
-            f"{what} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, "
-            f"and a row may have {MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between "
-            "its rows"
+            f"{what} goes on for more than {MAX_SKIPPED_BYTES // 2**20} MiB, and a row may have "
+            f"{MAX_ROW_BYTES // 2**20} MiB: the file lacks the breaks between its rows"
         )
 
 
@@ -101,8 +99,9 @@ def read_text_paragraphs(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield paragraphs with the number of their first line; of one beyond `MAX_ROW_BYTES`, its
-    beginning.
+    """Yield paragraphs with the number of their first line.
+
+    Of one beyond `MAX_ROW_BYTES` it is the beginning.
     """
     start, text, size = 0, bytearray(), 0
     for number, line in numbered_lines(file):
@@ -155,9 +154,7 @@ def read_csv(path: Path, *, rows_per_chunk: int, delimiter: str | None = None) -
 
 
 def _separator(head: bytes) -> str:
-    """Return the comma, or the semicolon that spreadsheets write where numbers have decimal
-    commas.
-    """
+    """Return the comma, or the semicolon of spreadsheets whose numbers have decimal commas."""
     header = head.lstrip().split(b"\n")[0]
     return ";" if b";" in header and b"," not in header else ","
 

@@ -1,5 +1,4 @@
-"""The files of a split to shards: every row is encoded or dropped with a reason, and counted either
-way.
+"""The files of a split to shards: every row is encoded, or dropped with a reason, and counted.
 
 One process reads the files and hands out chunks of bytes, all others parse and encode them into
 shards of the work folder. A chunk whose shard is finished there is passed over, so a killed run
@@ -187,8 +186,9 @@ def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
 
 
 class Progress:
-    """Shows how many rows are done: a bar on a terminal, and a line each `log_seconds` in the log.
-    A context manager.
+    """Shows how many rows are done.
+
+    It is a bar on a terminal, and a line each `log_seconds` in the log. A context manager.
     """
 
     def __init__(self, name: str, *, log_seconds: float = LOG_SECONDS) -> None:
@@ -228,8 +228,9 @@ def list_rows(corpus: Corpus, listing: Listing) -> npt.NDArray[np.int64]:
 
 
 def check_rejected_share(corpora: Iterable[Corpus], *, largest: float, rejects: Path) -> None:
-    """Raise `UserError` if more than the share `largest` of a file's rows is unusable; `rejects`
-    lists them.
+    """Raise `UserError` if more than the share `largest` of a file's rows is unusable.
+
+    `rejects` lists them.
     """
     for file in (file for corpus in corpora for file in corpus.files):
         share = file.unusable / max(1, file.rows_read)

@@ -1,5 +1,4 @@
-"""The documents of a corpus in order: a few numbers of each in arrays on disk, its tokens in the
-shards.
+"""The documents of a corpus: a few numbers of each on disk, their tokens in the shards.
 
 Nothing here grows with the tokens; what grows with the documents is mapped from files, so the
 system may take its memory back at any time.
@@ -75,8 +74,9 @@ class Documents:
         return shard.ids[span], shard.mask[span]
 
     def ids(self, index: int) -> npt.NDArray[np.uint32]:
-        """Return the token ids of document `index`, shape (length,), mapped; the file of masks
-        stays closed.
+        """Return the token ids of document `index`, shape (length,), mapped.
+
+        The file of masks stays closed.
         """
         number, position = self._locate(index)
         shard = self._opened(number)

@@ -1,5 +1,6 @@
-"""Lists on disk of the rows that were dropped or cut, written while reading, so that memory stays
-small.
+"""Lists on disk of rows that were dropped or cut.
+
+They are written while reading, so that memory stays small.
 """
 
 import json

@@ -1,12 +1,11 @@
-"""Shards: what became of one chunk of a data file, encoded by any process and kept on disk until
-all are done.
+"""Shards: encoded chunks of a data file, kept on disk until all are done.
 
 A shard is a few files beside each other, `<name>.ids.npy`, `.mask.npy`, `.table.npy` and
-`.facts.json`, the
-last written last: with it, and with the checksums in it, the shard is finished, and a run that
-takes up the work again reads it instead of encoding the chunk anew. Its content depends on the
-chunk and the settings alone. Nothing is synced, which would stop every process some times for each
-chunk: what a power cut leaves half written fails its checksum, and is encoded once more.
+`.facts.json`, the last written last: with it, and with the checksums in it, the shard is finished,
+and a run that takes up the work again reads it instead of encoding the chunk anew. Its content
+depends on the chunk and the settings alone. Nothing is synced, which would stop every process some
+times for each chunk: what a power cut leaves half written fails its checksum, and is encoded once
+more.
 """
 
 import hashlib
@@ -55,11 +54,14 @@ class TooLongError(RowError):
 class ShardFacts:
     """What is known of a shard without its documents.
 
-    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file. dropped:
-    ordinals of the
-    rows that became no document. special_texts: rows whose text spells a special token, encoded as
-    text.
+    rejects, cuts: lines of `rejects.jsonl` and `truncated.jsonl`, without the file.
+
+    dropped: ordinals of the rows that became no document.
+
+    special_texts: rows whose text spells a special token, encoded as text.
+
     rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
+
     checksums: CRC-32 of each array.
     """
 
@@ -122,8 +124,10 @@ class ShardBuilder:
         self.facts.rows_by_turns += len(examples) > 1
 
     def _pieces_of(self, examples: list[Encoded]) -> list[Piece]:
-        """Return the documents of a row's examples. Raises `TooLongError` if none is left, or one
-        must be dropped."""
+        """Return the documents of a row's examples.
+
+        Raises `TooLongError` if none is left, or one must be dropped.
+        """
         pieces: list[Piece] = []
         failure: TooLongError | None = None
         for encoded in examples:
@@ -158,11 +162,10 @@ class ShardBuilder:
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
-    """Return a row's documents of at most `seq_len` tokens: one, or for `split` as many as train
-    something.
+    """Return a row's documents of at most `seq_len` tokens.
 
-    The first token of a document is no target: nothing stands before it. Raises `TooLongError` if
-    nothing is left.
+    It is one document, or for `split` as many as train something. The first token of a document is
+    no target: nothing stands before it. Raises `TooLongError` if nothing is left.
     """
     ids, mask = encoded.ids, encoded.mask
     if len(ids) <= seq_len:
@@ -189,8 +192,9 @@ def encode_rows(
     overlong: Overlong,
     stem: Path,
 ) -> None:
-    """Write the shard of a chunk's rows to `stem`; all rows of a block are begun, then ended
-    (`SampleEncoder.begin`).
+    """Write the shard of a chunk's rows to `stem`.
+
+    All rows of a block are begun, then ended (`SampleEncoder.begin`).
     """
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
     for start in range(0, len(rows), ROWS_BEGUN):

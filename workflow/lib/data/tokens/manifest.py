@@ -82,9 +82,7 @@ def manifest(
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str | None
 ) -> TokenizerFacts:
-    """Return vocabulary size, special ids and digests; rows are filled with pad, or with eos where
-    there is no pad.
-    """
+    """Return vocabulary size, special ids and digests; without pad, eos fills the rows."""
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     return {
         "vocab_size": len(tokenizer),
@@ -109,9 +107,7 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFact
 
 
 def source_facts(corpora: Mapping[str, Corpus], splits: Mapping[str, Split]) -> list[SourceFacts]:
-    """Return the facts on each data file: what it is, what was read of it, what it gives to its
-    split.
-    """
+    """Return each data file's facts: what it is, what was read, what its split gets of it."""
     return [
         {
             "split": name,
@@ -146,9 +142,7 @@ def _counts_by_file(split: Split) -> list[FileCounts]:
 def splits_facts(
     train: Split, heldout: Split, near: NearDuplicates, *, packed_rows: int, seq_len: int
 ) -> SplitsFacts:
-    """Return the facts on both splits; `fill` is the share of a training row's places that
-    documents take.
-    """
+    """Return the facts on both splits; `fill` is the share of training rows that is filled."""
     facts = split_facts(train, seq_len=seq_len, near_duplicates=near.train)
     fill = facts["tokens"] / (packed_rows * seq_len)
     return {
@@ -187,8 +181,9 @@ def split_facts(split: Split, *, seq_len: int, near_duplicates: int) -> SplitFac
 
 
 def _count_lengths(split: Split) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """Return how many rows have each length before any cut, shape (longest + 1,), and the numbers
-    of the longest.
+    """Return how many rows have each length before any cut, and the longest documents.
+
+    The counts have the shape (longest + 1,); the documents are numbers.
     """
     firsts, lengths = split.first_of_row, split.documents.full_lengths
     counts, longest = np.zeros(1, dtype=np.int64), np.empty(0, dtype=np.uint32)
@@ -211,8 +206,9 @@ def _percentiles(counts: npt.NDArray[np.int64]) -> Percentiles:
 
 
 def _histogram(counts: npt.NDArray[np.int64], *, seq_len: int) -> Histogram:
-    """Count rows by length: `HISTOGRAM_BINS` bins up to `seq_len`, and if need be one for all
-    beyond.
+    """Count rows by length in `HISTOGRAM_BINS` bins up to `seq_len`, and one for all beyond.
+
+    The last bin is left out if no row is longer.
     """
     edges = np.unique(1 + seq_len * np.arange(HISTOGRAM_BINS + 1) // HISTOGRAM_BINS)
     if len(counts) > seq_len + 1:
@@ -233,9 +229,7 @@ def _origins(split: Split, documents: Numbers) -> list[LongRow]:
 
 
 def drop_facts(listing: Listing) -> DropFacts:
-    """Return how many rows were dropped for each reason, and how many held-out ones were training
-    rows.
-    """
+    """Return how many rows were dropped for each reason, and how many for overlap."""
     reasons = dict(sorted(listing.dropped_by_reason.items()))
     return {"dropped_by_reason": reasons, "train_heldout_overlap": reasons.get(OVERLAP, 0)}
 
@@ -247,9 +241,7 @@ def file_checksums(folder: Path) -> dict[str, str]:
 
 
 def samples(train: Split, tokenizer: PreTrainedTokenizerBase) -> list[list[tuple[str, bool]]]:
-    """Return the first, middle and last training document as segments of text, each trained or
-    not.
-    """
+    """Return the first, middle and last training document as segments, trained or not."""
     positions = sorted({0, len(train) // 2, len(train) - 1})
     return [_segments(train[position], tokenizer) for position in positions]
 

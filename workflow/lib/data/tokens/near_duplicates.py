@@ -46,8 +46,9 @@ _NO_PAIRS = np.empty((0, 2), dtype=np.int64)
 
 @dataclass(frozen=True)
 class Measure:
-    """What two documents are compared by: pieces of the tokens, shingles that do not count, and the
-    threshold.
+    """What two documents are compared by.
+
+    table: the piece of each token id. ignored: shingles that do not count.
     """
 
     table: npt.NDArray[np.uint32]
@@ -65,11 +66,10 @@ class Measure:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """How many documents resemble an earlier one of their split, and which held-out ones resemble a
-    training one.
+    """Documents that resemble an earlier one, and held-out ones that resemble a training one.
 
-    Documents that equal another are not among them. pairs: (held-out document, training document,
-    resemblance).
+    train, heldout: how many resemble an earlier one of their split. Documents that equal another
+    are not among them. pairs: (held-out document, training document, resemblance).
     """
 
     train: int
@@ -78,9 +78,7 @@ class NearDuplicates:
 
 
 def make_measure(train: Split, *, table: npt.NDArray[np.uint32], threshold: float) -> Measure:
-    """Return the measure for a data set, of which some training documents show what is
-    widespread.
-    """
+    """Return the measure for a data set; a sample of train shows what is widespread."""
     mean = max(1, sum(shard.tokens for shard in train.documents.shards) // len(train.documents))
     count = max(LEAST_SAMPLED, min(SAMPLED_DOCUMENTS, SAMPLED_TOKENS // mean))
     positions = np.unique(np.linspace(0, len(train) - 1, count).astype(np.int64))
@@ -145,8 +143,9 @@ def _key_writer(measure: Measure) -> Callable[[_KeyTask], None]:
 
 
 def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
-    """Cut a series into stretches of about `TOKENS_AT_ONCE`, shape (any,): one more entry than that
-    at most.
+    """Cut a series, shape (any,), into stretches of about `TOKENS_AT_ONCE`.
+
+    A stretch exceeds that by one entry at most.
     """
     stretch_numbers = np.cumsum(tokens) // TOKENS_AT_ONCE
     edges = [0, *(np.flatnonzero(np.diff(stretch_numbers)) + 1).tolist(), len(tokens)]
@@ -156,8 +155,9 @@ def stretches(tokens: npt.NDArray[np.int64]) -> list[slice]:
 def find_near_duplicates(
     train: Split, heldout: Split, measure: Measure, *, keys_at_once: int = KEYS_AT_ONCE
 ) -> NearDuplicates:
-    """Compare the documents of both splits, whose keys are written; about `keys_at_once` are in
-    memory.
+    """Compare the documents of both splits, whose keys are written.
+
+    About `keys_at_once` keys are in memory.
     """
     return NearDuplicates(
         train=_within(train, measure, keys_at_once),
@@ -168,18 +168,14 @@ def find_near_duplicates(
 
 @dataclass(frozen=True)
 class _Keys:
-    """One band's keys of the documents of a split's `first_of_row`, and the position of each there;
-    all of one range.
-    """
+    """One band's keys of a range, and where their documents stand in `first_of_row`."""
 
     keys: Keys
     positions: Positions
 
 
 def _read_keys(split: Split, stored: StoredKeys, band: int, *, part: int, parts: int) -> _Keys:
-    """Return the keys that lie in range number `part`, if all possible ones are cut into
-    `parts`.
-    """
+    """Return the keys in range number `part` of the `parts` that all possible ones are cut into."""
     lowest, beyond = part * 2**32 // parts, (part + 1) * 2**32 // parts
     keys, positions = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
     edges = np.searchsorted(split.first_of_row, np.arange(0, stored.documents + BLOCK, BLOCK))
@@ -201,10 +197,10 @@ def _ranges(split: Split, measure: Measure, keys_at_once: int) -> Iterator[tuple
 
 
 def stable_order(keys: Keys) -> Positions:
-    """Return what NumPy's stable argsort does, in an eighth of its time where few keys are equal
-    (24,000 keys, AVX-512).
+    """Return what NumPy's stable argsort does.
 
-    Its unstable one is vectorized; then equal keys alone are put in order.
+    It takes an eighth of the time where few keys are equal (24,000 keys, AVX-512). Its unstable one
+    is vectorized; then equal keys alone are put in order.
     """
     order = np.argsort(keys)
     ranked = keys[order]
@@ -232,9 +228,7 @@ def _within(split: Split, measure: Measure, keys_at_once: int) -> int:
 def _between(
     heldout: Split, train: Split, measure: Measure, keys_at_once: int
 ) -> list[tuple[int, int, float]]:
-    """Return each held-out document that resembles a training one, with that one and the
-    resemblance.
-    """
+    """Return each held-out document that resembles a training one, that one, and how much."""
     compared = _Comparison(heldout, train, measure)
     stored = [(split, stored_keys(split.documents, measure)) for split in (heldout, train)]
     pairs: list[tuple[int, int, float]] = []
@@ -274,10 +268,10 @@ class _Comparison:
         self.resembling = np.zeros(len(first.first_of_row), dtype=np.bool_)
 
     def add(self, positions: Positions, partners: Positions) -> list[tuple[int, int, float]]:
-        """Take pairs, except of documents that are equal or found already; return new
-        near-duplicates once each.
+        """Take pairs; return new near-duplicates once each.
 
-        Few pairs wait for more, and for `measured` in the end.
+        Pairs of documents that are equal, or found already, are left out. Few pairs wait for more,
+        and for `measured` in the end.
         """
         new = ~self.resembling[positions] & (
             self._digests(0, positions) != self._digests(1, partners)
@@ -307,9 +301,7 @@ class _Comparison:
         return self._lengths(0, pairs[:, 0]) + self._lengths(1, pairs[:, 1])
 
     def _of(self, pairs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, float]]:
-        """Yield the first near-duplicate of each document among these pairs, and note it in
-        `resembling`.
-        """
+        """Yield the first near-duplicate of each document, and note it in `resembling`."""
         left, right = (self._shingles(side, np.unique(pairs[:, side])) for side in (0, 1))
         for position, partner in pairs.tolist():
             measured = resemblance(left[position], right[partner])

@@ -1,17 +1,15 @@
-"""Documents to rows of `seq_len` tokens: best-fit decreasing, row by row, offline and
-deterministic.
+"""Documents to rows of `seq_len` tokens: best-fit decreasing, offline and deterministic.
 
 A row is opened by the longest document left. Its space is then closed exactly where one document or
 two can do so; where none can, the longest document that fits goes in, and the search goes on. So a
 row ends in padding only if nothing that is left fits, and documents are never cut here. Documents
-of equal length
-are interchangeable: the search works on the *lengths* that are left, the set of them kept as the
-bits of one integer. All pairs that close a space are then found by one shift and one AND, `seq_len`
-/ 64 machine words, so the cost is linear in the documents.
+of equal length are interchangeable: the search works on the *lengths* that are left, the set of
+them kept as the bits of one integer. All pairs that close a space are then found by one shift and
+one AND, `seq_len` / 64 machine words, so the cost is linear in the documents.
+
 Source: best-fit decreasing, D. S. Johnson, "Near-optimal bin packing algorithms" (1973); rows
 closed one at a time, Gupta and Ho, "A new heuristic algorithm for the one-dimensional bin-packing
-problem" (1999);
-for training data: Ding et al., arXiv 2404.10830.
+problem" (1999); for training data: Ding et al., arXiv 2404.10830.
 """
 
 from dataclasses import dataclass
@@ -22,9 +20,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Packing:
-    """Which documents each row holds: row r holds `documents[offsets[r] : offsets[r + 1]]`, in that
-    order.
-    """
+    """Which documents each row holds: `documents[offsets[r] : offsets[r + 1]]`, in that order."""
 
     documents: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -91,8 +87,9 @@ class _Lengths:
 def _fill_rows(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the lengths row behind row, shape (documents,), and how many each row holds, shape
-    (rows,).
+    """Return the lengths row behind row, and how many each row holds.
+
+    Shapes: (documents,) and (rows,).
     """
     left = _Lengths(lengths, seq_len)
     packed: list[int] = []
@@ -116,9 +113,7 @@ def _fill_row(packed: list[int], left: _Lengths, space: int) -> None:
 
 
 def _in_order(documents: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], seed: int) -> Packing:
-    """Return the packing whose row r is the `order[r]`-th that was filled, `order` drawn from
-    `seed`.
-    """
+    """Return the packing whose row r was filled `order[r]`-th, `order` drawn from `seed`."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(sizes))
     starts = np.cumsum(sizes) - sizes
     offsets = np.concatenate(([0], np.cumsum(sizes[order])))

@@ -1,5 +1,4 @@
-"""Stretches of a split small enough for memory: what is packed together, and what is written at a
-time.
+"""Stretches of a split that fit into memory: packed together, or written at a time.
 
 A window takes every n-th shard, so each is a fair sample of the whole, however the data are sorted,
 and packs as well as the whole would. Only the tokens of one window are in memory.
@@ -26,9 +25,7 @@ Part = tuple[int, npt.NDArray[np.uint32]]
 def packing_windows(
     split: Split, *, seq_len: int, seed: int, packing: bool, window_tokens: int = WINDOW_TOKENS
 ) -> Iterator[Window]:
-    """Yield the documents of a split in windows of about `window_tokens`, each packed, or one
-    document a row.
-    """
+    """Yield a split in windows of about `window_tokens`, packed or one document a row."""
     pack_rows = pack if packing else one_per_row
     parts = list(split.documents.by_shard(split.chosen))
     tokens = sum(split.documents.shards[shard].tokens for shard, _ in parts)
@@ -41,9 +38,7 @@ def packing_windows(
 
 
 def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, Any]:
-    """Return the shards' ids and masks behind each other, and start and length of each chosen
-    document in them.
-    """
+    """Return the shards' ids and masks, and start and length of each chosen document in them."""
     shards = [documents.shards[shard] for shard, _ in parts]
     begins = np.cumsum([0, *(shard.tokens for shard in shards)])
     starts, lengths = [], []
@@ -61,9 +56,7 @@ def _load(documents: Documents, parts: Sequence[Part]) -> tuple[Any, Any, Any, A
 
 
 def blocks(split: Split) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (ids, mask, lengths) of the documents of a split in order, those of a shard at a
-    time.
-    """
+    """Yield (ids, mask, lengths) of a split's documents in order, a shard's at a time."""
     for part in split.documents.by_shard(split.chosen):
         ids, mask, starts, lengths = _load(split.documents, [part])
         source = spans(starts, lengths)

@@ -1,5 +1,4 @@
-"""Work spread over processes: results come back in the order of the tasks, whatever the number of
-processes.
+"""Work spread over any number of processes; results come in the order of the tasks.
 
 Each process prepares itself once and then takes tasks. Processes are forked, so they share what is
 loaded and start at once; nothing that needs threads (torch, parallel tokenizers) may have run
@@ -48,12 +47,12 @@ def map_in_order(
     processes: int,
     alone: int,
 ) -> Iterator[Result]:
-    """Yield `prepare()(task)` for each task, in order, holding at most `AHEAD` tasks per process in
-    memory.
+    """Yield `prepare()(task)` for each task, in order.
 
-    Tasks and results must be picklable. With one process, or no more than `alone` tasks, which take
-    less time than processes to start, all of it happens in this one. An exception of a task is
-    raised here. Raises `KilledError` if a process is killed, as it is when memory runs out.
+    At most `AHEAD` tasks per process are in memory. Tasks and results must be picklable. With one
+    process, or no more than `alone` tasks, which take less time than processes to start, all of it
+    happens in this one. An exception of a task is raised here. Raises `KilledError` if a process is
+    killed, as it is when memory runs out.
     """
     tasks = iter(tasks)
     first = list(islice(tasks, alone + 1))

@@ -1,5 +1,4 @@
-"""Draws of rows and documents: which are held out, and how often an epoch takes those of a weighted
-source.
+"""Draws of rows and documents: which are held out, and how often an epoch takes each.
 
 Numbers are of 4 bytes, as there may be 10^8 of them.
 """
@@ -20,8 +19,7 @@ def drawn(count: int, *, total: int, seed: int | Sequence[int]) -> Numbers:
 
 
 def times_taken(documents: int, *, weight: float, source: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return how often an epoch takes each of the documents of source number `source`, shape
-    (documents,).
+    """Return how often an epoch takes each document of a source, shape (documents,).
 
     A weight w takes every document floor(w) times, and a share of w - floor(w) of them (rounded,
     but at least one of a source that would lose all) once more, drawn by `seed` from the source

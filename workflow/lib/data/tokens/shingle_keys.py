@@ -1,13 +1,11 @@
-"""The keys of a corpus' documents in one file, band behind band, written by many processes and
-scanned in blocks.
+"""The keys of a corpus' documents in one file, band behind band.
 
-A band of 10^8 documents is scanned once for every range of keys that fits into memory, so it has to
-lie in
-one piece: a file for each shard would be opened ten million times. Blocks are read, not mapped:
-what is scanned fills no memory. The upper 32 of a key's 40 bits choose the range, so they lie apart
-from the lower 8, which are read of the chosen ones alone. With 32 bits, documents by accident alike
-in a key would outnumber all others (10^6 pairs in each band of 10^8 documents), and every such pair
-is measured.
+Many processes write it, and it is scanned in blocks. A band of 10^8 documents is scanned once for
+every range of keys that fits into memory, so it has to lie in one piece: a file for each shard
+would be opened ten million times. Blocks are read, not mapped: what is scanned fills no memory. The
+upper 32 of a key's 40 bits choose the range, so they lie apart from the lower 8, which are read of
+the chosen ones alone. With 32 bits, documents by accident alike in a key would outnumber all others
+(10^6 pairs in each band of 10^8 documents), and every such pair is measured.
 """
 
 from dataclasses import dataclass
@@ -26,8 +24,9 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """The keys of `documents` documents, `bands` of each, in the file `path`: all upper parts, then
-    all lower ones.
+    """The keys of `documents` documents, `bands` of each, in the file `path`.
+
+    All upper parts come first, then all lower ones.
     """
 
     path: Path
@@ -53,10 +52,10 @@ class StoredKeys:
     def within(
         self, band: int, numbers: npt.NDArray[np.int64], *, lowest: int, beyond: int
     ) -> tuple[Keys, npt.NDArray[np.int64]]:
-        """Return one band's keys in [lowest, beyond), by their upper part, and their positions in
-        `numbers`.
+        """Return one band's keys in [lowest, beyond), and their positions in `numbers`.
 
-        numbers: of documents, ascending; all between the first and the last are read.
+        Their upper part is what is compared. numbers: of documents, ascending; all between the
+        first and the last are read.
         """
         at = numbers - numbers[0]
         count = int(at[-1]) + 1

@@ -34,8 +34,9 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def piece_table(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.uint32]:
-    """Return the piece of each token id, shape (ids,): equal numbers for equal pieces, 0 for what
-    is none.
+    """Return the piece of each token id, shape (ids,).
+
+    Equal pieces have equal numbers; 0 stands for what is none.
     """
     added = tokenizer.added_tokens_decoder
     special = {number for number, token in added.items() if token.special}
@@ -53,8 +54,7 @@ def piece_table(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.uint32]:
 def shingles(
     ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, table: npt.NDArray[np.uint32]
 ) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """Return the shingles of documents that lie behind each other, with the number of each one's
-    document.
+    """Return the shingles of documents behind each other, and each one's document number.
 
     A document of fewer than `SHINGLE_PIECES` pieces is one shingle, one without pieces has none.
     """
@@ -82,9 +82,7 @@ def mixed(values: Hashes) -> Hashes:
 
 
 def band_rows(threshold: float) -> int:
-    """Return how many bins make a key: as many as still find `RECALL` of the pairs at the
-    threshold.
-    """
+    """Return how many bins make a key: the most that find `RECALL` of pairs at the threshold."""
     for rows in BAND_ROWS:
         if 1 - (1 - threshold**rows) ** (BINS // rows) >= RECALL:
             return rows
@@ -94,8 +92,9 @@ def band_rows(threshold: float) -> int:
 def band_keys(
     hashes: Hashes, owners: npt.NDArray[np.int64], *, documents: int, rows: int
 ) -> npt.NDArray[np.uint64]:
-    """Return the keys of documents, `KEY_BITS` bits each, shape (BINS // rows, documents); 0 for a
-    document without shingles.
+    """Return the keys of documents, `KEY_BITS` bits, shape (BINS // rows, documents).
+
+    A document without shingles has 0.
     """
     bins = ((hashes >> np.uint64(32)) * np.uint64(BINS)) >> np.uint64(32)
     values = (hashes & np.uint64(EMPTY)).astype(np.uint32)
@@ -122,16 +121,18 @@ def _borrowed(signature: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def resemblance(first: Hashes, second: Hashes) -> float:
-    """Return the share of the shingles of either that both have, 0 where there is none; neither
-    repeats one.
+    """Return the share of the shingles of either that both have, 0 where there is none.
+
+    Neither repeats one.
     """
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / max(1, len(first) + len(second) - shared)
 
 
 def widespread(hashes: Hashes, owners: npt.NDArray[np.int64], *, share: float) -> Hashes:
-    """Return the shingles that more than `share` of the documents have, and at least three of them,
-    sorted.
+    """Return the shingles, sorted, that more than `share` of the documents have.
+
+    At least three documents have each.
     """
     order = np.lexsort((owners, hashes))
     hashes, owners = hashes[order], owners[order]

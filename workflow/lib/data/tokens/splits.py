@@ -1,6 +1,4 @@
-"""The two splits: which documents each one holds, and that no held-out document is also trained
-on.
-"""
+"""The two splits: which documents each holds; no held-out document is also trained on."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +21,10 @@ BLOCK = 2**20  # documents that are looked up at a time
 
 @dataclass(frozen=True)
 class Split(Sequence[Document]):
-    """The documents of one split, by their numbers in a corpus, and how many rows it read and
-    dropped.
+    """The documents of one split, and how many rows it read and dropped.
 
-    A document of a weighted source may be chosen more than once, or not at all. `chosen` is
-    ascending.
+    `chosen` numbers them in their corpus. A document of a weighted source may be chosen more than
+    once, or not at all. `chosen` is ascending.
     """
 
     name: str
@@ -51,8 +48,7 @@ class Split(Sequence[Document]):
 
     @cached_property
     def first_of_row(self) -> Numbers:
-        """Numbers of the documents of which each is the first of its row, repetitions by weight
-        left out.
+        """Numbers of the first documents of rows, repetitions by weight left out.
 
         It is `chosen` itself where every document is one, as it is nearly always.
         """
@@ -63,9 +59,7 @@ class Split(Sequence[Document]):
         return self.chosen if first.all() else self.chosen[first]
 
     def by_file(self) -> Iterator[tuple[int, Numbers]]:
-        """Yield the documents in order, some at a time, with the number of the file that they came
-        from.
-        """
+        """Yield the documents in order, some at a time, with the number of their file."""
         for shard, chosen in self.documents.by_shard(self.chosen):
             yield self.documents.shards[shard].file, chosen
 
@@ -75,8 +69,9 @@ class Split(Sequence[Document]):
         return self.corpus.files[file].file, row
 
     def distinct_rows(self) -> int:
-        """Return how many rows differ in their tokens, by digest; all that end alike are in memory
-        at a time.
+        """Return how many rows differ in their tokens, by digest.
+
+        Those whose digests end alike are in memory at a time.
         """
         ranges = math.ceil(len(self.first_of_row) / BLOCK)
         return sum(len(np.unique(self._digests_of(part, ranges))) for part in range(ranges))
@@ -102,8 +97,9 @@ class Split(Sequence[Document]):
 def whole_corpus(
     name: str, corpus: Corpus, documents: Documents, dropped: npt.NDArray[np.int64]
 ) -> Split:
-    """Return a split of all documents of a corpus; `dropped` are the ordinals of the rows that gave
-    none.
+    """Return a split of all documents of a corpus.
+
+    dropped: ordinals of the rows that gave none.
     """
     return _split(name, corpus, documents, dropped, np.ones(corpus.rows_read, dtype=np.bool_))
 
@@ -116,10 +112,10 @@ def divide(
     share: float,
     seed: int,
 ) -> tuple[Split, Split]:
-    """Divide a corpus' rows into train and held-out: `share` of all rows (rounded, at least one) is
-    held out.
+    """Divide a corpus' rows into train and held-out.
 
-    Which rows is a pure function of their number and `seed`, whatever their content.
+    `share` of all rows (rounded, at least one) is held out. Which rows is a pure function of their
+    number and `seed`, whatever their content.
     """
     count = max(1, round(corpus.rows_read * share))
     held = np.zeros(corpus.rows_read, dtype=np.bool_)
@@ -131,9 +127,7 @@ def divide(
 
 
 def weighted(split: Split, *, seed: int) -> Split:
-    """Return the split as an epoch takes it: each source's documents as often as its weight
-    says.
-    """
+    """Return the split as an epoch takes it: each source's documents by its weight."""
     weights = [source.weight for source in split.corpus.sources]
     if set(weights) == {1.0}:
         return split
@@ -191,8 +185,9 @@ def _documents_of(member: npt.NDArray[np.bool_], ordinals: npt.NDArray[np.uint64
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, total: int) -> Numbers:
-    """Return parts of `total` entries behind each other; `np.concatenate` would hold all of them
-    twice.
+    """Return parts of `total` entries behind each other.
+
+    `np.concatenate` would hold all of them twice.
     """
     joined, end = np.empty(total, dtype=np.uint32), 0
     for part in parts:
@@ -222,7 +217,6 @@ def check_not_empty(*splits: Split, rejects: Path) -> None:
             files = ", ".join(file.file for file in split.corpus.files[:3])
             raise UserError(
                 f"data.{split.name}: no document is left for the split {split.name}: "
-                f"{split.rows_read} rows of "
-                f"{files} were read for it, {split.rows_dropped} of them dropped{listed}. "
-                "Give it more rows, or mend those."
+                f"{split.rows_read} rows of {files} were read for it, {split.rows_dropped} of them "
+                f"dropped{listed}. Give it more rows, or mend those."
             )

@@ -1,5 +1,4 @@
-"""The tokens folder: flat little-endian `.npy` files and a manifest, read by memory map, without
-torch.
+"""The tokens folder: little-endian `.npy` files and a manifest, mapped, without torch.
 
 A training row holds whole documents one after the other; `position_ids` starts again at 0 with each
 of them, so a row needs no attention mask. The padding tail is one more document that trains
@@ -84,8 +83,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path) -> "TokenStore":
-        """Map the arrays of the folder `path`, after checking version, types, shapes and file
-        sizes.
+        """Map the arrays of the folder `path`, after checks of version, types, shapes and sizes.
 
         Raises `UserError` if the folder is missing, of another format version, or damaged.
         """
@@ -98,9 +96,7 @@ class TokenStore:
 
     @cached_property
     def trained_tokens_per_row(self) -> npt.NDArray[np.int32]:
-        """Prediction targets of each training row, shape (num_rows,); read in chunks at the first
-        use.
-        """
+        """Prediction targets of each training row, shape (num_rows,), read at the first use."""
         counts = np.empty(self.num_rows, dtype=np.int32)
         step = max(1, CHUNK_TOKENS // self.seq_len)
         for first in range(0, self.num_rows, step):
@@ -109,8 +105,9 @@ class TokenStore:
         return counts
 
     def heldout_documents(self) -> Sequence[Document]:
-        """Return the held-out documents, each as (token ids uint32, loss mask bool) of shape
-        (length,).
+        """Return the held-out documents, each as (token ids uint32, loss mask bool).
+
+        Both have the shape (length,).
         """
         return self._heldout
 
@@ -132,8 +129,7 @@ class TokenStore:
     def _lacking_sources(finding: str) -> UserError:
         return UserError(
             f"{MANIFEST} of the tokens does not say where the held-out documents come from "
-            f"({finding}). "
-            "Delete the tokens folder and run the workflow again."
+            f"({finding}). Delete the tokens folder and run the workflow again."
         )
 
     @property
@@ -145,8 +141,8 @@ class TokenStore:
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"{path} holds no {MANIFEST}: it is no finished tokens folder. "
-            "Delete it if it exists, and run the workflow again; tokenize_dataset writes it."
+            f"{path} holds no {MANIFEST}: it is no finished tokens folder. Delete it if it exists, "
+            "and run the workflow again; tokenize_dataset writes it."
         )
     try:
         manifest = read_checked_json(path / MANIFEST)
@@ -156,8 +152,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path / MANIFEST}: format_version = {version!r}, but this version of the workflow "
-            "reads "
-            f"{FORMAT_VERSION}. Delete the folder {path} and run the workflow again."
+            f"reads {FORMAT_VERSION}. Delete the folder {path} and run the workflow again."
         )
     return manifest
 
@@ -213,8 +208,9 @@ def _damaged(path: Path, finding: str) -> UserError:
 
 
 def choose_documents(documents: Sequence[Document], *, at_most: int | None, seed: int) -> list[int]:
-    """Return the numbers of the documents with trained tokens, in order: all, or `at_most` drawn by
-    `seed`.
+    """Return the numbers of the documents with trained tokens, in order.
+
+    It is all of them, or `at_most` drawn by `seed`.
     """
     trained = [number for number, (_, mask) in enumerate(documents) if mask.any()]
     if at_most is None or at_most >= len(trained):

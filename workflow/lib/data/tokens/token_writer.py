@@ -18,8 +18,9 @@ BLOCK_TOKENS = 2**19  # tokens of the rows that are put together in memory at a 
 
 @dataclass(frozen=True)
 class Window:
-    """Documents that are packed together: document d is `ids[starts[d] : starts[d] + lengths[d]]`,
-    masks alike.
+    """Documents that are packed together.
+
+    Document d is `ids[starts[d] : starts[d] + lengths[d]]`, and the masks alike.
     """
 
     ids: npt.NDArray[np.uint32]
@@ -30,8 +31,9 @@ class Window:
 
 
 class ArrayWriter:
-    """Writes a `.npy` file front to back, of which the number of rows is known at the end. A
-    context manager.
+    """Writes a `.npy` file front to back; the number of rows is known at the end.
+
+    A context manager.
     """
 
     def __init__(self, path: Path, *, row_shape: tuple[int, ...] = ()) -> None:
@@ -55,8 +57,9 @@ class ArrayWriter:
         self._file.close()
 
     def _write_header(self) -> None:
-        """Its length is the same for any number of rows: NumPy leaves room for the first axis to
-        grow.
+        """Write the header for the rows so far.
+
+        Its length is the same for any number: NumPy leaves room for the first axis to grow.
         """
         shape = (self.rows, *self._row_shape)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
@@ -96,9 +99,8 @@ def _packed_rows(
         offsets = packing.offsets[first : first + step + 1]
         documents = packing.documents[offsets[0] : offsets[-1]]
         lengths, starts = window.lengths[documents], window.starts[documents]
-        before = np.concatenate(
-            ([0], np.cumsum(lengths))
-        )  # tokens of the block before each document
+        # tokens of the block before each document
+        before = np.concatenate(([0], np.cumsum(lengths)))
         row_starts = before[offsets - offsets[0]]
         fill = np.diff(row_starts)
         rows = np.repeat(np.arange(len(fill)), np.diff(offsets))

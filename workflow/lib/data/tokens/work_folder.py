@@ -1,5 +1,4 @@
-"""Where a tokens folder is made: finished parts that outlive a kill, and the folder that appears
-whole or not at all.
+"""Where a tokens folder is made: parts that outlive a kill, and a folder whole or absent.
 
 Both lie beside the output and are declared to nobody: what a workflow knows of, it deletes when a
 job fails.
@@ -22,8 +21,7 @@ logger = logging.getLogger("workflow")
 
 @contextmanager
 def work_folder(output: Path, *, key: str) -> Iterator[Path]:
-    """Yield the folder of finished parts for the work that `key` identifies; parts of other work
-    are removed.
+    """Yield the folder of finished parts for the work of `key`; other parts are removed.
 
     It stays when the work is interrupted, and goes when that is complete or the data or settings
     are at fault.
@@ -48,8 +46,9 @@ def work_folder(output: Path, *, key: str) -> Iterator[Path]:
 
 
 def tell_of_others(parent: Path) -> None:
-    """Log where parts of other settings lie: they may be wanted again, or in work now, so none is
-    removed.
+    """Log where parts of other settings lie.
+
+    They may be wanted again, or in work now, so none is removed.
     """
     for other in sorted(parent.parent.glob(".*.work")):
         if other != parent:
