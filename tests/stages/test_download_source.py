@@ -52,14 +52,14 @@ def download(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a rule does; `output.parent` also holds its log and the hub's cache."""
     request = {"repo_id": "owner/name", "revision": None, "kind": "model", "files": None} | config
-    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     arguments = ["--config", json.dumps(request), "--output", str(output)]
     arguments += ["--log", str(output.parent / "log.txt"), *options]
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(output.parent / "hf_home"), "NO_PROXY": "*"}
     return subprocess.run(
         [sys.executable, "-m", "workflow.scripts.download_source", *arguments],
         cwd=ROOT,
-        env=kept | hub | (environment or {}),
+        env=inherited | hub | (environment or {}),
         capture_output=True,
         text=True,
     )
@@ -92,9 +92,9 @@ def test_model_folder_has_exactly_the_safetensors_model_and_its_manifest(tmp_pat
     with start_hub({"owner/name": HubRepo(MODEL | JUNK)}) as endpoint:
         result = download(endpoint, tmp_path / "out")
     assert result.returncode == 0, result.stderr
-    found = contents(tmp_path / "out")
-    found.pop("source.json")
-    assert found == MODEL
+    downloaded = contents(tmp_path / "out")
+    downloaded.pop("source.json")
+    assert downloaded == MODEL
 
 
 def test_single_file_model_leaves_a_stray_index_and_its_shards_behind(tmp_path: Path) -> None:
@@ -337,10 +337,10 @@ def test_branch_that_moved_between_two_attempts_leaves_no_old_file(tmp_path: Pat
         refusal(endpoint, tmp_path / "out")
         commit = repo.commit(SMALL | {"config.json": b'{"new": 1}'})
         assert download(endpoint, tmp_path / "out").returncode == 0
-    found = contents(tmp_path / "out")
+    downloaded = contents(tmp_path / "out")
     assert manifest(tmp_path / "out")["commit"] == commit
-    assert found["config.json"] == b'{"new": 1}'
-    assert "merges.txt" not in found
+    assert downloaded["config.json"] == b'{"new": 1}'
+    assert "merges.txt" not in downloaded
 
 
 def test_unreachable_hub_says_check_the_network(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ class Stage:
         return subprocess.run(command, capture_output=True, text=True)
 
     def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.output.read_text())
-        return found
+        document: dict[str, Any] = json.loads(self.output.read_text())
+        return document
 
 
 @pytest.fixture

@@ -68,12 +68,12 @@ def test_metric_without_an_interval_cannot_be_judged_by_one():
 
 
 def test_every_missed_requirement_of_every_run_is_named():
-    found = {
+    verdicts_by_run = {
         "a": judged({"heldout_loss": 2.0, "pydocs_mc/acc": 0.0}),
         "b": judged({"pydocs_mc/acc": 0.5}, by="interval"),
     }
     with pytest.raises(UserError) as caught:
-        refuse_unmet(found)
+        refuse_unmet(verdicts_by_run)
     assert (
         "a: heldout_loss gained +1.475 over the NF4 base, required +2; b: pydocs_mc/acc gained"
         in str(caught.value)

@@ -31,9 +31,9 @@ from workflow.lib.system.files import file_sha256
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Stage:
     """The good data, prepared. Never change it."""
-    place = Stage(tmp_path_factory.mktemp("finished"), tokenizer_folder)
-    place.run()
-    return place
+    stage = Stage(tmp_path_factory.mktemp("finished"), tokenizer_folder)
+    stage.run()
+    return stage
 
 
 def test_packed_documents_are_the_tokenizers_own_ids(finished: Stage) -> None:

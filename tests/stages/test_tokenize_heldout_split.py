@@ -137,6 +137,6 @@ def test_sources_of_documents_split_off_are_told_too(stage: Stage) -> None:
     store = stage.run(train=named, heldout_share=0.5)
     from_more = {tuple(expected_ids(stage, row)) for row in others}
     documents = [tuple(ids.tolist()) for ids, _ in store.heldout_documents()]
-    told = ["more" if ids in from_more else "first" for ids in documents]
-    assert store.heldout_sources() == told
-    assert set(told) == {"first", "more"}
+    expected = ["more" if ids in from_more else "first" for ids in documents]
+    assert store.heldout_sources() == expected
+    assert set(expected) == {"first", "more"}

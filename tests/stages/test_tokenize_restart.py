@@ -145,10 +145,10 @@ def children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             text = path.read_text()
             parents[int(path.parent.name)] = int(text.rsplit(")", 1)[1].split()[1])
-    found = [pid]
-    for number in found:
-        found += [child for child, parent in parents.items() if parent == number]
-    return found[1:]
+    pids = [pid]
+    for number in pids:
+        pids += [child for child, parent in parents.items() if parent == number]
+    return pids[1:]
 
 
 def alive(pid: int) -> bool:

@@ -78,15 +78,15 @@ class Stage:
 
 def documents_of(store: TokenStore) -> dict[tuple[int, ...], list[bool]]:
     """Every document of the training rows, padding left out, with its mask."""
-    found = {}
+    documents = {}
     for ids, mask, positions in zip(
         store.input_ids, store.loss_mask, store.position_ids, strict=True
     ):
         edges = [*np.flatnonzero(positions == 0).tolist(), store.seq_len]
         for start, stop in pairwise(edges):
             if mask[start:stop].any():
-                found[tuple(ids[start:stop].tolist())] = mask[start:stop].tolist()
-    return found
+                documents[tuple(ids[start:stop].tolist())] = mask[start:stop].tolist()
+    return documents
 
 
 @cache

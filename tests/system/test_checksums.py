@@ -41,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
     return made(tmp_path / "base")
 
 
-def flip(path: Path, place: int = -1) -> None:
+def flip(path: Path, position: int = -1) -> None:
     """Change one bit of a file."""
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[position] ^= 1
     path.write_bytes(content)
 
 
@@ -69,9 +69,11 @@ def test_sound_folder_passes(folder: Path) -> None:
     check_files(files, threads=3)
 
 
-@pytest.mark.parametrize("place", [0, 2**20, -1])
-def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(folder: Path, place: int) -> None:
-    flip(folder / "b.safetensors", place)
+@pytest.mark.parametrize("position", [0, 2**20, -1])
+def test_one_bit_is_told_with_the_file_and_the_folder_to_delete(
+    folder: Path, position: int
+) -> None:
+    flip(folder / "b.safetensors", position)
     assert refused(folder) == (
         f"{folder}/b.safetensors is damaged: "
         "it does not have the SHA-256 that was recorded when it was made. "
@@ -158,10 +160,10 @@ def hash_together(folder: Path, damaged: Path) -> dict[str, object]:
 def test_processes_share_the_hashing_and_all_are_told(folder: Path, tmp_path: Path) -> None:
     damaged = made(tmp_path / "damaged")
     flip(damaged / "a.safetensors")
-    found = run_distributed(hash_together, folder, damaged, world_size=3)
-    assert sorted(name for result in found for name in result["hashed"]) == sorted(FILES)
-    assert all(result["hashed"] for result in found)
-    assert {result["message"] for result in found} == {refused(damaged)}
+    results = run_distributed(hash_together, folder, damaged, world_size=3)
+    assert sorted(name for result in results for name in result["hashed"]) == sorted(FILES)
+    assert all(result["hashed"] for result in results)
+    assert {result["message"] for result in results} == {refused(damaged)}
 
 
 def test_largest_file_comes_first_and_a_missing_one_last(folder: Path) -> None:

@@ -134,10 +134,10 @@ def test_sha256sum_notices_a_changed_byte(tmp_path: Path) -> None:
 
 
 def test_provenance_names_versions_and_time_but_neither_host_nor_folder() -> None:
-    made = provenance()
-    assert made["packages"]["python"] == platform.python_version()
-    assert made["created_utc"].endswith("Z")
-    text = json.dumps(made)
+    record = provenance()
+    assert record["packages"]["python"] == platform.python_version()
+    assert record["created_utc"].endswith("Z")
+    text = json.dumps(record)
     assert platform.node() not in text
     assert str(Path.home()) not in text
     assert str(Path.cwd()) not in text

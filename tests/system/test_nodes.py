@@ -90,9 +90,9 @@ def test_cause_is_told_of_the_node_where_it_happened(
     """
     log = tmp_path / "stage.log"
     assert launch_on_two_nodes(behaviour, str(tmp_path), processes=2, log=log) == [1, 1]
-    (told,) = failure_causes(tmp_path, since=0)
-    assert told.startswith(f"{log}: {cause}")
-    assert "process 1 of 2, the first to fail" in told
+    (message,) = failure_causes(tmp_path, since=0)
+    assert message.startswith(f"{log}: {cause}")
+    assert "process 1 of 2, the first to fail" in message
     noticed = (
         "Connection (closed|reset) by peer|all processes of this machine wait for those of others"
     )

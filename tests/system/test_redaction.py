@@ -42,14 +42,14 @@ def test_values_of_variables_named_like_secrets_are_secrets() -> None:
         "TOKENIZERS_PARALLELISM": "a-long-value-too",
         "PATH": "/usr/bin:/bin",
     }
-    found = secret_values(environment)
-    assert found == [
+    values = secret_values(environment)
+    assert values == [
         "fourth-long-value!!!!",
         "third-long-value!!!",
         "another-long-value",
         "a-long-value",
     ]
-    assert redacted("x another-long-value y", secrets=found) == "x *** y"
+    assert redacted("x another-long-value y", secrets=values) == "x *** y"
 
 
 def test_message_to_the_user_masks_what_it_quotes() -> None:

@@ -63,13 +63,13 @@ def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
     """
     listed = {used.name for used in INTERFACES}
     own = {"_passed", "_eager"}
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in sorted((ROOT / "workflow" / "lib").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         defined = set(re.findall(r"(?:def |self\.|    )(_[a-z]\w*)", text))
         used = re.findall(r"(?<!self)(?<!cls)(?<!super\(\))\.(_[a-z]\w*)", text)
-        found |= {name: path.name for name in used if name not in defined | own}
-    assert {name for name in found if name not in listed} <= ALLOWED, found
+        files |= {name: path.name for name in used if name not in defined | own}
+    assert {name for name in files if name not in listed} <= ALLOWED, files
 
 
 # Of the standard library, or read with `getattr` and a way to do without.

@@ -75,32 +75,34 @@ def run(
             tell(BEGUN)
             work(args)
             tell(ENDED)
-    except UserError as error:
-        if is_worker():  # the launcher says it once for all
-            keep_to_file()
-        logger.error("%s", error)
-        fail()
-    except PeerLostError as lost:
-        if is_worker():
-            keep_to_file()
-        logger.error("%s", lost, exc_info=is_worker())
-        if is_worker():
-            time.sleep(PEER_FIRST_S)
-        fail()
-    except StoppedError as stopped:
-        logger.warning("%s", stopped)
+    except (Exception, KeyboardInterrupt) as error:
+        end_by(error, prog=parser.prog)
+
+
+def end_by(error: Exception | KeyboardInterrupt, *, prog: str) -> NoReturn:
+    """Say what ended the stage, and exit with the status that stands for it.
+
+    It is called where the error is handled: a defect is shown with its traceback.
+    """
+    if isinstance(error, StoppedError):
+        logger.warning("%s", error)
         sys.exit(os.EX_TEMPFAIL)
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         logger.error("interrupted; the same command takes up the work again")
         sys.exit(130)
-    except Exception as error:
+    if is_worker():  # the launcher says it once for all
+        keep_to_file()
+    if isinstance(error, UserError):
+        logger.error("%s", error)
+    elif isinstance(error, PeerLostError):
+        logger.error("%s", error, exc_info=is_worker())
         if is_worker():
-            keep_to_file()
-        if (lack := unwritable(error)) is not None:
-            logger.error("%s", lack)
-        else:
-            logger.exception("%s failed unexpectedly", parser.prog)
-        fail()
+            time.sleep(PEER_FIRST_S)
+    elif (lack := unwritable(error)) is not None:
+        logger.error("%s", lack)
+    else:
+        logger.exception("%s failed unexpectedly", prog)
+    fail()
 
 
 def interrupt(signum: int, frame: FrameType | None) -> NoReturn:

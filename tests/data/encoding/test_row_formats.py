@@ -21,9 +21,9 @@ def sample(value: dict[str, Any], format: Any, **columns: str) -> Any:
 
 
 def messages_of(value: dict[str, Any], format: Any, **columns: str) -> list[Any]:
-    found = sample(value, format, **columns)
-    assert isinstance(found, Conversation)
-    return found.messages
+    conversation = sample(value, format, **columns)
+    assert isinstance(conversation, Conversation)
+    return conversation.messages
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def messages_of(value: dict[str, Any], format: Any, **columns: str) -> list[Any]
     ],
 )
 def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
-    found = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
-    assert found == format
+    chosen = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+    assert chosen == format
 
 
 def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
@@ -222,9 +222,9 @@ def test_weight_zero_keeps_a_turn_out_of_the_loss() -> None:
         EXCHANGE[0],
         {**EXCHANGE[1], "weight": 1},
     ]
-    found = sample({"messages": messages}, "messages")
-    assert found.trained == [False, False, False, True]
-    assert found.messages == [*EXCHANGE, *EXCHANGE]
+    conversation = sample({"messages": messages}, "messages")
+    assert conversation.trained == [False, False, False, True]
+    assert conversation.messages == [*EXCHANGE, *EXCHANGE]
 
 
 def test_other_keys_of_a_message_go_to_the_template() -> None:

@@ -52,7 +52,7 @@ def test_all_is_trained_but_the_first_token_on_request(tokenizer: Any) -> None:
 
 def test_bos_is_written_once(tokenizer: Any) -> None:
     ids = encode(tokenizer, CHAT).ids.tolist()
-    assert [place for place, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
+    assert [i for i, token in enumerate(ids) if token == tokenizer.bos_token_id] == [0]
 
 
 def test_generation_block_that_holds_a_part_of_some_prompts_is_trained_without_it(

@@ -146,19 +146,19 @@ def answers(
     """The trained text of each assistant turn, which must follow that turn's prompt as inference
     tokenizes it."""
     examples = encode(name, messages, kind, tools=tools)
-    found, trained = [], 0
-    for place, message in enumerate(messages):
+    texts, trained = [], 0
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = own_ids(name, kind, messages[:place], tools=tools)
+        prompt = own_ids(name, kind, messages[:index], tools=tools)
         hosts = [e for e in examples if e.ids[: len(prompt)].tolist() == prompt]
         (host,) = [e for e in hosts if e.mask[len(prompt)] and not e.mask[len(prompt) - 1]]
         untrained = [*(~host.mask[len(prompt) :]).tolist(), True]
         run = host.ids[len(prompt) :][: untrained.index(True)].tolist()
-        found.append(tokenizer_of(name, kind).decode(run))
+        texts.append(tokenizer_of(name, kind).decode(run))
         trained += len(run)
     assert trained == sum(int(e.mask.sum()) for e in examples), "nothing else is trained"
-    return found
+    return texts
 
 
 def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
@@ -213,21 +213,21 @@ def test_any_conversation_is_trained_as_inference_must_generate_it(
 
 
 @pytest.mark.parametrize("name", SPECIALS)
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_special_tokens_in_any_text_stay_text(name: str, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_special_tokens_in_any_text_stay_text(name: str, index: int) -> None:
     texts = ["What?", "Nothing.", "So?", "Hm."]
     tokenizer = tokenizer_of(name)
     specials = set(tokenizer.all_special_ids)
     harmless = encode(name, chat(*texts))
-    texts[place] = "a".join(["", "<bos>", *SPECIALS[name], *["<think>"][: place != 1], ""])
+    texts[index] = "a".join(["", "<bos>", *SPECIALS[name], *["<think>"][: index != 1], ""])
     hostile = encode(name, chat(*texts))
-    kept = [
+    special_ids = [
         [[i for i in e.ids.tolist() if i in specials] for e in examples]
         for examples in (hostile, harmless)
     ]
-    assert kept[0] == kept[1]
+    assert special_ids[0] == special_ids[1]
     assert all(e.held_special_text for e in hostile)
-    assert texts[place] in tokenizer.decode(hostile[-1].ids.tolist())
+    assert texts[index] in tokenizer.decode(hostile[-1].ids.tolist())
 
 
 REASONED = {
@@ -245,8 +245,8 @@ def test_reasoning_under_its_key_is_trained_in_every_turn(name: str, kind: str) 
     key = "thinking" if name == "gpt_oss" else "reasoning_content"
     turn = {"role": "assistant", "content": "Forty-two.", key: "Hm."}
     question = {"role": "user", "content": "What?"}
-    found = answers(name, [question, turn, question, turn], kind)
-    assert found == [REASONED[name]] * 2
+    trained = answers(name, [question, turn, question, turn], kind)
+    assert trained == [REASONED[name]] * 2
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "deepseek_r1"])
@@ -314,5 +314,5 @@ def test_last_turn_alone_and_turns_of_weight_zero_are_one_example(name: str) -> 
         ([False, True, False, False], "completions", "Forty-two."),
     ]:
         (encoded,) = encoder_of(name, loss_on=loss_on).encode(Conversation(talk, trained))
-        found = tokenizer_of(name).decode(encoded.ids[encoded.mask].tolist())
-        assert found == generated(name, text)
+        answer = tokenizer_of(name).decode(encoded.ids[encoded.mask].tolist())
+        assert answer == generated(name, text)

@@ -53,20 +53,20 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "found"), PATTERNS)
+@pytest.mark.parametrize(("pattern", "names"), PATTERNS)
 def test_path_folder_or_glob_gives_its_files_in_order(
-    tree: Path, pattern: str, found: list[str]
+    tree: Path, pattern: str, names: list[str]
 ) -> None:
-    assert files(tree, pattern) == found
+    assert files(tree, pattern) == names
     assert [file.path for file in sources(tree, pattern)[0].files] == [
-        tree / name for name in found
+        tree / name for name in names
     ]
 
 
-@pytest.mark.parametrize(("pattern", "found"), PATTERNS)
-def test_listing_of_a_hub_is_matched_as_a_folder_is(pattern: str, found: list[str]) -> None:
+@pytest.mark.parametrize(("pattern", "names"), PATTERNS)
+def test_listing_of_a_hub_is_matched_as_a_folder_is(pattern: str, names: list[str]) -> None:
     visible = {name for name in matching(LISTING, pattern) if "/." not in name}
-    assert sorted(visible) == found
+    assert sorted(visible) == names
 
 
 @pytest.mark.parametrize("path", ["data", "data/*.parquet"])
@@ -137,8 +137,11 @@ def test_types_are_told_below_a_compression(tree: Path) -> None:
 
 
 def test_several_sources_keep_order_name_and_weight(tree: Path) -> None:
-    found = sources(tree, ["data", {"path": "a.jsonl", "name": "mine", "weight": 0.5}])
-    assert [(s.name, s.weight, len(s.files)) for s in found] == [("data", 1.0, 3), ("mine", 0.5, 1)]
+    resolved = sources(tree, ["data", {"path": "a.jsonl", "name": "mine", "weight": 0.5}])
+    assert [(s.name, s.weight, len(s.files)) for s in resolved] == [
+        ("data", 1.0, 3),
+        ("mine", 0.5, 1),
+    ]
 
 
 def test_two_sources_of_one_name_stop(tree: Path) -> None:

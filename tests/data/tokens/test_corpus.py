@@ -31,9 +31,9 @@ def test_rows_done_are_not_drawn_where_no_terminal_is() -> None:
 
 def test_rows_done_are_told_in_the_log_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="workflow")
-    with Progress("data.train", log_seconds=0) as told, Progress("data.heldout") as not_yet:
-        told.add(1000)
-        told.add(234)
+    with Progress("data.train", log_seconds=0) as logged, Progress("data.heldout") as not_yet:
+        logged.add(1000)
+        logged.add(234)
         not_yet.add(1)
     assert [record.getMessage().split(", ")[0] for record in caplog.records] == [
         "data.train: 1000 rows done",

@@ -48,8 +48,8 @@ def split_of(folder: Path, name: str, documents: list[npt.NDArray[np.uint32]]) -
         facts = read_facts(stem)
         shards.append(Shard(stem, 0, first, facts.rows_read, facts.documents, facts.tokens))
     corpus = Corpus(sources=[], files=[], shards=shards, rows_read=len(documents))
-    found = collect_documents(shards, folder=folder, name=name)
-    return whole_corpus(name, corpus, found, np.empty(0, dtype=np.int64))
+    collected = collect_documents(shards, folder=folder, name=name)
+    return whole_corpus(name, corpus, collected, np.empty(0, dtype=np.int64))
 
 
 def test_same_near_duplicates_are_found_however_few_keys_are_in_memory(
@@ -81,16 +81,16 @@ def test_splits_of_one_corpus_are_compared_by_the_same_keys(tmp_path: Path) -> N
         np.arange(VOCABULARY, dtype=np.uint32), np.empty(0, dtype=np.uint64), threshold=0.5
     )
     write_keys([train, heldout], measure, processes=1)
-    found = find_near_duplicates(train, heldout, measure)
-    assert [pair[:2] for pair in found.pairs] == [(2, 32), (5, 35), (33, 3), (36, 6)]
-    assert (found.train, found.heldout) == (5, 0)
+    near = find_near_duplicates(train, heldout, measure)
+    assert [pair[:2] for pair in near.pairs] == [(2, 32), (5, 35), (33, 3), (36, 6)]
+    assert (near.train, near.heldout) == (5, 0)
 
 
 def test_stretches_hold_every_entry_once_and_few_tokens() -> None:
     tokens = np.random.default_rng(0).integers(0, TOKENS_AT_ONCE // 3, size=101)
-    found = stretches(tokens)
-    assert np.concatenate([tokens[some] for some in found]).tolist() == tokens.tolist()
-    assert max(tokens[some].sum() for some in found) <= 4 * TOKENS_AT_ONCE // 3
+    slices = stretches(tokens)
+    assert np.concatenate([tokens[some] for some in slices]).tolist() == tokens.tolist()
+    assert max(tokens[some].sum() for some in slices) <= 4 * TOKENS_AT_ONCE // 3
     assert stretches(tokens[:0]) == []
 
 

@@ -27,7 +27,7 @@ def split_of(folder: Path) -> Split:
 
     shards: list[Shard] = []
     for number in range(SHARDS):
-        rows = [Row(1000 * (29 * number + place), {}) for place in range(29)]
+        rows = [Row(1000 * (29 * number + index), {}) for index in range(29)]
         stem = folder / f"train-{number}"
         encode_rows(
             rows,

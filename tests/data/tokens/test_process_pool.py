@@ -25,8 +25,8 @@ def double(number: int) -> int:
 
 @pytest.mark.parametrize(("processes", "alone"), [(1, 0), (2, 0), (2, 100)])
 def test_results_come_in_the_order_of_the_tasks(processes: int, alone: int) -> None:
-    found = map_in_order(range(37), prepare=doubler, processes=processes, alone=alone)
-    assert list(found) == [2 * number for number in range(37)]
+    results = map_in_order(range(37), prepare=doubler, processes=processes, alone=alone)
+    assert list(results) == [2 * number for number in range(37)]
 
 
 def test_mistake_of_a_task_is_raised_here() -> None:

@@ -17,14 +17,14 @@ def test_weight_one_takes_every_document_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "taken"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
+    ("weight", "total"), [(2.0, 14), (0.5, 4), (2.3, 16), (0.01, 1), (100.0, 700)]
 )
 def test_weight_is_the_share_of_a_sources_documents_that_an_epoch_takes(
-    weight: float, taken: int
+    weight: float, total: int
 ) -> None:
-    found = times(weight)
-    assert sum(found) == taken
-    assert max(found) - min(found) <= 1
+    counts = times(weight)
+    assert sum(counts) == total
+    assert max(counts) - min(counts) <= 1
 
 
 def test_source_without_documents_gives_none() -> None:
@@ -39,6 +39,6 @@ def test_seed_and_source_decide_which_documents_are_taken() -> None:
 
 def test_draw_is_the_beginning_of_numpys_permutation_in_half_its_memory() -> None:
     order = np.random.Generator(np.random.PCG64([3, 1])).permutation(10_007)
-    found = drawn(500, total=10_007, seed=[3, 1])
-    assert found.tolist() == order[:500].tolist()
-    assert found.dtype == np.uint32
+    numbers = drawn(500, total=10_007, seed=[3, 1])
+    assert numbers.tolist() == order[:500].tolist()
+    assert numbers.dtype == np.uint32

@@ -17,9 +17,9 @@ def test_keys_of_every_writer_are_read_in_their_place(tmp_path: Path) -> None:
         stored.write(first, keys[:, first:stop])
     numbers = np.array([1, 2, 5, 9])
     for band in range(3):
-        found, taken = stored.within(band, numbers, **EVERY)
-        assert found.tolist() == keys[band, numbers].tolist()
-        assert taken.tolist() == [0, 1, 2, 3]
+        range_keys, positions = stored.within(band, numbers, **EVERY)
+        assert range_keys.tolist() == keys[band, numbers].tolist()
+        assert positions.tolist() == [0, 1, 2, 3]
 
 
 def test_keys_of_a_range_are_those_with_their_upper_part_in_it(tmp_path: Path) -> None:
@@ -27,10 +27,12 @@ def test_keys_of_a_range_are_those_with_their_upper_part_in_it(tmp_path: Path) -
     stored = StoredKeys(tmp_path / "keys", documents=5, bands=1)
     stored.create()
     stored.write(0, (uppers << np.uint64(8)) + np.uint64(255))
-    for lowest, beyond, places in ((5, 7, [0, 2]), (7, 2**32, [1, 3]), (0, 1, [4])):
-        found, taken = stored.within(0, np.arange(5), lowest=lowest, beyond=beyond)
-        assert taken.tolist() == places
-        assert found.tolist() == [256 * int(uppers[0, place]) + 255 for place in places]
+    for lowest, beyond, expected in ((5, 7, [0, 2]), (7, 2**32, [1, 3]), (0, 1, [4])):
+        range_keys, positions = stored.within(0, np.arange(5), lowest=lowest, beyond=beyond)
+        assert positions.tolist() == expected
+        assert range_keys.tolist() == [
+            256 * int(uppers[0, position]) + 255 for position in expected
+        ]
 
 
 def test_documents_without_keys_have_zeros(tmp_path: Path) -> None:
@@ -38,5 +40,5 @@ def test_documents_without_keys_have_zeros(tmp_path: Path) -> None:
     stored.create()
     stored.write(3, np.full((2, 1), 2**39 + 7, dtype=np.uint64))
     for band in range(2):
-        found, _ = stored.within(band, np.arange(5), **EVERY)
-        assert found.tolist() == [0, 0, 0, 2**39 + 7, 0]
+        range_keys, _ = stored.within(band, np.arange(5), **EVERY)
+        assert range_keys.tolist() == [0, 0, 0, 2**39 + 7, 0]

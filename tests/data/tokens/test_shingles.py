@@ -29,7 +29,7 @@ def test_shingles_are_runs_of_six_within_a_document() -> None:
     first, second, third = shingle_sets([list(range(10)), list(range(2, 10)), list(range(20, 26))])
     assert (len(first), len(second), len(third)) == (5, 3, 1)
     assert second < first
-    arrays = [np.array(sorted(found), dtype=np.uint64) for found in (first, second, third)]
+    arrays = [np.array(sorted(hashes), dtype=np.uint64) for hashes in (first, second, third)]
     assert resemblance(arrays[0], arrays[1]) == 3 / 5
     assert resemblance(arrays[0], arrays[2]) == 0.0
 
@@ -66,8 +66,8 @@ def test_nearly_all_pairs_at_the_threshold_share_a_key(threshold: float) -> None
     owners = np.repeat(np.arange(2 * pairs), size)
     keys = band_keys(np.concatenate(sets), owners, documents=2 * pairs, rows=rows)
     assert keys.shape == (BINS // rows, 2 * pairs)
-    found = (keys[:, ::2] == keys[:, 1::2]).any(axis=0)
-    assert found.mean() >= 0.95
+    share_a_key = (keys[:, ::2] == keys[:, 1::2]).any(axis=0)
+    assert share_a_key.mean() >= 0.95
     strangers = (keys[:, :-2:2] == keys[:, 3::2]).any(axis=0)
     assert strangers.mean() < 0.01
 

@@ -205,7 +205,9 @@ def test_changed_token_that_opens_is_found_by_its_checksum(folder: Path, name: s
     content[-1] ^= 1
     (folder / name).write_bytes(content)
     recorded = recorded_arrays(folder, TokenStore.open(folder).manifest)
-    wrong = [file.name for file, found in zip(recorded, findings(recorded), strict=True) if found]
+    wrong = [
+        file.name for file, finding in zip(recorded, findings(recorded), strict=True) if finding
+    ]
     assert wrong == [name]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 SECTION_TAG = "<source>"
 CHANGE = "Change it in config.yaml."
@@ -66,15 +67,7 @@ def explain(
         elif not detail["loc"]:  # pydantic names no place for a key that is no text
             lines.append(f"a key {_BOUNDS['string_unicode']}. {CHANGE}")
         elif detail["loc"][-1] == "[key]":
-            *section, name, _ = detail["loc"]
-            # pydantic gives False as 0 and 1.5 as '1.5'
-            runs = document.get("runs")
-            names = runs if isinstance(runs, Mapping) else ()
-            keys = [key for key in names if not isinstance(key, str)]
-            name = next((key for key in keys if key == name or str(key) == name), name)
-            bound = _bound(detail, detail["loc"])
-            change = CHANGE if isinstance(name, str) else QUOTE
-            lines.append(f"{_spell(section)}: the name {name!r} {bound}. {change}")
+            lines.append(_wrong_name(document, detail))
         else:
             path = _setting_path(model, detail["loc"])
             bounds.setdefault(path, {})[_bound(detail, path)] = None
@@ -82,6 +75,19 @@ def explain(
         f"{_given(document, path)}: {_either(list(broken))}. {CHANGE}"
         for path, broken in bounds.items()
     ]
+
+
+def _wrong_name(document: Mapping[str, object], detail: ErrorDetails) -> str:
+    """Say what is wrong with a name that is a key, such as that of a run."""
+    *section, name, _ = detail["loc"]
+    runs = document.get("runs")
+    names = runs if isinstance(runs, Mapping) else ()
+    # pydantic gives False as 0 and 1.5 as '1.5'
+    keys = [key for key in names if not isinstance(key, str)]
+    name = next((key for key in keys if key == name or str(key) == name), name)
+    bound = _bound(detail, detail["loc"])
+    change = CHANGE if isinstance(name, str) else QUOTE
+    return f"{_spell(section)}: the name {name!r} {bound}. {change}"
 
 
 def _shown(value: Any) -> str:
