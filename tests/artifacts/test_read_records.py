@@ -1,10 +1,13 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.report_examples import edit, write_run
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
-from workflow.lib.artifacts.records import Manifest, Preflight, Summary
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_text
 
@@ -28,6 +31,27 @@ def test_field_of_wrong_type_is_named_with_its_value(folder: Path) -> None:
     edit(path, lambda document: document.update(peak_bytes="12 GiB"))
     with pytest.raises(UserError, match=r"preflight\.json: peak_bytes = '12 GiB': Input should be"):
         read_record(path, Preflight)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda plan: plan.pop("offload_layers"), "the field plan.offload_layers is missing"),
+        (lambda plan: plan.update(offload_norms=3), "the field plan.offload_norms is not known"),
+    ],
+    ids=["older", "newer"],
+)
+def test_plan_of_another_version_says_what_to_delete(
+    folder: Path, change: Any, problem: str
+) -> None:
+    path = folder / "preflight_run" / "preflight.json"
+    edit(path, lambda document: change(document["plan"]))
+    with pytest.raises(UserError) as error:
+        read_record(path, Preflight)
+    assert str(error.value) == (
+        f"{path}: {problem}. Another version of the workflow may have written it: delete this file "
+        "and run preflight again."
+    )
 
 
 def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None:

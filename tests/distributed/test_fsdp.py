@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.distributed.world import process_group
@@ -44,7 +45,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = build_training_model(
-            base, CONFIG, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+            base, CONFIG, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
         )
         params = dict(model.training.named_parameters())
         report: dict[str, Any] = {
@@ -199,7 +200,7 @@ def test_altered_weights_stop_the_run_with_a_message(
 def keep_gathered(base: Path) -> dict[str, Any]:
     """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        plan = PLAN | {"reshard_after_forward": False}
+        plan = make_plan(reshard_after_forward=False)
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
         training = build_training_model(base, CONFIG, plan, world, **build).training
         before, held = trainable_parameters(training), local_bytes(training)

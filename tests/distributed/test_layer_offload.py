@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.architecture.layer_choice import spread, stashed_layers
 from workflow.lib.model.layers.nf4_linear import nf4_linears
@@ -39,7 +40,7 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
     """Two micro-batches of this process by a model with `count` layers on the host: losses,
     gradients, what was there.
     """
-    plan = PLAN | {"offload_layers": count, "activation_checkpointing": level}
+    plan = make_plan(offload_layers=count, activation_checkpointing=level)
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
     model = build_training_model(
         base, config, plan, world, compute_dtype=torch.float32, attention="sdpa"

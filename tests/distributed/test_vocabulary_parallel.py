@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.distributed.vocabulary_parallel import (
     ExchangedRows,
     SlicedCrossEntropy,
@@ -133,7 +134,7 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
     """Loss and gradients of this process's rows of eight, of which two processes train none, by the
     model of a run.
     """
-    plan = PLAN | {"offload_embedding": offload_embedding}
+    plan = make_plan(offload_embedding=offload_embedding)
     model = build_training_model(
         base, CONFIG, plan, world, compute_dtype=torch.float32, attention="sdpa"
     )

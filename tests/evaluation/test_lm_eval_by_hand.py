@@ -134,7 +134,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 def mean_log_likelihood(scores: dict[str, TaskScores]) -> float:
-    perplexity = scores["likelihood"].scores["likelihood"]["metrics"]["perplexity"]["value"]
+    perplexity = scores["likelihood"].scores["likelihood"].metrics["perplexity"].value
     return -math.log(perplexity)
 
 

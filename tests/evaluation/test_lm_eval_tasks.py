@@ -128,27 +128,27 @@ def test_multiple_choice_equals_the_likeliest_answers_computed_directly(model, t
     assert 0 < sum(expected) < len(expected)
     items = found.items["direct", "acc"]
     assert [items[key] for key in sorted(items)] == expected
-    assert found.scores["direct"]["metrics"]["acc"]["value"] == pytest.approx(np.mean(expected))
+    assert found.scores["direct"].metrics["acc"].value == pytest.approx(np.mean(expected))
 
 
 def test_scores_have_standard_error_items_and_version(model, tokenizer, tmp_path):
     found = scores(model, tokenizer, task_file(tmp_path, "fields")).scores["fields"]
-    accuracy = found["metrics"]["acc"]
-    expected = np.sqrt(accuracy["value"] * (1 - accuracy["value"]) / 12)  # 13 items, less one
-    assert accuracy["stderr"] == pytest.approx(expected)
-    assert (found["items"], found["version"]) == (13, 3.0)
+    accuracy = found.metrics["acc"]
+    expected = np.sqrt(accuracy.value * (1 - accuracy.value) / 12)  # 13 items, less one
+    assert accuracy.stderr == pytest.approx(expected)
+    assert (found.items, found.version) == (13, 3.0)
 
 
 def test_items_of_a_metric_that_is_not_their_mean_are_not_kept(model, tokenizer, tmp_path):
     found = scores(model, tokenizer, task_file(tmp_path, "middle", how="median"))
-    assert list(found.scores["middle"]["metrics"]) == ["acc"]
+    assert list(found.scores["middle"].metrics) == ["acc"]
     assert found.items == {}
 
 
 def test_limit_is_kept(model, tokenizer, tmp_path):
     settings = task_file(tmp_path, "limited").model_copy(update={"task_limit": 5})
     found = scores(model, tokenizer, settings)
-    assert found.scores["limited"]["items"] == len(found.items["limited", "acc"]) == 5
+    assert found.scores["limited"].items == len(found.items["limited", "acc"]) == 5
 
 
 def test_the_same_tasks_run_again_give_the_same_items(model, tokenizer, tmp_path):
@@ -173,7 +173,7 @@ def test_examples_are_put_before_the_items(model, tokenizer, tmp_path):
 
 def test_metric_after_a_filter_carries_its_name(model, tokenizer, tmp_path):
     found = scores(model, tokenizer, task_file(tmp_path, "writes", template=WRITE))
-    assert list(found.scores["writes"]["metrics"]) == ["exact_match,first"]
+    assert list(found.scores["writes"].metrics) == ["exact_match,first"]
 
 
 def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
@@ -184,9 +184,9 @@ def test_group_has_the_score_of_its_tasks(model, tokenizer, tmp_path):
     )
     settings = EvaluateConfig(tasks=("family",), tasks_dir=str(tmp_path), bootstrap_resamples=100)
     found = scores(model, tokenizer, settings)
-    values = {name: score["metrics"]["acc"]["value"] for name, score in found.scores.items()}
+    values = {name: score.metrics["acc"].value for name, score in found.scores.items()}
     assert values["family"] == pytest.approx((values["member_a"] + values["member_b"]) / 2)
-    assert found.scores["family"]["items"] == 26
+    assert found.scores["family"].items == 26
     assert sorted(task for task, _ in found.items) == ["member_a", "member_b"]
 
 

@@ -16,18 +16,18 @@ from tests.support.tiny_export import (
     tiny_merged,
     tiny_tokens,
 )
-from workflow.lib.artifacts.records import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation, MergedEvaluation, TunedEvaluation
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.evaluation.evaluated_models import load_options, machine_facts, subjects
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import measure, parts, prepare
-from workflow.lib.evaluation.results import artifacts, summary_lines
+from workflow.lib.evaluation.results import Evaluations, evaluations, summary_lines
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import provenance, write_checksums
+from workflow.lib.system.files import write_checksums
 
 CPU = torch.device("cpu")
 DOCUMENTS = random_documents(9)
@@ -86,7 +86,7 @@ class Evaluator:
             measured[subject.name], new[subject.name] = measure(
                 subject, asked, archive=self.archive, machine=machine_facts(options), world=world
             )
-        return questions, measured, artifacts(measured, questions, run="demo"), new
+        return questions, measured, evaluations(measured, questions, run="demo"), new
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def evaluator(folder, tokenizer):
 def evaluated(evaluator, settings):
     """Questions, base's and tuned's measurements and artifacts of one evaluation."""
     questions, measured, found, _ = evaluator(settings)
-    return questions, measured["base"], measured["tuned"], found["base"], found["tuned"]
+    return questions, measured["base"], measured["tuned"], found.base, found.tuned
 
 
 def test_base_with_the_adapter_off_measures_as_the_plain_base(folder, evaluated):
@@ -118,76 +118,75 @@ def test_artifacts_are_what_the_report_reads(evaluator, evaluated, settings):
     *_, found, _ = evaluator(settings)
     kinds = {"base": Evaluation, "tuned": TunedEvaluation, "merged": MergedEvaluation}
     for name, kind in kinds.items():
-        content = found[name] | {"provenance": provenance()}
-        kind.model_validate_json(json.dumps(content, allow_nan=False))
+        written = found.by_subject()[name]
+        text = json.dumps(written.as_json(), allow_nan=False)
+        assert kind.model_validate_json(text) == written
 
 
 def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
     """The merged weights are rounded to bf16, which costs a little and is not nothing."""
     *_, found, _ = evaluator(settings)
-    cost = found["merged"]["heldout"]["loss"] - found["tuned"]["heldout"]["loss"]
-    assert found["merged"]["merging"]["loss_difference"] == pytest.approx(-cost)
+    cost = found.merged.heldout.loss - found.tuned.heldout.loss
+    assert found.merged.merging.loss_difference == pytest.approx(-cost)
     assert 0 < abs(cost) < 0.01
-    gain = found["tuned"]["comparison"]["loss_difference"]
-    assert found["merged"]["comparison"]["loss_difference"] == pytest.approx(gain - cost)
+    gain = found.tuned.comparison.loss_difference
+    assert found.merged.comparison.loss_difference == pytest.approx(gain - cost)
     assert any(line.startswith("merged: held-out loss ") for line in summary_lines(found))
 
 
 def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
-    heldout = evaluated[3]["heldout"]
-    loss_sum = sum(document["loss_sum"] for document in heldout["per_document"])
+    heldout = evaluated[3].heldout
+    loss_sum = sum(document.loss_sum for document in heldout.per_document)
     tokens = sum(int(mask.sum()) for _, mask in DOCUMENTS)
-    assert heldout["loss"] == pytest.approx(loss_sum / tokens)
-    assert heldout["perplexity"] == pytest.approx(math.exp(loss_sum / tokens))
-    assert (heldout["trained_tokens"], heldout["documents"]) == (tokens, 9)
-    assert heldout["loss_ci95"][0] < heldout["loss"] < heldout["loss_ci95"][1]
+    assert heldout.loss == pytest.approx(loss_sum / tokens)
+    assert heldout.perplexity == pytest.approx(math.exp(loss_sum / tokens))
+    assert (heldout.trained_tokens, heldout.documents) == (tokens, 9)
+    assert heldout.loss_ci95[0] < heldout.loss < heldout.loss_ci95[1]
 
 
 def test_loss_difference_is_base_minus_tuned(evaluated):
     *_, base, tuned = evaluated
-    comparison = tuned["comparison"]
-    difference = base["heldout"]["loss"] - tuned["heldout"]["loss"]
-    assert comparison["loss_difference"] == pytest.approx(difference)
-    low, high = comparison["loss_difference_ci95"]
+    comparison = tuned.comparison
+    difference = base.heldout.loss - tuned.heldout.loss
+    assert comparison.loss_difference == pytest.approx(difference)
+    low, high = comparison.loss_difference_ci95
     assert low < difference < high
 
 
 def test_task_difference_is_tuned_minus_base(evaluated):
     *_, base, tuned = evaluated
-    before, after = (a["tasks"]["local"]["metrics"]["acc"]["value"] for a in (base, tuned))
-    found = tuned["comparison"]["tasks"]["local"]["acc"]["difference"]
+    before, after = (a.tasks["local"].metrics["acc"].value for a in (base, tuned))
+    found = tuned.comparison.tasks["local"]["acc"].difference
     assert found == pytest.approx(after - before)
 
 
 def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evaluated, tokenizer):
     *_, base, tuned = evaluated
-    assert len(base["samples"]) == 3
-    for before, after in zip(base["samples"], tuned["samples"], strict=True):
-        assert {**before, "answer": ""} == {**after, "answer": ""}
-        ids, mask = DOCUMENTS[before["document"]]
-        assert before["prompt"] == tokenizer.decode(ids[: np.argmax(mask)].tolist())
+    assert len(base.samples) == 3
+    for before, after in zip(base.samples, tuned.samples, strict=True):
+        assert before.model_copy(update={"answer": after.answer}) == after
+        ids, mask = DOCUMENTS[before.document]
+        assert before.prompt == tokenizer.decode(ids[: np.argmax(mask)].tolist())
         first = int(np.argmax(mask))
         end = first + int(np.argmin(np.append(mask[first:], False)))
-        assert before["reference"] == tokenizer.decode(ids[first:end].tolist())
+        assert before.reference == tokenizer.decode(ids[first:end].tolist())
 
 
 def test_summary_names_loss_and_task_with_signed_differences(evaluated):
     *_, base, tuned = evaluated
-    loss, task = summary_lines({"base": base, "tuned": tuned})
-    assert loss.startswith(f"held-out loss {base['heldout']['loss']:.4f} -> ")
-    assert (
-        f": NF4 base - tuned {tuned['comparison']['loss_difference']:+.4f} (95% interval " in loss
-    )
+    loss, task = summary_lines(Evaluations(base, tuned, None))
+    assert loss.startswith(f"held-out loss {base.heldout.loss:.4f} -> ")
+    assert f": NF4 base - tuned {tuned.comparison.loss_difference:+.4f} (95% interval " in loss
     assert task.startswith("local acc 0.")
     assert ": tuned - NF4 base " in task
 
 
 def test_what_is_switched_off_is_null_or_empty(evaluator):
     *_, found, new = evaluator(EvaluateConfig(heldout=False, tasks=(), samples=0))
-    written = found["base"]
-    assert (written["heldout"], written["tasks"], written["samples"]) == (None, {}, [])
+    written = found.base
+    assert (written.heldout, written.tasks, written.samples) == (None, {}, [])
     assert new == {"base": [], "tuned": [], "merged": []}
-    assert found["tuned"]["comparison"] == {
+    assert found.tuned.comparison.as_json() == {
         "loss_difference": None,
         "loss_difference_ci95": None,
         "p_value": None,
@@ -203,7 +202,7 @@ def test_new_task_is_measured_alone(evaluator, evaluated, settings):
     more = settings.model_copy(update={"tasks": ("local", "added")})
     _, _, found, new = evaluator(more)
     assert new == {name: ["task-added"] for name in ("base", "tuned", "merged")}
-    assert found["tuned"]["tasks"]["local"] == evaluated[4]["tasks"]["local"]
+    assert found.tuned.tasks["local"] == evaluated[4].tasks["local"]
     assert evaluator(more)[3] == {"base": [], "tuned": [], "merged": []}
 
 
@@ -217,9 +216,9 @@ def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settin
     _, _, found, new = evaluator(warm)
     assert new["base"] == ["drawn"]
     greedy, drawn = (
-        [sample[key] for sample in found["base"]["samples"]] for key in ("answer", "drawn")
+        [getattr(sample, key) for sample in found.base.samples] for key in ("answer", "drawn")
     )
-    assert greedy == [sample["answer"] for sample in evaluated[3]["samples"]]
+    assert greedy == [sample.answer for sample in evaluated[3].samples]
     assert drawn != greedy
 
 
@@ -238,11 +237,11 @@ def test_base_is_not_measured_again_for_another_adapter(
 
 
 def test_losses_by_source_add_up(evaluated):
-    heldout = evaluated[3]["heldout"]
-    assert set(heldout["sources"]) == {"notes", "questions"}
-    sums = sum(part["loss"] * part["trained_tokens"] for part in heldout["sources"].values())
-    assert sums == pytest.approx(heldout["loss"] * heldout["trained_tokens"])
-    assert sum(part["documents"] for part in heldout["sources"].values()) == heldout["documents"]
+    heldout = evaluated[3].heldout
+    assert set(heldout.sources) == {"notes", "questions"}
+    sums = sum(part.loss * part.trained_tokens for part in heldout.sources.values())
+    assert sums == pytest.approx(heldout.loss * heldout.trained_tokens)
+    assert sum(part.documents for part in heldout.sources.values()) == heldout.documents
 
 
 def test_max_documents_bounds_the_documents(folder, tokenizer):

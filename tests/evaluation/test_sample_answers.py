@@ -6,6 +6,7 @@ from tests.support.models import random_llama
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.support.tiny_export import random_documents
 from workflow.lib.evaluation.sample_answers import (
+    AnswerSettings,
     Prompt,
     choose_prompts,
     generate_answers,
@@ -27,14 +28,10 @@ def model():
 
 
 def answers(model, *, stop_ids=(), batch_size=3, max_new_tokens=9):
-    return generate_answers(
-        model,
-        PROMPTS,
-        stop_ids=list(stop_ids),
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        device=CPU,
+    settings = AnswerSettings(
+        stop_ids=list(stop_ids), max_new_tokens=max_new_tokens, batch_size=batch_size
     )
+    return generate_answers(model, PROMPTS, settings=settings, device=CPU)
 
 
 @torch.no_grad()
@@ -109,10 +106,8 @@ def test_fewer_documents_than_samples_are_all_chosen():
 
 
 def test_no_prompts_give_no_answers(model):
-    assert (
-        generate_answers(model, [], stop_ids=[EOS], max_new_tokens=3, batch_size=2, device=CPU)
-        == []
-    )
+    settings = AnswerSettings(stop_ids=[EOS], max_new_tokens=3, batch_size=2)
+    assert generate_answers(model, [], settings=settings, device=CPU) == []
 
 
 def test_special_tokens_that_end_references_stop_an_answer(model, tmp_path):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from tests.support.finished import finished
 from tests.support.models import VOCAB, decoded_by_hand, quantized, tiny_llama, write_shards
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from workflow.lib.artifacts.records import ConversationFacts
+from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer

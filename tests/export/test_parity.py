@@ -51,12 +51,12 @@ def compare(model: Any, path: Path, exported: Path) -> dict[str, Any]:
 
 def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> None:
     parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors", tmp_path)
-    assert parity["passed"]
-    assert parity["identical_values"]
-    assert parity["max_abs_difference"] <= parity["tolerance"] == 1e-4 * parity["max_abs_logit"]
-    assert parity["adapter_effect"] > 100 * parity["tolerance"]
-    assert (parity["rows"], parity["positions"], parity["argmax_agreement"]) == (2, 7 + 22, 1.0)
-    assert parity["compute_dtype"] == "float32"
+    assert parity.passed
+    assert parity.identical_values
+    assert parity.max_abs_difference <= parity.tolerance == 1e-4 * parity.max_abs_logit
+    assert parity.adapter_effect > 100 * parity.tolerance
+    assert (parity.rows, parity.positions, parity.argmax_agreement) == (2, 7 + 22, 1.0)
+    assert parity.compute_dtype == "float32"
 
 
 @pytest.mark.parametrize("change", [1.0, 2**-12], ids=["much", "one part in four thousand"])
@@ -69,10 +69,10 @@ def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> No
     parity = compare(
         reloaded(run, tmp_path, **{A: altered}), run / "finetune" / "parity.safetensors", tmp_path
     )
-    assert not parity["identical_values"]
-    assert not parity["passed"]
+    assert not parity.identical_values
+    assert not parity.passed
     if change < 1e-3:
-        assert parity["max_abs_difference"] < parity["tolerance"]
+        assert parity.max_abs_difference < parity.tolerance
 
 
 def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
@@ -82,17 +82,17 @@ def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
         if hasattr(module, "lora_A"):
             module.scaling["default"] *= 1.01
     parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
-    assert parity["identical_values"]
-    assert not parity["passed"]
-    assert parity["max_abs_difference"] > parity["tolerance"]
+    assert parity.identical_values
+    assert not parity.passed
+    assert parity.max_abs_difference > parity.tolerance
 
 
 def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path: Path) -> None:
     model = reloaded(run, tmp_path)
     model.get_parameter(A.replace(".weight", ".default.weight")).data[1, 5] += 2**-12
     parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
-    assert not parity["identical_values"]
-    assert not parity["passed"]
+    assert not parity.identical_values
+    assert not parity.passed
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -108,7 +108,7 @@ def test_logits_that_are_not_finite_fail(
         model.get_base_model().lm_head.weight.data[7] = value
     save_file(changed, tmp_path / "parity.safetensors")
     parity = compare(model, tmp_path / "parity.safetensors", tmp_path)
-    assert parity["passed"] is False
+    assert parity.passed is False
 
 
 def test_record_has_the_last_positions_of_two_documents(record: dict[str, torch.Tensor]) -> None:

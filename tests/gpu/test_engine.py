@@ -11,6 +11,7 @@ import torch
 from tests.stages.test_finetune import STEPS, ours, plan, settings, stock
 from tests.support.distributed import run_distributed
 from tests.support.models import VOCAB, quantized, tiny_llama
+from tests.support.plans import make_plan
 from tests.training import test_optimizers as optimizers
 
 pytestmark = pytest.mark.gpu
@@ -266,13 +267,13 @@ def test_large_moments_are_paged_and_update_like_torch(two_gpus: int) -> None:
 
 def resident_bytes(base: Path, count: int) -> int:
     """Return what lies on the GPU after a step with `count` layers on the host."""
-    from tests.distributed.test_vocabulary_parallel import CONFIG, PLAN, batch_of
+    from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from workflow.lib.distributed.world import process_group
     from workflow.lib.training.build import build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
-        model = build_training_model(base, CONFIG, PLAN | {"offload_layers": count}, world, **build)
+        model = build_training_model(base, CONFIG, make_plan(offload_layers=count), world, **build)
         model.training(*batch_of(slice(0, 1), trained=True, device=world.device)).backward()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
@@ -297,14 +298,14 @@ def step_memory(base: Path) -> dict[str, int]:
     """Return bytes of the table, and what a step of a model with a large vocabulary takes beyond
     what lies there.
     """
-    from tests.distributed.test_vocabulary_parallel import CONFIG, PLAN, batch_of
+    from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from workflow.lib.distributed.world import process_group
     from workflow.lib.training.build import build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
         build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
         model = build_training_model(
-            base, CONFIG, PLAN | {"offload_embedding": True}, world, **build
+            base, CONFIG, make_plan(offload_embedding=True), world, **build
         )
         rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
         model.training(*rows).backward()  # sets FSDP up

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from tests.support.training_loops import STEPS, full, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -44,7 +45,7 @@ def trained(
     """
     config = settings(dropout=0.2, max_grad_norm=0.5)
     build = {"compute_dtype": dtype, "attention": "sdpa"}
-    training = build_training_model(base, config, PLAN, world, **build).training
+    training = build_training_model(base, config, make_plan(), world, **build).training
     if factor is not None:
         training.loss_scale = LossScale()
         training.loss_scale.values[0] = factor

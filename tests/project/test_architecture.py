@@ -27,16 +27,18 @@ OPEN_TO_RULES = (
     "model.architecture.model_files",
     "planning.machine",
     "planning.preflight.cluster_request",
-    "planning.preflight.decision",
+    "planning.preflight.checks",
     "settings",
     "system",
 )
-# Scripts that are no stage: what all command lines share, the wrapper that leases GPUs, the worker
-# of a stage, and what writes documents.
+# Scripts that are no stage: what all command lines share, the wrapper that leases GPUs, the workers
+# of stages, and what writes documents.
 NO_STAGES = {
     "command",
+    "evaluate_run_worker",
     "finetune_worker",
     "lease_gpus",
+    "write_artifact_fields",
     "write_scaling_page",
     "write_settings_pages",
 }

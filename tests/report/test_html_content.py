@@ -57,7 +57,7 @@ def test_gpu_of_unknown_speed_has_no_predicted_time(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(
         folder / "preflight_run" / "preflight.json",
-        lambda d: d.update(time={"total_h": None, "basis": "unknown: no speed is recorded"}),
+        lambda d: d["time"].update(total_h=None, basis="unknown: no speed is recorded"),
     )
     assert "no prediction" in rendered(tmp_path, "demo")
 

@@ -6,8 +6,8 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.support.report_examples import edit, write_run
+from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Manifest
 from workflow.lib.report.length_figure import length_figure
 
 

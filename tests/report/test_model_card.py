@@ -19,8 +19,11 @@ from tests.support.models import quantized, tiny_llama
 from tests.support.report_examples import HOSTILE, edit, write_run
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
+from workflow.lib.artifacts.evaluation_record import Evaluation, TunedEvaluation
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.settings.config import QuantizeConfig

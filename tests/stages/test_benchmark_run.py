@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from tests.support.workflow_project import Project, make_project
+from workflow.lib.artifacts.benchmark_record import BenchmarkRow
 from workflow.lib.benchmark.cases import Request, read_cases, requests, run_settings
 from workflow.lib.benchmark.measure import Observed, gemm_rate, together
 from workflow.lib.benchmark.prediction import model_flops_per_token, prepare
@@ -261,8 +263,20 @@ def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:
     assert len(list(benchmark_run.starts(names, together=1))) == 6
 
 
-def measured_at(speed: float) -> dict[str, float]:
-    return {"tokens_per_s_per_process": speed, "gemm_flops_per_s": 1e12}
+def measured_at(speed: float) -> dict[str, Any]:
+    """What workers write of a case of this speed."""
+    seen = Observed(step_s=[1 / speed], gemm_flops_per_s=1e12)
+    return together([seen], tokens_per_step=1).as_json()
+
+
+def several(args: argparse.Namespace, asked: dict[str, Request]) -> Iterator[BenchmarkRow]:
+    return benchmark_run.several(args, asked, num_gpus=0, enough_time=True)
+
+
+def speed_of(row: BenchmarkRow) -> float:
+    assert row.measured is not None
+    assert row.measured.model_flops_utilisation > 0
+    return row.measured.tokens_per_s_per_process
 
 
 def test_case_after_one_that_fails_is_measured_in_another_start(
@@ -284,10 +298,9 @@ def test_case_after_one_that_fails_is_measured_in_another_start(
     asked = {
         found.name: found for found in wanted(cases=["flash", "sdpa", "batch_1"], device="cpu")
     }
-    rows = dict(benchmark_run.several(args, asked, num_gpus=0, enough_time=True))
-    assert [rows[name]["status"] for name in asked] == ["measured", "out_of_memory", "measured"]
-    speeds = [rows[name]["measured"]["tokens_per_s_per_process"] for name in ("flash", "batch_1")]
-    assert speeds == [3.0, 1.0]
+    rows = {row.key: row for row in several(args, asked)}
+    assert [rows[name].status for name in asked] == ["measured", "out_of_memory", "measured"]
+    assert [speed_of(rows[name]) for name in ("flash", "batch_1")] == [3.0, 1.0]
 
 
 def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
@@ -298,10 +311,9 @@ def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
     benchmark_run.kept_folder(args).mkdir()
     write_json(benchmark_run.kept_folder(args) / "flash.json", measured_at(7.0))
     asked = {found.name: found for found in wanted(cases=["flash", "sdpa"], device="cpu")}
-    rows = dict(benchmark_run.several(args, asked, num_gpus=0, enough_time=True))
-    assert rows["flash"]["measured"]["tokens_per_s_per_process"] == 7.0
-    assert rows["flash"]["measured"]["model_flops_utilisation"] > 0
-    assert rows["sdpa"]["cause"] == "sdpa", "it alone is started"
+    rows = {row.key: row for row in several(args, asked)}
+    assert speed_of(rows["flash"]) == 7.0
+    assert rows["sdpa"].cause == "sdpa", "it alone is started"
 
 
 def test_rate_of_products_is_found_for_every_size() -> None:
@@ -314,7 +326,7 @@ def test_measurement_takes_the_largest_peaks_and_the_median_of_later_steps() -> 
     one = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=5, host_bytes=1, gemm_flops_per_s=2.0)
     other = Observed(step_s=[9.0, 2.0, 4.0], reserved_bytes=3, host_bytes=8, gemm_flops_per_s=4.0)
     found = together([one, other], tokens_per_step=30)
-    assert found["tokens_per_s_per_process"] == 30 / 3.0
-    assert (found["reserved_bytes"], found["host_bytes"]) == (5, 8)
-    assert found["reserved_bytes_by_process"] == [5, 3]
-    assert found["gemm_flops_per_s"] == 3.0
+    assert found.tokens_per_s_per_process == 30 / 3.0
+    assert (found.reserved_bytes, found.host_bytes) == (5, 8)
+    assert found.reserved_bytes_by_process == [5, 3]
+    assert found.gemm_flops_per_s == 3.0

@@ -16,7 +16,7 @@ from tests.support.tiny_export import (
     tiny_tokens,
 )
 from tests.system.test_checksums import flip, flip_tensor
-from workflow.lib.artifacts.records import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation, MergedEvaluation, TunedEvaluation
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import canonical_json, read_json, write_checksums
 

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import arguments, finetune, prepare
-from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from tests.system.test_checksums import flip, flip_tensor
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
@@ -42,26 +44,21 @@ def settings(**lora: Any) -> RunConfig:
     )
 
 
-def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> dict[str, Any]:
-    return (
-        {
-            "device": "cpu",
-            "processes": processes,
-            "nodes": 1,
-            "shard_size": processes,
-            "micro_batch_size": micro_batch_size,
-            "accumulation_steps": BATCH // processes // micro_batch_size,
-            "num_steps": STEPS,
-        }
-        | PLAN
-        | changes
-    )
+def plan(*, processes: int, micro_batch_size: int, **changes: Any) -> Plan:
+    fields = {
+        "processes": processes,
+        "shard_size": processes,
+        "micro_batch_size": micro_batch_size,
+        "accumulation_steps": BATCH // processes // micro_batch_size,
+        "num_steps": STEPS,
+    }
+    return make_plan(**(fields | changes))
 
 
 def ours(
     base: Path,
     config: RunConfig,
-    plan: dict[str, Any],
+    plan: Plan,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
 ) -> dict[str, Any]:
@@ -76,7 +73,7 @@ def ours(
 
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    with process_group(plan["device"], timeout_s=TIMEOUT_S, shard_size=plan["shard_size"]) as world:
+    with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shard_size) as world:
         model = build_training_model(
             base, config, plan, world, compute_dtype=dtype, attention=attention
         )
@@ -92,7 +89,7 @@ def ours(
         metrics = list(
             steps(
                 model.training, optimizer, store, config.train, first_step=0, num_steps=STEPS,
-                micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
+                micro_batch_size=plan.micro_batch_size, elapsed_s=0.0, world=world,
             )
         )  # fmt: skip
         final = {n: full(p) for n, p in trainable_parameters(model.training).items()}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.report_examples import evaluation
 from tests.support.workflow_project import Finished, Project, executed, make_project
-from workflow.lib.artifacts.records import TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import TunedEvaluation
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import canonical_json, write_json
@@ -42,7 +42,7 @@ def judged(require, *, by="estimate", change=None):
 )
 def test_gain_or_the_lower_end_of_its_interval_must_reach_the_requirement(name, least, by, met):
     (verdict,) = judged({name: least}, by=by)
-    assert verdict["met"] is met
+    assert verdict.met is met
 
 
 def test_smaller_is_the_gain_of_a_metric_where_less_is_better():
@@ -50,9 +50,9 @@ def test_smaller_is_the_gain_of_a_metric_where_less_is_better():
         content["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = False
 
     (verdict,) = judged({"pydocs_mc/acc": -0.4}, by="interval", change=less_is_better)
-    assert verdict["gain"] == pytest.approx(-0.3618)
-    assert verdict["gain_ci95"] == pytest.approx((-0.4214, -0.3021))
-    assert not verdict["met"]
+    assert verdict.gain == pytest.approx(-0.3618)
+    assert verdict.gain_ci95 == pytest.approx((-0.4214, -0.3021))
+    assert not verdict.met
 
 
 def test_metric_that_was_not_measured_is_refused():

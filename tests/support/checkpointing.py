@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.models import PLAN, random_store
+from tests.support.models import random_store
+from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
@@ -42,7 +43,7 @@ class Run:
     def __init__(self, base: Path, world: World, config: RunConfig = CONFIG) -> None:
         self.world, self.config = world, config
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        self.training = build_training_model(base, config, PLAN, world, **build).training
+        self.training = build_training_model(base, config, make_plan(), world, **build).training
         self.optimizer = make_optimizer(self.training, config.train)
 
     def train(self, *, first: int, last: int = STEPS) -> list[float]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.preflight_examples import llama_shape, machine, manifest
+from tests.support.preflight_examples import llama_shape, machine, token_counts
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
@@ -29,7 +29,11 @@ def decided(
     shape: ModelShape = llama_8b, on: Machine | None = None, free: int = 10**12, **sections: Any
 ) -> Decision:
     return decide(
-        run_config(**sections), shape, on or machine(), manifest(seq_len=2048), disk_free_bytes=free
+        run_config(**sections),
+        shape,
+        on or machine(),
+        token_counts(seq_len=2048),
+        disk_free_bytes=free,
     )
 
 

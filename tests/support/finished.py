@@ -4,15 +4,16 @@ a random model.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
+from tests.support.plans import make_forecast, make_plan
 from tests.support.shared import made_once
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.manifest import chat_facts, tokenizer_facts
@@ -20,6 +21,7 @@ from workflow.lib.data.tokens.token_store import ARRAYS
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import (
     file_sha256,
+    provenance,
     read_checked_json,
     write_checked_json,
     write_checksums,
@@ -38,23 +40,7 @@ CONFIG = RunConfig(
         checkpoint_every_steps=4,
     ),
 )
-PLAN = {
-    "device": "cpu",
-    "processes": 2,
-    "nodes": 1,
-    "shard_size": 2,
-    "micro_batch_size": 1,
-    "accumulation_steps": 2,
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_activations": False,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "offload_layers": 0,
-    "gpu_memory_bytes": None,
-    "compute_dtype": "float32",
-    "num_steps": STEPS,
-}
+PLAN = make_plan(processes=2, shard_size=2, accumulation_steps=2, num_steps=STEPS)
 PREDICTED_BYTES = 12345
 
 
@@ -78,7 +64,8 @@ def prepare(folder: Path) -> None:
     tiny_tokenizer(folder / "model")
     write_checksums(folder / "base")
     save_tokens(folder / "tokens")
-    write_json(folder / "preflight.json", {"plan": PLAN, "peak_bytes": PREDICTED_BYTES})
+    forecast = make_forecast(plan=PLAN, peak_bytes=PREDICTED_BYTES).model_dump()
+    write_json(folder / "preflight.json", forecast | {"provenance": provenance()})
 
 
 def save_tokens(folder: Path) -> None:
@@ -131,9 +118,7 @@ def arguments(folder: Path) -> argparse.Namespace:
     )
 
 
-def finetune(
-    args: argparse.Namespace, config: RunConfig = CONFIG, plan: dict[str, Any] = PLAN
-) -> None:
+def finetune(args: argparse.Namespace, config: RunConfig = CONFIG, plan: Plan = PLAN) -> None:
     """Be one worker of the stage."""
     from workflow.scripts.finetune_worker import work
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from tests.support.preflight_examples import SMALL_DOCUMENT
+from tests.support.plans import make_forecast
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_parent, process_group
 from workflow.lib.system.errors import BatchMemoryError
@@ -89,7 +89,7 @@ FAILURES: dict[str, Callable[[Path], None]] = {
 
 
 def fail(action: Callable[[Path], None], folder: Path) -> None:
-    with explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 3 * 2**30):
+    with explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 3 * 2**30):
         action(folder)
 
 

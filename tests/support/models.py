@@ -35,16 +35,6 @@ from workflow.lib.settings.config import LoraSettings, QuantizeConfig
 from workflow.lib.system.files import write_json
 
 VOCAB = 211
-# What the engine reads of a plan.
-PLAN: dict[str, Any] = {
-    "activation_checkpointing": True,
-    "reshard_after_forward": True,
-    "offload_activations": False,
-    "offload_window_bytes": None,
-    "offload_embedding": False,
-    "offload_layers": 0,
-    "gpu_memory_bytes": None,
-}
 
 
 def random_llama(**changes: Any) -> LlamaForCausalLM:

@@ -14,6 +14,7 @@ from workflow.lib.model.architecture.model_shape import Linear, ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.token_counts import TokenCounts
 
 GPU_24 = 24 * 2**30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -166,6 +167,12 @@ def write_checkpoint(
     return folder
 
 
+def token_counts(**changes: Any) -> TokenCounts:
+    """The counts of `manifest`."""
+    counts = {"seq_len": 61, "vocab_size": 101, "heldout_tokens": 307}
+    return TokenCounts(**(counts | {"packed_rows": 37, "trained_tokens": 1103} | changes))
+
+
 def manifest(**changes: Any) -> dict[str, Any]:
     """The part of a tokens manifest that preflight reads: 37 rows of 61 tokens."""
     train = {"packed_rows": 37, "tokens": 2200, "trained_tokens": 1103}
@@ -175,53 +182,6 @@ def manifest(**changes: Any) -> dict[str, Any]:
         "vocab_size": 101,
         "splits": {"train": train, "heldout": {"tokens": 307, "documents": 5}},
     } | changes
-
-
-# The parts of a preflight.json that a message about lack of memory shows.
-SMALL_DOCUMENT: dict[str, Any] = {
-    "verdict": "fits",
-    "plan": {
-        "device": "cpu",
-        "processes": 2,
-        "micro_batch_size": 2,
-        "accumulation_steps": 1,
-        "num_steps": 6,
-        "compute_dtype": "float32",
-    },
-    "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
-    "phases": {"forward": 2**31},
-    "method": "closed_form",
-    "peak_phase": "forward",
-    "peak_bytes": 2**31,
-    "allocator_slack_bytes": 0,
-    "reserved_bytes": 2**31,
-    "outside_allocator_bytes": 0,
-    "capacity_bytes": 2**32,
-    "margin_bytes": 0,
-    "host_bytes": 2**32,
-    "host_capacity_bytes": 2**33,
-    "disk_bytes": {"adapter": 2**20},
-    "disk_free_bytes": 2**34,
-    "time": {"step_s": None, "basis": "unknown device"},
-    "candidates": [
-        {
-            "micro_batch_size": 1,
-            "recomputation": "all layers",
-            "why": "slower",
-            "peak_bytes": 3 * 2**29,
-            "fits": True,
-            "relative_time": 1.1,
-        },
-        {
-            "micro_batch_size": 2,
-            "recomputation": "all layers",
-            "why": "chosen",
-            "peak_bytes": 2**31,
-            "fits": True,
-            "relative_time": 1.0,
-        },
-    ],
-}
 
 
 def num_calls(do: Callable[[], object]) -> int:

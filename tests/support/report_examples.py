@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.system.files import read_json, write_json, write_jsonl
 
 HOSTILE = (
@@ -101,73 +102,67 @@ def preflight() -> dict[str, Any]:
         "logits": (int(4.81 * GIB), "one chunk of rows, and its gradient"),
     }
     total = sum(amount for amount, _ in terms.values())
-    return {
-        "verdict": "fits",
-        "reason": "The predicted peak leaves 2.9 GiB of 23.3 GiB free.",
-        "plan": {
-            "device": "cuda",
-            "processes": 2,
-            "nodes": 1,
-            "shard_size": 2,
-            "micro_batch_size": 3,
-            "accumulation_steps": 5,
-            "activation_checkpointing": True,
-            "reshard_after_forward": True,
-            "offload_activations": False,
-            "offload_window_bytes": None,
-            "offload_embedding": False,
-            "offload_layers": 0,
-            "gpu_memory_bytes": int(23.3 * GIB),
-            "compute_dtype": "bfloat16",
-            "num_steps": 211,
-        },
-        "terms": [
+    forecast = make_forecast(
+        reason="The predicted peak leaves 2.9 GiB of 23.3 GiB free.",
+        plan=make_plan(
+            device="cuda",
+            processes=2,
+            shard_size=2,
+            micro_batch_size=3,
+            accumulation_steps=5,
+            gpu_memory_bytes=int(23.3 * GIB),
+            compute_dtype="bfloat16",
+            num_steps=211,
+        ),
+        method="replay",
+        terms=[
             {"name": name, "bytes": amount, "explanation": text}
             for name, (amount, text) in terms.items()
         ],
-        "phases": {"forward": int(15.2 * GIB), "backward": total},
-        "peak_bytes": total,
-        "reserved_bytes": total + GIB // 2,
-        "outside_allocator_bytes": int(1.5 * GIB),
-        "capacity_bytes": int(23.3 * GIB),
-        "margin_bytes": int(0.5 * GIB),
-        "host_bytes": 9 * GIB,
-        "host_capacity_bytes": 120 * GIB,
-        "disk_bytes": {"base": 5 * GIB, "adapter": 84_000_001},
-        "disk_free_bytes": 900 * GIB,
-        "time": {
+        phases={"forward": int(15.2 * GIB), "backward": total},
+        peak_phase="backward",
+        peak_bytes=total,
+        allocator_slack_bytes=GIB // 2,
+        reserved_bytes=total + GIB // 2,
+        outside_allocator_bytes=int(1.5 * GIB),
+        capacity_bytes=int(23.3 * GIB),
+        margin_bytes=int(0.5 * GIB),
+        host_bytes=9 * GIB,
+        host_capacity_bytes=120 * GIB,
+        disk_bytes={"base": 5 * GIB, "adapter": 84_000_001},
+        disk_free_bytes=900 * GIB,
+        time={
             "step_s": 0.31,
             "total_h": 1.05,
             "tokens_per_s_per_process": 6500.0,
+            "cost": None,
+            "parts_s": {"products": 0.05, "elementwise": 0.012},
             "basis": "roofline at 45% of the peak of this GPU",
         },
-        "candidates": [
-            {
-                "micro_batch_size": 3,
-                "recomputation": "every layer",
-                "peak_bytes": total,
-                "fits": True,
-                "relative_time": 1.0,
-                "why": "chosen",
-            },
-            {
-                "micro_batch_size": 7,
-                "recomputation": "none",
-                "peak_bytes": 2 * total,
-                "fits": False,
-                "relative_time": 0.7,
-                "why": "3.10 GiB too much",
-            },
+        candidates=[
+            tried_plan(micro_batch_size=3, peak_bytes=total),
+            tried_plan(
+                micro_batch_size=7,
+                activation_checkpointing=False,
+                recomputation="none",
+                peak_bytes=2 * total,
+                fits=False,
+                relative_time=0.7,
+                why="3.10 GiB too much",
+            ),
         ],
-        "model": {"layers": 33, "hidden": 4099},
-        "provenance": provenance("preflight_run"),
-    }
+        model={"num_layers": 33, "hidden_size": 4099},
+    )
+    return forecast.model_dump() | {"provenance": provenance("preflight_run")}
 
 
 def parity() -> dict[str, Any]:
     return {
         "max_abs_difference": 0.0078125,
         "tolerance": 0.05,
+        "relative_tolerance": 0.0016,
+        "adapter_effect": 3.5,
+        "identical_values": True,
         "passed": True,
         "rows": 2,
         "positions": 513,
@@ -176,6 +171,7 @@ def parity() -> dict[str, Any]:
         "reloaded": "Transformers and PEFT",
         "max_abs_logit": 31.25,
         "argmax_agreement": 1.0,
+        "provenance": provenance("consolidate"),
     }
 
 

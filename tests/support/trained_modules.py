@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tests.support.distributed import TIMEOUT_S
-from tests.support.models import PLAN, random_store
+from tests.support.models import random_store
+from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
@@ -49,7 +50,7 @@ def config(kind: str, **train: Any) -> RunConfig:
 
 def build(base: Path, kind: str, world: World, **options: Any) -> Any:
     options = {"compute_dtype": torch.float32, "attention": "sdpa"} | options
-    plan = PLAN | {"activation_checkpointing": 2}
+    plan = make_plan(activation_checkpointing=2)
     return build_training_model(base, config(kind), plan, world, **options)
 
 

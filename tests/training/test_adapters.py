@@ -14,7 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.adapter_files import (
     merged_tensors,
@@ -70,7 +71,7 @@ def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
 def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
     config = RunConfig(lora=lora(kind), train=TRAIN)
     model = build_training_model(
-        base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+        base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
     )
     params = trainable_parameters(model.training)
     initial = {name: full(p) for name, p in params.items()}
@@ -224,9 +225,9 @@ def test_stock_peft_reloads_the_exported_adapter_as_it_was_trained(
         tuned, run / "parity.safetensors",
         exported=run / "exported" / ADAPTER_WEIGHTS, compute_dtype=torch.float32, device=CPU,
     )  # fmt: skip
-    assert parity["identical_values"]
-    assert parity["passed"]
-    assert parity["adapter_effect"] > 100 * parity["tolerance"]
+    assert parity.identical_values
+    assert parity.passed
+    assert parity.adapter_effect > 100 * parity.tolerance
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -68,7 +68,7 @@ def test_run_that_keeps_gathered_weights_after_forward_is_the_same(
 ) -> None:
     """The held-out loss has no backward that would free them. Checkpoints and results follow it."""
     prepare(tmp_path)
-    plan = PLAN | {"reshard_after_forward": False}
+    plan = PLAN.model_copy(update={"reshard_after_forward": False})
     run_distributed(finetune, arguments(tmp_path), SELECTING, plan, world_size=2)
     assert heldout_by_step(tmp_path) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (tmp_path, run))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, adapted, quantized, random_store, tiny_llama
+from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.chunked_loss import OutputHead
@@ -37,7 +38,7 @@ def checks(base: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = RunConfig(lora=LoraSettings(r=2, dropout=0.5))
         model = build_training_model(
-            base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+            base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
         )
         found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
         found["gradients"] = [
@@ -130,7 +131,7 @@ def wrong_target(base: Path) -> str:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         try:
             build_training_model(
-                base, config, PLAN, world, compute_dtype=torch.float32, attention="sdpa"
+                base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
             )
         except UserError as error:
             return str(error)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.finished import save_tokens
-from tests.support.preflight_examples import SMALL_DOCUMENT
+from tests.support.plans import make_forecast
 from workflow.lib.system.errors import PeerLostError, UserError
 from workflow.lib.training.failure_causes import (
     damaged_tokens,
@@ -84,7 +84,7 @@ def test_failure_of_the_machine_is_a_message_with_what_to_do(
 ) -> None:
     with (
         pytest.raises(UserError) as caught,
-        explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 2**31),
+        explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 2**31),
     ):
         raise error
     assert str(caught.value).startswith(beginning)
@@ -103,7 +103,7 @@ def test_failure_of_the_machine_is_a_message_with_what_to_do(
 def test_lost_peer_is_no_cause(text: str) -> None:
     with (
         pytest.raises(PeerLostError),
-        explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 0),
+        explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 0),
     ):
         raise RuntimeError(text)
 
@@ -111,7 +111,7 @@ def test_lost_peer_is_no_cause(text: str) -> None:
 def test_defect_stays_what_it_is() -> None:
     with (
         pytest.raises(KeyError),
-        explained(run="demo", preflight=SMALL_DOCUMENT, measured_bytes=lambda: 0),
+        explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 0),
     ):
         raise KeyError("a defect")
 

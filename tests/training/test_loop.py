@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, VOCAB, adapted, random_store
+from tests.support.models import VOCAB, adapted, random_store
+from tests.support.plans import make_plan
 from tests.support.training_loops import (
     BATCH,
     CLIP,
@@ -23,6 +24,7 @@ from tests.support.training_loops import (
     loop,
     settings,
 )
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -31,7 +33,6 @@ from workflow.lib.training.batches import make_batch
 from workflow.lib.training.build import build_training_model
 from workflow.lib.training.loop import StepMetrics, make_optimizer, steps
 
-SMALLEST = PLAN | {"micro_batch_size": 1}
 STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
 SINGLE: dict[str, dict[str, Any]] = {
@@ -83,10 +84,10 @@ def train_variants(base: Path, variants: dict[str, dict[str, Any]]) -> dict[str,
 
 
 def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]:
-    planned = SMALLEST | {k: v for k, v in changes.items() if k in SMALLEST}
-    config = settings(**{k: v for k, v in changes.items() if k not in SMALLEST})
+    plan = make_plan(**{k: v for k, v in changes.items() if k in Plan.model_fields})
+    config = settings(**{k: v for k, v in changes.items() if k not in Plan.model_fields})
     model = build_training_model(
-        base, config, planned, world, compute_dtype=torch.float32, attention="sdpa"
+        base, config, plan, world, compute_dtype=torch.float32, attention="sdpa"
     )
     optimizer = make_optimizer(model.training, config.train)
     params = trainable_parameters(model.training)
@@ -102,7 +103,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
             config.train,
             first_step=0,
             num_steps=STEPS,
-            micro_batch_size=planned["micro_batch_size"],
+            micro_batch_size=plan.micro_batch_size,
             elapsed_s=100.0,
             world=world,
         )

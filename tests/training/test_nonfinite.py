@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, random_store
+from tests.support.models import random_store
+from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, loop, settings
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -67,7 +68,7 @@ def poisoned(base: Path, reshard_after_forward: bool) -> str:
     """Be a process of a run whose adapter of one layer has become infinite."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = settings()
-        plan = PLAN | {"reshard_after_forward": reshard_after_forward}
+        plan = make_plan(reshard_after_forward=reshard_after_forward)
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
         training = build_training_model(base, config, plan, world, **build).training
         before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
@@ -122,7 +123,7 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, A
             "activation_checkpointing": False,
         }
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        training = build_training_model(base, config, PLAN | changes, world, **build).training
+        training = build_training_model(base, config, make_plan(**changes), world, **build).training
         (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
         layer.mlp.register_forward_hook(poison)
         layer.self_attn.q_proj.lora_dropout.default.register_forward_hook(

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import PLAN, quantized, random_store, tiny_llama
+from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
@@ -91,7 +92,7 @@ class Run:
 
     def __init__(self, base: Path, world: World) -> None:
         build = {"compute_dtype": torch.float32, "attention": "sdpa"}
-        self.training = build_training_model(base, CONFIG, PLAN, world, **build).training
+        self.training = build_training_model(base, CONFIG, make_plan(), world, **build).training
         self.optimizer = make_optimizer(self.training, CONFIG.train)
         self.world = world
 

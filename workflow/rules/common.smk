@@ -22,7 +22,7 @@ from workflow.lib.model.architecture.model_files import (
 )
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight import cluster_request
-from workflow.lib.planning.preflight.decision import check_model
+from workflow.lib.planning.preflight.checks import check_model
 from workflow.lib.settings.config import (
     check_yaml,
     is_hub_id,

@@ -23,10 +23,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from workflow.lib.artifacts.benchmark_record import (
+    BenchmarkRow,
+    Measurement,
+    WorkerMeasurement,
+)
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.records import Provenance
 from workflow.lib.benchmark.cases import Request, requests
 from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
 from workflow.lib.benchmark.prediction import Prepared, model_flops_per_token, prepare
@@ -35,7 +42,6 @@ from workflow.lib.settings.config import load_benchmark, merge
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
-    provenance,
     read_json,
     read_jsonl,
     short_hash,
@@ -57,6 +63,13 @@ PEER_PACKAGES = ("trl", "accelerate", "datasets")
 BASE_WAIT_S = 1800.0  # for another process that writes the same base
 
 
+class Obstacle(NamedTuple):
+    """Why a case cannot be started: status and cause of its row."""
+
+    status: str
+    cause: str
+
+
 def main(args: argparse.Namespace) -> None:
     if is_worker():
         work(args)
@@ -74,9 +87,9 @@ def main(args: argparse.Namespace) -> None:
         began = time.monotonic()
         enough_time = args.time_limit_s - (began - started) > longest_s
         asked = {key: wanted[key] for key in keys}
-        for key, row in several(args, asked, num_gpus=len(gpus), enough_time=enough_time):
-            rows[key] = {"format_version": FORMAT_VERSION, "key": key, **row}
-            logger.info("%s: %s", wanted[key].label, told(row))
+        for row in several(args, asked, num_gpus=len(gpus), enough_time=enough_time):
+            rows[row.key] = row.as_json()
+            logger.info("%s: %s", wanted[row.key].label, summary_words(row))
         write_jsonl(args.output, rows.values())
         shutil.rmtree(kept_folder(args), ignore_errors=True)
         longest_s = max(longest_s, time.monotonic() - began)
@@ -104,10 +117,10 @@ def work(args: argparse.Namespace) -> None:
     case's key.
     """
     asked = read_json(args.job)
-    jobs = [Job(**document) for document in asked.values()]
+    jobs = [Job.of(document) for document in asked.values()]
     for key, measured in zip(asked, measure(jobs), strict=True):
         if measured is not None:
-            write_json(args.output / f"{key}.json", measured)
+            write_json(args.output / f"{key}.json", measured.as_json())
 
 
 def kept_folder(args: argparse.Namespace) -> Path:
@@ -138,19 +151,19 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
 
 def several(
     args: argparse.Namespace, wanted: Mapping[str, Request], *, num_gpus: int, enough_time: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (key, row) of every request, measured or with the cause why not."""
+) -> Iterator[BenchmarkRow]:
+    """Yield the row of every request, measured or with the cause why not."""
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
-        cause = None if enough_time else ("not_run", "not run: out of time")
-        cause = cause or _not_installed(request)
-        if cause is None:
+        obstacle = None if enough_time else Obstacle("not_run", "not run: out of time")
+        obstacle = obstacle or _not_installed(request)
+        if obstacle is None:
             try:
                 ready[key] = prepare(request, num_gpus=num_gpus)
             except UserError as error:
-                cause = ("failed", first_line(error))
-        if cause is not None:
-            yield key, _row(request) | {"status": cause[0], "cause": cause[1]}
+                obstacle = Obstacle("failed", first_line(error))
+        if obstacle is not None:
+            yield BenchmarkRow(**_request_fields(key, request), **obstacle._asdict())
     yield from _measured(kept_folder(args), ready)
     while ready:
         failure = launch(args, ready)
@@ -158,40 +171,52 @@ def several(
         if failure is not None:
             key = next(iter(ready))
             logger.debug("%s: %s", wanted[key].label, failure)
-            status = "out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed"
-            yield (
-                key,
-                _prepared_row(ready.pop(key)) | {"status": status, "cause": first_line(failure)},
+            yield BenchmarkRow(
+                **_prepared_fields(key, ready.pop(key)),
+                status="out_of_memory" if OUT_OF_MEMORY in str(failure) else "failed",
+                cause=first_line(failure),
             )
 
 
-def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _measured(folder: Path, ready: dict[str, Prepared]) -> Iterator[BenchmarkRow]:
     """Yield the rows of what workers have left in `folder`, and take them out of `ready`."""
     for key in [key for key in ready if (folder / f"{key}.json").is_file()]:
-        prepared, measured = ready.pop(key), read_json(folder / f"{key}.json")
-        measured |= utilisation(prepared, measured)
-        yield (
-            key,
-            _prepared_row(prepared) | {"status": "measured", "cause": None, "measured": measured},
-        )
+        prepared = ready.pop(key)
+        measured = read_record(folder / f"{key}.json", WorkerMeasurement)
+        fields = _prepared_fields(key, prepared) | {"measured": with_work(measured, prepared)}
+        yield BenchmarkRow(**fields, status="measured", cause=None)
 
 
-def _row(request: Request) -> dict[str, Any]:
-    row = {**request.document(), "case": request.name, "measured": None, "provenance": provenance()}
-    del row["name"]
-    return row
+def _request_fields(key: str, request: Request) -> dict[str, Any]:
+    """Return the fields of a row that every request has."""
+    document = request.document()
+    return {
+        "format_version": FORMAT_VERSION,
+        "key": key,
+        **{name: value for name, value in document.items() if name != "name"},
+        "case": request.name,
+        "measured": None,
+        "provenance": Provenance.now(),
+    }
 
 
-def _prepared_row(prepared: Prepared) -> dict[str, Any]:
-    return _row(prepared.request) | prepared.facts | {"plan": prepared.plan}
+def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
+    """Return the fields of a row whose case can run here."""
+    return _request_fields(key, prepared.request) | {
+        "gpu_names": list(prepared.gpu_names),
+        "shape": asdict(prepared.shape),
+        "setup": None if prepared.setup is None else asdict(prepared.setup),
+        "predicted": prepared.predicted,
+        "plan": prepared.plan.model_dump(),
+    }
 
 
-def _not_installed(request: Request) -> tuple[str, str] | None:
-    """Return status and cause if a peer's packages are missing."""
+def _not_installed(request: Request) -> Obstacle | None:
+    """Return the obstacle of a peer whose packages are missing."""
     missing = missing_packages(request)
     if not missing:
         return None
-    return "not_installed", f"not installed: {', '.join(missing)} (envs/peers.txt)"
+    return Obstacle("not_installed", f"not installed: {', '.join(missing)} (envs/peers.txt)")
 
 
 def missing_packages(request: Request) -> list[str]:
@@ -212,7 +237,7 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
     try:
         folder.mkdir(exist_ok=True)
         jobs = {
-            key: asdict(job_of(args, prepared, scratch=folder / f"{key}.checkpoints"))
+            key: job_of(args, prepared, scratch=folder / f"{key}.checkpoints").document()
             for key, prepared in ready.items()
         }
         write_json(folder / "jobs.json", jobs)
@@ -228,21 +253,20 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
 
 def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Job:
     """Return what the workers are asked to do; scratch: a folder that they may make."""
-    sizes, shape = prepared.request.sizes, prepared.facts["shape"]
+    sizes, shape = prepared.request.sizes, prepared.shape
     return Job(
         base=str(find_base(args.bases, prepared)),
         run=prepared.run.model_dump(mode="json"),
         plan=prepared.plan,
         documents=sizes.documents,
         rows=prepared.num_rows,
-        vocab_size=shape["vocab_size"],
+        vocab_size=shape.vocab_size,
         check_bytes=sizes.check_bytes,
         profile=sizes.profile,
         checkpoint_pairs=sizes.checkpoint_pairs,
         scratch=str(scratch),
         products=[
-            [linear["out_features"], linear["in_features"], shape["num_layers"]]
-            for linear in shape["linears"]
+            [linear.out_features, linear.in_features, shape.num_layers] for linear in shape.linears
         ],
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
         timeout_s=args.case_timeout_s,
@@ -262,26 +286,29 @@ def find_base(bases: Path, prepared: Prepared) -> Path:
     return folder
 
 
-def utilisation(prepared: Prepared, measured: dict[str, Any]) -> dict[str, float]:
-    """Return the model FLOP/s of a process, and its share of what the device multiplies at best."""
+def with_work(measured: WorkerMeasurement, prepared: Prepared) -> Measurement:
+    """Return the measurement with the model FLOP/s of a process, and their share of what the device
+    multiplies at best.
+    """
     sizes = prepared.request.sizes
     per_token = model_flops_per_token(
         prepared.shape, seq_len=sizes.seq_len, documents=sizes.documents
     )
-    flops = per_token * measured["tokens_per_s_per_process"]
-    return {
-        "model_flops_per_s": flops,
-        "model_flops_utilisation": flops / measured["gemm_flops_per_s"],
-    }
+    flops_per_s = per_token * measured.tokens_per_s_per_process
+    return Measurement(
+        **dict(measured),
+        model_flops_per_s=flops_per_s,
+        model_flops_utilisation=flops_per_s / measured.gemm_flops_per_s,
+    )
 
 
-def told(row: dict[str, Any]) -> str:
+def summary_words(row: BenchmarkRow) -> str:
     """Return a row in a few words."""
-    found = row["measured"]
-    if found is None:
-        return str(row["cause"])
-    memory = found["allocated_bytes"] or found["host_bytes"]
-    return f"{found['tokens_per_s_per_process']:,.0f} tokens/s per process, peak {size(memory)}"
+    measured = row.measured
+    if measured is None:
+        return str(row.cause)
+    memory = measured.allocated_bytes or measured.host_bytes
+    return f"{measured.tokens_per_s_per_process:,.0f} tokens/s per process, peak {size(memory)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -297,9 +324,11 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name, or all")
     arguments.add_argument("--processes", nargs="+", type=int, help="numbers of processes")
     arguments.add_argument(
-        "--time-limit-s", type=float, default=math.inf,
+        "--time-limit-s",
+        type=float,
+        default=math.inf,
         help="seconds in all: a case that may not end in time is a row 'not run'",
-    )  # fmt: skip
+    )
     arguments.add_argument(
         "--case-timeout-s",
         type=float,
@@ -308,9 +337,12 @@ def parser() -> argparse.ArgumentParser:
         "(%(default)g)",
     )
     arguments.add_argument(
-        "--together", type=int, default=1, metavar="N",
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
         help="cases that one start of the workers measures, one after the other (%(default)d)",
-    )  # fmt: skip
+    )
     arguments.add_argument(
         "--bases", type=Path, default=Path("results/benchmark/bases"), help="random bases, kept"
     )

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import ConversationFacts
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     base_reference,
@@ -46,7 +47,6 @@ from workflow.lib.system.checksums import (
 )
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
-    provenance,
     put_in_place,
     read_json,
     write_checksums,
@@ -73,17 +73,15 @@ def main(args: argparse.Namespace) -> None:
     check_conversations(partial / "adapter", facts.probes)
 
     parity = prove(args, config, partial / "adapter")
-    write_json(partial / "parity.json", parity | {"provenance": provenance()})
+    write_json(partial / "parity.json", parity.as_json())
     write_checksums(partial / "adapter")
     if config.export.merged:
         merge(args, config, adapter, adapter_config, partial / "merged", facts=facts)
     put_in_place(partial, args.output)
 
 
-def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[str, Any]:
-    """Reload the exported adapter with stock packages; return the parity record, or raise if it
-    differs.
-    """
+def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
+    """Reload the exported adapter with stock packages; raise `UserError` if it differs."""
     device = choose_device()
     dtype = resolve_dtype(config.model.compute_dtype, device)
     base = load_base(
@@ -99,16 +97,19 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[st
     )
     model = load_adapter(base, adapter)
     parity = compare_logits(
-        model, args.finetune / "parity.safetensors",
-        exported=adapter / ADAPTER_WEIGHTS, compute_dtype=dtype, device=model.device,
-    )  # fmt: skip
-    if not parity["passed"]:
-        values = "its values are the same" if parity["identical_values"] else "its values differ"
+        model,
+        args.finetune / "parity.safetensors",
+        exported=adapter / ADAPTER_WEIGHTS,
+        compute_dtype=dtype,
+        device=model.device,
+    )
+    if not parity.passed:
+        values = "its values are the same" if parity.identical_values else "its values differ"
         raise UserError(
             f"the exported adapter is not the trained one: {values}, logits differ by "
-            f"{parity['max_abs_difference']:.3g}, "
-            f"tolerance {parity['tolerance']:.3g} (the adapter itself moves them by "
-            f"{parity['adapter_effect']:.3g}). "
+            f"{parity.max_abs_difference:.3g}, "
+            f"tolerance {parity.tolerance:.3g} (the adapter itself moves them by "
+            f"{parity.adapter_effect:.3g}). "
             "Nothing is exported. If training ran with another model.compute_dtype or on another "
             "device type, "
             "run consolidate there."
@@ -116,10 +117,10 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> dict[st
     logger.info(
         "reloaded adapter equals the trained one: the same values, logits within %.2g of %.3g "
         "(tolerance %.2g, adapter's effect %.3g)",
-        parity["max_abs_difference"],
-        parity["max_abs_logit"],
-        parity["tolerance"],
-        parity["adapter_effect"],
+        parity.max_abs_difference,
+        parity.max_abs_logit,
+        parity.tolerance,
+        parity.adapter_effect,
     )
     return parity
 

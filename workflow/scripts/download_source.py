@@ -14,7 +14,7 @@ from typing import Any
 
 from workflow.lib.data.reading import hub_download
 from workflow.lib.data.reading.hub_errors import explained_errors
-from workflow.lib.planning.preflight.decision import CHECKS_HELP, check_models
+from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_json
 from workflow.scripts.command import run, stage_parser
 

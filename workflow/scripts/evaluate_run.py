@@ -9,22 +9,15 @@ a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_di
 """
 
 import argparse
-import logging
 import os
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 from workflow.lib.evaluation.task_files import environment
-from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.environment import is_worker
-from workflow.lib.system.files import provenance, write_json
 from workflow.lib.system.hardware import visible_gpus
 from workflow.scripts.command import run, stage_parser
-
-logger = logging.getLogger("workflow")
-TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another, if that moves
-PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
 
 
 def main(args: argparse.Namespace) -> None:
@@ -47,6 +40,8 @@ def main(args: argparse.Namespace) -> None:
         gpu_bytes=[gpu.total_bytes for gpu in gpus],
     )
     if division.processes == 1 or is_worker():
+        from workflow.scripts.evaluate_run_worker import work
+
         work(args, settings, sharded=division.sharded)
         return
 
@@ -59,97 +54,6 @@ def main(args: argparse.Namespace) -> None:
         )
 
     restarting(launch)
-
-
-def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
-    """Be one process of the evaluation."""
-    from workflow.lib.artifacts.records import SUBJECT_LABELS
-    from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
-    from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
-    from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
-    from workflow.lib.distributed.work_sharing import check_recorded, main_first
-    from workflow.lib.distributed.world import process_group
-    from workflow.lib.evaluation import evaluated_models, results
-    from workflow.lib.evaluation.measurement_cache import Archive
-    from workflow.lib.evaluation.questions import measure, parts, prepare
-    from workflow.lib.model.backends import choose_device
-    from workflow.lib.system.checksums import listed_files
-
-    with ExitStack() as stack:
-        pulse = stack.enter_context(
-            Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
-        )
-        device, world = choose_device(), None
-        if is_worker():
-            world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
-            device = world.device
-            if not world.is_main:
-                logger.setLevel(logging.CRITICAL)  # what the settings break is told once
-        folders = [folder for folder in (args.base, args.adapter, args.merged) if folder]
-        store = TokenStore.open(args.tokens)
-        pulse.phase("checking the files")
-        recorded = [file for folder in folders for file in listed_files(folder)]
-        recorded += recorded_arrays(args.tokens, store.manifest)
-        check_recorded(recorded, world=world, moved=pulse.moved)
-        options = evaluated_models.load_options(
-            args.base, device=device, settings=ModelConfig.model_validate(args.config["model"])
-        )
-        pulse.phase("preparing the questions", least_s=PREPARING_S)
-        with main_first(world):
-            tokenizer = load_tokenizer(args.base)
-            if args.chat_template is not None:
-                tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
-            questions = prepare(store, tokenizer=tokenizer, settings=settings)
-            models = evaluated_models.subjects(
-                base=args.base, adapter=args.adapter, merged=args.merged, options=options,
-                shards=world if sharded else None,
-            )  # fmt: skip
-        logger.setLevel(logging.DEBUG if world is None or world.is_main else logging.ERROR)
-        machine = evaluated_models.machine_facts(options)
-        logger.info(
-            "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: "
-            "%s",
-            machine["device"],
-            machine["compute_dtype"],
-            machine["attention"],
-            world.size if world else 1,
-            " that share the weights" if sharded else "",
-            len(questions.losses_of),
-            store.num_heldout_documents,
-            len(questions.prompts),
-            ", ".join(questions.tasks) or "none",
-        )
-        asked = parts(questions, world=world)
-        archive = Archive(args.archive)
-        measured = {}
-        for model in models:
-            measured[model.name], new = measure(
-                evaluated_models.watched(model, pulse=pulse, folders=folders),
-                asked,
-                archive=archive,
-                machine=machine,
-                world=world,
-            )
-            logger.info(
-                "%s: measured %s, %d of %d parts known before",
-                SUBJECT_LABELS[model.name],
-                ", ".join(new) or "nothing",
-                len(asked) - len(new),
-                len(asked),
-            )
-        if world is None or world.is_main:
-            write(args, results.artifacts(measured, questions, run=args.run))
-
-
-def write(args: argparse.Namespace, artifacts: dict[str, dict[str, object]]) -> None:
-    """Write one file a subject, and tell what came out."""
-    from workflow.lib.evaluation.results import summary_lines
-
-    for subject, content in artifacts.items():
-        path: Path = getattr(args, f"output_{subject}")
-        write_json(path, content | {"provenance": provenance()})
-    for line in summary_lines(artifacts):
-        logger.info("%s", line)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.tracking import TrackingConfig
-from workflow.lib.system.files import read_json
 from workflow.lib.system.nodes import find_place
 from workflow.lib.training.failure_causes import damaged_tokens
 from workflow.lib.training.launch import launch_workers
@@ -21,12 +22,12 @@ from workflow.scripts.command import run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     check_tracking(tracking_settings(args))
-    plan, train = read_json(args.preflight)["plan"], args.config["train"]
+    plan, train = read_record(args.preflight, Preflight).plan, args.config["train"]
     launch_workers(
         "workflow.scripts.finetune_worker",
         sys.argv[1:],
-        processes=plan["processes"],
-        place=find_place(plan["nodes"], os.environ),
+        processes=plan.processes,
+        place=find_place(plan.nodes, os.environ),
         grace_s=train["grace_seconds"],
         deterministic=train["deterministic"],
         inspect_inputs=lambda: damaged_tokens(args.tokens),

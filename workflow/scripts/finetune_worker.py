@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
+from workflow.lib.artifacts.preflight_record import Plan, Preflight
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
@@ -31,7 +33,7 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import listed_files
-from workflow.lib.system.files import provenance, put_in_place, read_json, write_json
+from workflow.lib.system.files import provenance, put_in_place, write_json
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, open_best, open_heldout
 from workflow.lib.training.build import TrainingModel, build_training_model
@@ -54,16 +56,17 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    guarded_work(args, RunConfig.model_validate(args.config), read_json(args.preflight))
+    preflight = read_record(args.preflight, Preflight)
+    guarded_work(args, RunConfig.model_validate(args.config), preflight)
 
 
-def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: dict[str, Any]) -> None:
-    device = torch.device(preflight["plan"]["device"])
+def guarded_work(args: argparse.Namespace, config: RunConfig, preflight: Preflight) -> None:
+    device = torch.device(preflight.plan.device)
     with explained(run=args.run, preflight=preflight, measured_bytes=lambda: peak_bytes(device)):
-        work(args, config, preflight["plan"])
+        work(args, config, preflight.plan)
 
 
-def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> None:
+def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
     rank, step_s = int(os.environ["RANK"]), config.train.hang_seconds
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
@@ -76,7 +79,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
             logger.setLevel(logging.ERROR)
         pulse.phase(JOINING, least_s=JOIN_S)
         world = stack.enter_context(
-            process_group(plan["device"], timeout_s=args.timeout_s, shard_size=plan["shard_size"])
+            process_group(plan.device, timeout_s=args.timeout_s, shard_size=plan.shard_size)
         )
         torch.use_deterministic_algorithms(config.train.deterministic)
         store = TokenStore.open(args.tokens)
@@ -114,7 +117,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: dict[str, Any]) -> N
 def train(
     args: argparse.Namespace,
     config: RunConfig,
-    plan: dict[str, Any],
+    plan: Plan,
     world: World,
     store: TokenStore,
     model: TrainingModel,
@@ -141,9 +144,9 @@ def train(
         newest=resumed.step,
     )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
-    num_steps = plan["num_steps"]
+    num_steps = plan.num_steps
     heldout = open_heldout(
-        store, settings, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"]
+        store, settings, num_steps=num_steps, micro_batch_size=plan.micro_batch_size
     )
     best = open_best(args.checkpoints, settings, journal.rows, world=world)
     if resumed.step:
@@ -151,7 +154,7 @@ def train(
     bar = progress_bar(args.run, done=resumed.step, num_steps=num_steps, world=world)
     stepping = steps(
         model.training, optimizer, store, settings,
-        first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan["micro_batch_size"],
+        first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan.micro_batch_size,
         elapsed_s=journal.elapsed_s, world=world,
     )  # fmt: skip
     pulse.step(resumed.step + 1)
@@ -241,7 +244,7 @@ def run_identity(args: argparse.Namespace) -> str:
 def write_results(
     args: argparse.Namespace,
     config: RunConfig,
-    plan: dict[str, Any],
+    plan: Plan,
     world: World,
     store: TokenStore,
     model: TrainingModel,
@@ -274,7 +277,7 @@ def write_results(
         store=store,
         model=model,
         world=world,
-        predicted_bytes=read_json(args.preflight)["peak_bytes"],
+        predicted_bytes=read_record(args.preflight, Preflight).peak_bytes,
         peak_bytes=peak,
         checks=checks,
         selected_step=selected_step,
@@ -283,7 +286,7 @@ def write_results(
     put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",
-        plan["num_steps"], journal.elapsed_s, summary["first_loss"], summary["final_loss"],
+        plan.num_steps, journal.elapsed_s, summary["first_loss"], summary["final_loss"],
     )  # fmt: skip
 
 

@@ -13,22 +13,17 @@ By hand (with --gpus) it answers the same for any model on any GPUs, with neithe
 import argparse
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import Machine, imagined_machine
-from workflow.lib.planning.preflight.decision import (
-    check_tokens,
-    decide,
-    document,
-    read_machine,
-    read_tokens,
-)
+from workflow.lib.planning.preflight.checks import check_tokens, read_machine, read_tokens
+from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.table import render
 from workflow.lib.planning.preflight.what_if import NAME, find_shape, imagined_tokens, settings_of
+from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import provenance, write_json
@@ -47,11 +42,11 @@ def main(args: argparse.Namespace) -> None:
     if not args.brief:  # finetune's own prediction, which only follows this one
         check_tasks(settings.evaluate)
     shape = read_shape(Path(args.model))
-    manifest = read_tokens(args.tokens)
+    tokens = read_tokens(args.tokens)
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
-    predict(args, settings, shape, machine, manifest, disk_free_bytes=free)
+    predict(args, settings, shape, machine, tokens, disk_free_bytes=free)
 
 
 def what_if(args: argparse.Namespace) -> None:
@@ -64,8 +59,8 @@ def what_if(args: argparse.Namespace) -> None:
     )
     shape = find_shape(args.model, revision=args.revision)
     machine = imagined_machine(count, gpu)
-    manifest = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
-    predict(args, settings, shape, machine, manifest, disk_free_bytes=None)
+    tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
+    predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
 
 
 def predict(
@@ -73,16 +68,16 @@ def predict(
     settings: RunConfig,
     shape: ModelShape,
     machine: Machine,
-    manifest: Mapping[str, Any],
+    tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
 ) -> None:
     """Decide, write and print; raises `UserError` if the run does not fit."""
-    check_tokens(manifest, settings, shape)
-    decision = decide(settings, shape, machine, manifest, disk_free_bytes=disk_free_bytes)
-    result = document(decision, settings, shape, machine, manifest)
+    check_tokens(tokens, settings, shape)
+    decision = decide(settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes)
+    result = forecast(decision, settings, shape, machine, tokens)
     if args.output is not None:
-        write_json(args.output, result | {"provenance": provenance()})
+        write_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
     show("%s", render(result, run=args.run))
     if not decision.fits:

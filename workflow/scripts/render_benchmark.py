@@ -12,7 +12,9 @@ import logging
 import shutil
 from pathlib import Path
 
-from workflow.lib.benchmark.page import page_name, render_page, write_figure
+from workflow.lib.artifacts.benchmark_record import BenchmarkRow
+from workflow.lib.artifacts.read_records import read_lines
+from workflow.lib.benchmark.page import measured_rows, page_name, render_page, write_figure
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import put_in_place, read_jsonl, write_jsonl, write_text
 from workflow.scripts.command import run, stage_parser
@@ -21,22 +23,23 @@ logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    rows = [row for path in args.measurements for row in read_jsonl(path)]
+    lines = [line for path in args.measurements for line in read_jsonl(path)]
+    rows = [row for path in args.measurements for row in read_lines(path, BenchmarkRow)]
     if not rows:
         raise UserError("there is no measurement in the files that --measurements names.")
     name = page_name(rows)
     partial = args.output.with_name(f".{args.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_jsonl(partial / "measurements.jsonl", rows)
-    if any(row["measured"] for row in rows):
+    write_jsonl(partial / "measurements.jsonl", lines)
+    if measured_rows(rows):
         write_figure(partial / f"{name}.png", rows)
     write_text(partial / f"{name}.md", render_page(rows, figure=f"{name}.png"))
     put_in_place(partial, args.output)
     for folder in [args.publish] if args.publish else []:
         for path in args.output.glob(f"{name}.*"):
             shutil.copyfile(path, folder / path.name)
-    measured = sum(row["measured"] is not None for row in rows)
+    measured = len(measured_rows(rows))
     logger.info("%d of %d cases measured: %s", measured, len(rows), args.output / f"{name}.md")
 
 

@@ -30,9 +30,11 @@ def main(args: argparse.Namespace) -> None:
     report = ReportConfig.model_validate(args.config["report"])
     changed = args.config["runs"]
     runs = read_runs(
-        args.runs_dir, names=args.run, tokens=read_tokens(args.tokens),
+        args.runs_dir,
+        names=args.run,
+        tokens=read_tokens(args.tokens),
         merged=[name for name in changed if changed[name].get("export", {}).get("merged")],
-    )  # fmt: skip
+    )
     for run in runs:
         logger.info("%s", describe(run))
     write_text(args.comparison, comparison_csv(runs))

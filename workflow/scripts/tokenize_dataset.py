@@ -52,7 +52,7 @@ from workflow.lib.data.tokens.splits import (
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import write_heldout, write_train
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
-from workflow.lib.planning.preflight.decision import CHECKS_HELP, check_models
+from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import Format
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights

@@ -8,8 +8,11 @@ import argparse
 import logging
 from pathlib import Path
 
+from workflow.lib.artifacts.evaluation_record import Evaluation, TunedEvaluation
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.artifacts.records import Evaluation, Manifest, Parity, Summary, TunedEvaluation
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.model_card import CardInputs, model_card
 from workflow.lib.settings.config import RunConfig, is_hub_id
 from workflow.lib.system.files import read_json, write_text

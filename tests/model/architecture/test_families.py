@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import VOCAB, adapted, quantized, random_store
+from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
@@ -196,15 +197,13 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for number, (case, base) in enumerate(bases.items()):
-            plan = {
-                "activation_checkpointing": 2,
-                "reshard_after_forward": True,
-                "gpu_memory_bytes": None,
-                "offload_embedding": number % 2 == 0,
-                "offload_activations": number % 2 == 1,
-                "offload_window_bytes": (None, 4096)[number % 2],
-                "offload_layers": number % 3,
-            }
+            plan = make_plan(
+                activation_checkpointing=2,
+                offload_embedding=number % 2 == 0,
+                offload_activations=number % 2 == 1,
+                offload_window_bytes=(None, 4096)[number % 2],
+                offload_layers=number % 3,
+            )
             config = RunConfig(lora=LoraSettings(r=4, alpha=8))
             model = build_training_model(
                 base, config, plan, world, compute_dtype=torch.float32, attention=attention_of(case)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.support.memory_examples import peak, setups, small_shapes
 from tests.support.preflight_examples import setup
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.closed_form import EXPLANATIONS, predict
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes, sharded_bytes
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import stored_terms

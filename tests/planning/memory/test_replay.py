@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.support.measurements import PAGE, Row, rows, written
 from tests.support.preflight_examples import SEVEN, llama_70b, llama_shape, setup
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
-from workflow.lib.planning.memory.closed_form import EXPLANATIONS, predict
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.trace_step import step_trace

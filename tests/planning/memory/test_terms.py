@@ -8,12 +8,10 @@ from tests.support.memory_examples import tiny
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes
+from workflow.lib.planning.memory.offload_terms import fetched_layers, hosted_slice, offloaded_bytes
 from workflow.lib.planning.memory.terms import (
-    fetched_layers,
-    hosted_slice,
     lora_parameters,
     moment_bytes,
-    offloaded_bytes,
     saved_activations,
     stored_terms,
 )

@@ -7,10 +7,12 @@ import re
 import pytest
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
-from tests.support.preflight_examples import cpu_machine, llama_70b, machine, manifest
+from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
+from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.planning.memory.terms import moment_bytes, offload_window, offloaded_bytes
-from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide, document
+from workflow.lib.planning.memory.terms import moment_bytes
+from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
+from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import make_setup
 from workflow.lib.system.units import GIB
 
@@ -19,23 +21,23 @@ def test_cpu_share_of_host_memory_bounds_the_micro_batch() -> None:
     on = cpu_machine(processes=2, host_bytes=36 * GIB)
     decision = decided(on=on, train={"global_batch_size": 16})
     assert decision.limits.capacity_bytes == 18 * GIB
-    assert not decision.found[-1].fits
+    assert not decision.candidates[-1].fits
     assert decision.host_bytes == 2 * decision.chosen.prediction.peak_bytes
 
 
 def test_smaller_gpu_memory_is_the_capacity_and_is_enforced() -> None:
     run = run_config(hardware={"gpu_memory_gib": 13.0})
-    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
-    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
+    decision = decide(run, llama_8b, machine(), token_counts(seq_len=2048), disk_free_bytes=10**12)
+    plan = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048)).plan
     assert decision.limits.capacity_bytes == 13 * GIB
-    assert plan["gpu_memory_bytes"] == 13 * GIB - decision.limits.outside_allocator_bytes
+    assert plan.gpu_memory_bytes == 13 * GIB - decision.limits.outside_allocator_bytes
 
 
 def test_automatic_gpu_memory_enforces_nothing() -> None:
     run = run_config()
-    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
-    plan = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))["plan"]
-    assert plan["gpu_memory_bytes"] is None
+    decision = decide(run, llama_8b, machine(), token_counts(seq_len=2048), disk_free_bytes=10**12)
+    plan = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048)).plan
+    assert plan.gpu_memory_bytes is None
 
 
 def test_70b_that_may_not_offload_does_not_fit_and_the_reason_says_what_would() -> None:
@@ -148,30 +150,30 @@ def test_processes_form_groups_that_each_share_a_copy() -> None:
     on = machine(processes=4, gpu_names=("NVIDIA GeForce RTX 4090",) * 4)
     chosen = make_setup(run, llama_8b, on)
     assert (chosen.replicas, chosen.shards) == (2, 2)
-    decision = decide(run, llama_8b, on, manifest(seq_len=2048), disk_free_bytes=10**12)
-    plan = document(decision, run, llama_8b, on, manifest(seq_len=2048))["plan"]
-    assert (plan["processes"], plan["shard_size"]) == (4, 2)
+    decision = decide(run, llama_8b, on, token_counts(seq_len=2048), disk_free_bytes=10**12)
+    plan = forecast(decision, run, llama_8b, on, token_counts(seq_len=2048)).plan
+    assert (plan.processes, plan.shard_size) == (4, 2)
 
 
 def test_every_candidate_says_why_it_was_not_chosen() -> None:
     run = run_config()
-    tokens = manifest(seq_len=2048)
+    tokens = token_counts(seq_len=2048)
     decision = decide(run, llama_8b, machine(), tokens, disk_free_bytes=10**12)
-    told = document(decision, run, llama_8b, machine(), tokens)["candidates"]
-    assert [c["why"] for c in told].count("chosen") == 1
-    for candidate in told:
+    plans = forecast(decision, run, llama_8b, machine(), tokens).candidates
+    assert [plan.why for plan in plans].count("chosen") == 1
+    for plan in plans:
         words = r"chosen|[\d.]+% slower|only [\d.]+% faster"
         too_much = r"[\d.]+ GiB (of host memory )?too much"
-        assert re.fullmatch(words if candidate["fits"] else too_much, candidate["why"])
+        assert re.fullmatch(words if plan.fits else too_much, plan.why)
 
 
 def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     flags = AS_IT_WAS | {"offload_activations": True, "offload_layers": 3}
     run = run_config(train={"global_batch_size": 20, "epochs": 3.0}, hardware=flags)
-    decision = decide(run, llama_8b, machine(), manifest(seq_len=2048), disk_free_bytes=10**12)
-    found = document(decision, run, llama_8b, machine(), manifest(seq_len=2048))
+    decision = decide(run, llama_8b, machine(), token_counts(seq_len=2048), disk_free_bytes=10**12)
+    predicted = forecast(decision, run, llama_8b, machine(), token_counts(seq_len=2048))
     size = decision.chosen.micro_batch_size
-    assert found["plan"] == {
+    assert predicted.plan.model_dump() == {
         "device": "cuda",
         "processes": 2,
         "nodes": 1,
@@ -188,6 +190,6 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
         "compute_dtype": "bfloat16",
         "num_steps": 6,  # 37 rows, 3 epochs, 20 a step
     }
-    assert sum(term["bytes"] for term in found["terms"]) == found["peak_bytes"]
-    assert found["peak_bytes"] == replay(llama_8b, decision.chosen.setup).allocated_bytes
-    assert found["reserved_bytes"] == found["peak_bytes"] + found["allocator_slack_bytes"]
+    assert sum(term.bytes for term in predicted.terms) == predicted.peak_bytes
+    assert predicted.peak_bytes == replay(llama_8b, decision.chosen.setup).allocated_bytes
+    assert predicted.reserved_bytes == predicted.peak_bytes + predicted.allocator_slack_bytes

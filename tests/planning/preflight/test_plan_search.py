@@ -11,13 +11,14 @@ from tests.support.preflight_examples import (
     llama_405b,
     llama_shape,
     machine,
-    manifest,
     num_calls,
     setup,
+    token_counts,
 )
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.preflight.budget import Budget, budget
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.plan_search import (
     LEVELS,
@@ -30,7 +31,7 @@ from workflow.lib.planning.preflight.plan_search import (
     choose,
     open_choices,
 )
-from workflow.lib.planning.preflight.planning_inputs import Budget, budget, divisors, make_setup
+from workflow.lib.planning.preflight.planning_inputs import divisors, make_setup
 from workflow.lib.planning.timing.machine_speed import speed_of
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.gpu_models import BY_NAME
@@ -52,9 +53,9 @@ def test_auto_takes_the_largest_divisor_that_fits() -> None:
         train={"global_batch_size": 96, "activation_checkpointing": True},
         hardware=AS_IT_WAS,
     )
-    fitting = [c.micro_batch_size for c in decision.found if c.fits]
-    refused = [c.micro_batch_size for c in decision.found if not c.fits]
-    assert [c.micro_batch_size for c in decision.found] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    fitting = [c.micro_batch_size for c in decision.candidates if c.fits]
+    refused = [c.micro_batch_size for c in decision.candidates if not c.fits]
+    assert [c.micro_batch_size for c in decision.candidates] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     assert refused, "the largest divisors must not fit here"
     assert decision.chosen.micro_batch_size == max(fitting) < min(refused)
 
@@ -73,14 +74,14 @@ def test_larger_margin_never_allows_a_larger_micro_batch() -> None:
 
 def test_fixed_micro_batch_is_respected() -> None:
     decision = decided(train={"global_batch_size": 16, "micro_batch_size": 2})
-    assert {c.micro_batch_size for c in decision.found} == {2}
+    assert {c.micro_batch_size for c in decision.candidates} == {2}
 
 
 def test_cpu_prefers_at_most_eight_rows() -> None:
     tiny = llama_shape(layers=3, hidden=30, feed_forward=46, heads=3, kv_heads=1, vocab=101)
     decision = decided(tiny, cpu_machine(), train={"global_batch_size": 66}, data={"seq_len": 61})
     assert decision.chosen.micro_batch_size == 2  # divisors of 22: 1, 2, 11, 22
-    assert all(c.fits for c in decision.found)
+    assert all(c.fits for c in decision.candidates)
 
 
 def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
@@ -93,7 +94,9 @@ def test_no_more_layers_wait_on_the_host_than_a_plan_needs_to_fit() -> None:
 
 def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None:
     auto = AS_IT_WAS | {"offload_activations": "auto"}
-    least = min(c.host_bytes for c in decided(llama_70b(), hardware=auto).found if c.fits) / GIB
+    least = (
+        min(c.host_bytes for c in decided(llama_70b(), hardware=auto).candidates if c.fits) / GIB
+    )
     enough, short = (
         decided(llama_70b(), hardware=auto | {"host_memory_gib": share * least}).fits
         for share in (2.1, 1.9)
@@ -105,7 +108,7 @@ def test_what_would_be_offloaded_unasked_leaves_half_of_the_host_alone() -> None
 
 def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -> None:
     found = decided(llama_8b, machine(gpu_bytes=80 * GIB))
-    faster = [c for c in found.found if c.fits and c.step_s < found.chosen.step_s]
+    faster = [c for c in found.candidates if c.fits and c.step_s < found.chosen.step_s]
     assert not found.chosen.setup.offload_activations
     for other in faster:
         assert other.step_s * (1 + UNSURE) >= found.chosen.step_s
@@ -113,15 +116,17 @@ def test_plan_without_offloading_is_taken_unless_offloading_is_surely_faster() -
 
 def test_flags_that_are_set_are_respected() -> None:
     hardware = {"offload_activations": True, "reshard_after_forward": False}
-    found = decided(on=machine(gpu_bytes=80 * GIB), hardware=hardware).found
+    found = decided(on=machine(gpu_bytes=80 * GIB), hardware=hardware).candidates
     assert {(c.setup.offload_activations, c.setup.reshard_after_forward) for c in found} == {
         (True, False)
     }
 
 
 def test_one_gpu_has_nothing_to_free_and_a_cpu_nothing_to_offload_to() -> None:
-    one = decided(on=machine(processes=1, gpu_names=("NVIDIA H200",), gpu_bytes=80 * GIB)).found
-    cpu = decided(on=cpu_machine(processes=2)).found
+    one = decided(
+        on=machine(processes=1, gpu_names=("NVIDIA H200",), gpu_bytes=80 * GIB)
+    ).candidates
+    cpu = decided(on=cpu_machine(processes=2)).candidates
     assert {c.setup.reshard_after_forward for c in (*one, *cpu)} == {True}
     assert {c.setup.offload_activations for c in cpu} == {False}
 
@@ -131,7 +136,7 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
     thing.
     """
     settings = {"data": {"seq_len": 512}, "train": {"global_batch_size": 8}}
-    tokens = manifest(seq_len=512)
+    tokens = token_counts(seq_len=512)
     kept = [
         not decide(
             run_config(**settings), llama_70b(layers=20), on, tokens, disk_free_bytes=None
@@ -147,12 +152,12 @@ def test_slow_links_are_worth_keeping_weights_where_memory_allows() -> None:
 def test_search_and_replay_of_a_405b_are_a_few_million_calls() -> None:
     shape, run = llama_405b(), run_config(train={"global_batch_size": 1024})
     on = imagined_machine(8, BY_NAME["NVIDIA H100 80GB HBM3"])
-    decision = decide(run, shape, on, manifest(seq_len=2048), disk_free_bytes=None)
+    decision = decide(run, shape, on, token_counts(seq_len=2048), disk_free_bytes=None)
     assert decision.fits
     question = Question(shape, on, decision.speed, decision.limits, decision.rows, 1.0)
     choices = open_choices(run, on, sizes=divisors(decision.rows), num_layers=shape.num_layers)
     left_open = make_setup(run, shape, on)
-    assert len(candidates(question, left_open, choices)) == len(decision.found)
+    assert len(candidates(question, left_open, choices)) == len(decision.candidates)
     # Half a second each, with 1.6 and 2.3 million calls.
     assert num_calls(lambda: candidates(question, left_open, choices)) < 5_000_000
     assert num_calls(lambda: replay(shape, decision.chosen.setup)) < 8_000_000

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.preflight_examples import GPU_24, cpu_machine, machine, setup
 from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
-    Budget,
     attention_kind,
-    budget,
     compute_dtype,
     divisors,
-    host_bytes,
     make_setup,
     micro_batch_sizes,
     offloads_embedding,
@@ -45,7 +43,7 @@ OLD = {"bfloat16": False, "gpu_names": ("Tesla V100-SXM2-32GB",) * 2, "gpu_bytes
 
 def test_gpus_without_bfloat16_compute_in_float16_and_without_flash_attention() -> None:
     run = run_config()
-    assert compute_dtype("auto", machine(**OLD)) == "float16"
+    assert compute_dtype(run_config().model, machine(**OLD)) == "float16"
     found = make_setup(run, llama_8b, machine(**OLD))
     assert (found.compute_bytes, found.attention) == (2, "sdpa")
 

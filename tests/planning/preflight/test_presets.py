@@ -20,6 +20,7 @@ from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import (
     Config,
     RunConfig,
@@ -122,15 +123,15 @@ def machine_of(promise: Promise) -> Machine:
 
 def decided(promise: Promise, run: RunConfig) -> Decision:
     """Return what preflight decides for a million tokens of data."""
-    manifest = {
-        "seq_len": run.data.seq_len,
-        "splits": {
-            "train": {"packed_rows": 10**6 // run.data.seq_len, "trained_tokens": 10**6},
-            "heldout": {"tokens": 10**5},
-        },
-    }
     shape = shape_of(promise.model)
-    return decide(run, shape, machine_of(promise), manifest, disk_free_bytes=DISK_BYTES)
+    tokens = TokenCounts(
+        seq_len=run.data.seq_len,
+        vocab_size=shape.vocab_size,
+        heldout_tokens=10**5,
+        packed_rows=10**6 // run.data.seq_len,
+        trained_tokens=10**6,
+    )
+    return decide(run, shape, machine_of(promise), tokens, disk_free_bytes=DISK_BYTES)
 
 
 @cache

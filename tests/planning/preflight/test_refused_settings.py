@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.decisions import decided, llama_8b, message, run_config
-from tests.support.preflight_examples import cpu_machine, llama_70b, machine, manifest
-from workflow.lib.planning.preflight.decision import check_settings, check_tokens
+from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
+from workflow.lib.planning.preflight.checks import check_settings, check_tokens
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 
@@ -106,13 +106,13 @@ def test_sequence_longer_than_the_model_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"data\.seq_len = 2048: the model's max_position_embeddings is 1024"
     ):
-        check_tokens(manifest(seq_len=2048), run_config(), shape)
+        check_tokens(token_counts(seq_len=2048), run_config(), shape)
 
 
 def test_rows_whose_documents_longrope_would_rotate_by_another_ones_length_are_refused() -> None:
     shape = replace(llama_8b, short_positions=2047)
     with pytest.raises(UserError) as caught:
-        check_tokens(manifest(seq_len=2048), run_config(), shape)
+        check_tokens(token_counts(seq_len=2048), run_config(), shape)
     assert str(caught.value) == (
         "data.seq_len = 2048: this model's LongRoPE rotates every position of a micro-batch by its "
         "long factors as soon "
@@ -122,16 +122,16 @@ def test_rows_whose_documents_longrope_would_rotate_by_another_ones_length_are_r
         "with. Set it to 2047 or "
         "below, or choose a model without LongRoPE."
     )
-    check_tokens(manifest(seq_len=2048), run_config(), replace(llama_8b, short_positions=2048))
+    check_tokens(token_counts(seq_len=2048), run_config(), replace(llama_8b, short_positions=2048))
 
 
 def test_tokens_of_another_length_are_refused() -> None:
     with pytest.raises(UserError, match="packed into rows of 61"):
-        check_tokens(manifest(), run_config(), llama_8b)
+        check_tokens(token_counts(), run_config(), llama_8b)
 
 
 def test_vocabulary_larger_than_the_embedding_is_refused() -> None:
-    tokens = manifest(seq_len=2048, vocab_size=128257)
+    tokens = token_counts(seq_len=2048, vocab_size=128257)
     with pytest.raises(UserError, match="128257 tokens, the model's embedding 128256"):
         check_tokens(tokens, run_config(), llama_8b)
 

@@ -3,7 +3,8 @@
 from tests.support.decisions import llama_8b, run_config
 from tests.support.preflight_examples import llama_70b, machine, setup
 from workflow.lib.planning.memory import closed_form
-from workflow.lib.planning.preflight.planning_inputs import budget, make_setup
+from workflow.lib.planning.preflight.budget import budget
+from workflow.lib.planning.preflight.planning_inputs import make_setup
 from workflow.lib.planning.preflight.remedies import remedies
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.units import GIB

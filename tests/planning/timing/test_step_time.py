@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.preflight_examples import llama_70b, setup
+from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
@@ -23,7 +24,7 @@ H200 = "NVIDIA H200"
 WORK = Work(4e12, 1e12, 3e9, 5e9, 9, 1 / 3)
 
 
-def estimated(work: Work = WORK, **changes: Any) -> dict[str, Any]:
+def estimated(work: Work = WORK, **changes: Any) -> Estimate:
     settings: dict[str, Any] = {
         "basis": "a table",
         "num_gpus": 1,
@@ -79,29 +80,32 @@ def test_short_micro_batches_wait_for_python() -> None:
 
 def test_unknown_speed_has_no_estimate() -> None:
     settings = {"tokens": 61, "accumulation_steps": 3, "num_steps": 7, "price_per_gpu_hour": 1.0}
-    found = estimate(None, basis="unknown", num_gpus=1, **settings)
-    assert {found[key] for key in ("step_s", "total_h", "tokens_per_s_per_process", "cost")} == {
-        None
-    }
-    assert (found["basis"], found["parts_s"]) == ("unknown", {})
+    assert estimate(None, basis="unknown", num_gpus=1, **settings) == Estimate(
+        step_s=None,
+        total_h=None,
+        tokens_per_s_per_process=None,
+        cost=None,
+        parts_s={},
+        basis="unknown",
+    )
 
 
 def test_total_is_steps_of_micro_batches() -> None:
-    found = estimated()
+    time = estimated()
     micro_s = gpu_seconds(WORK, BY_NAME[H200])
-    assert found["step_s"] == pytest.approx(3 * micro_s)
-    assert found["total_h"] == pytest.approx(7 * 3 * micro_s / 3600)
-    assert found["tokens_per_s_per_process"] == pytest.approx(61 / micro_s)
+    assert time.step_s == pytest.approx(3 * micro_s)
+    assert time.total_h == pytest.approx(7 * 3 * micro_s / 3600)
+    assert time.tokens_per_s_per_process == pytest.approx(61 / micro_s)
 
 
 def test_cost_counts_every_gpu() -> None:
     priced = estimated(num_gpus=4, price_per_gpu_hour=2.5)
-    assert priced["cost"] == pytest.approx(priced["total_h"] * 4 * 2.5)
+    assert priced.cost == pytest.approx(priced.total_h * 4 * 2.5)
 
 
 def test_there_is_no_cost_without_a_price_or_on_the_cpu() -> None:
-    assert estimated()["cost"] is None
-    assert estimated(num_gpus=0, price_per_gpu_hour=2.5)["cost"] is None
+    assert estimated().cost is None
+    assert estimated(num_gpus=0, price_per_gpu_hour=2.5).cost is None
 
 
 def test_parts_add_up_to_the_time() -> None:

@@ -204,10 +204,10 @@ def test_stock_peft_reloads_the_export_as_it_was_trained(
         load_adapter(base, exported), run / "parity.safetensors",
         exported=exported / ADAPTER_WEIGHTS, compute_dtype=dtype, device=CPU,
     )  # fmt: skip
-    assert parity["identical_values"]
-    assert parity["adapter_effect"] > 0.1 * parity["max_abs_logit"]
+    assert parity.identical_values
+    assert parity.adapter_effect > 0.1 * parity.max_abs_logit
     if dtype == torch.float32:
-        assert parity["passed"]
+        assert parity.passed
 
 
 def test_merged_model_has_the_trained_modules(

@@ -1,5 +1,5 @@
-"""Reading the report's inputs, with an error that names the file and the field of whatever is
-wrong.
+"""Reading the JSON artifacts of other stages, with an error that names the file and the field of
+whatever is wrong.
 """
 
 import itertools
@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from workflow.lib.artifacts.records import Record, Step
+from workflow.lib.artifacts.records import Record
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.system.errors import UserError
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -21,14 +22,21 @@ def read_record(path: Path, model: type[RecordT]) -> RecordT:
     return _parse(_read(path), model, where=str(path))
 
 
+def read_lines(path: Path, model: type[RecordT]) -> list[RecordT]:
+    """Read a JSON Lines artifact, perhaps without lines; raises `UserError` naming file, line and
+    field.
+    """
+    lines = [line for line in _read(path).split("\n") if line.strip()]
+    return [_parse(line, model, where=f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+
+
 def read_steps(path: Path) -> list[Step]:
     """Read `metrics.jsonl`: at least one line, steps ascending; raises `UserError` naming file,
     line and field.
     """
-    lines = [line for line in _read(path).split("\n") if line.strip()]
-    if not lines:
+    steps = read_lines(path, Step)
+    if not steps:
         raise UserError(f"{path}: has no line, so there is no curve to draw. Run finetune again.")
-    steps = [_parse(line, Step, where=f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     for number, (before, after) in enumerate(itertools.pairwise(steps), 2):
         if after.step <= before.step:
             raise UserError(
@@ -54,13 +62,15 @@ def _parse(text: str, model: type[RecordT], *, where: str) -> RecordT:
         details = error.errors(include_url=False)
         problems = "; ".join(_explain(detail) for detail in details[:5])
         more = f"; and {len(details) - 5} more" if len(details) > 5 else ""
-        raise UserError(f"{where}: {problems}{more}. Run the stage that writes it again.") from None
+        raise UserError(f"{where}: {problems}{more}. {model.advice}") from None
 
 
 def _explain(detail: Any) -> str:
     field = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
         return f"the field {field} is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"the field {field} is not known"
     if detail["type"] == "json_invalid":
         return f"not valid JSON ({detail['ctx']['error']})"
     return f"{field} = {str(detail['input'])[:80]!r}: {detail['msg']}"

@@ -29,8 +29,8 @@ def failure_causes(folder: Path, *, since: float) -> list[str]:
     """
     until = time.time() + CLOCKS_DIFFER_S
     logs = sorted(path for path in folder.rglob("*.log") if since <= path.stat().st_mtime <= until)
-    found = ((path, _cause(list(_records(path)))) for path in logs)
-    return [f"{path}: {cause}" for path, cause in found if cause is not None]
+    causes = ((path, _cause(list(_records(path)))) for path in logs)
+    return [f"{path}: {cause}" for path, cause in causes if cause is not None]
 
 
 def from_the_future(paths: Iterable[Path]) -> str | None:

@@ -149,16 +149,16 @@ def read_cases(path: str | None) -> dict[str, CaseEntry]:
 def _entry(name: str, entry: Any, file: Path) -> CaseEntry:
     document = entry if isinstance(entry, dict) else {}
     try:
-        found = CaseEntry.model_validate(document)
+        case = CaseEntry.model_validate(document)
     except ValidationError as error:
         lines = explain(CaseEntry, document, error)
         raise UserError(f"case {name} of {file}:\n  " + "\n  ".join(lines)) from None
-    wrong = sorted(CHOICE & found.benchmark.keys())
+    wrong = sorted(CHOICE & case.benchmark.keys())
     if wrong:
         raise UserError(
             f"case {name} of {file}: benchmark.{wrong[0]} is not a case's own. Remove it."
         )
-    return found
+    return case
 
 
 def _chosen(benchmark: BenchmarkConfig, entries: Mapping[str, CaseEntry]) -> list[str]:

@@ -9,68 +9,68 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
+from workflow.lib.artifacts.benchmark_record import CheckpointCost
 from workflow.lib.distributed.world import World
-from workflow.lib.training.checkpoint import CheckpointWriter, saved_steps, step_dir
-from workflow.lib.training.optimizers import ShardwiseAdam
+from workflow.lib.training.checkpoint import saved_steps, step_dir
 
 
-def measure_checkpoints(
-    stepping: Iterator[int],
-    training: nn.Module,
-    optimizer: ShardwiseAdam,
-    *,
-    folder: Path,
-    pairs: int,
-    block: int,
-    world: World,
-    saving: Callable[[], None],
-) -> dict[str, Any]:
-    """Take `2 * pairs * block` steps; return what one checkpoint cost, as `cost`. Collective.
+@dataclass
+class CheckpointTrial:
+    """Blocks of steps with and without a checkpoint, and the seconds that they took."""
 
-    stepping: takes a step each time, and tells its number. folder: to be made, on the disk in
-    question; it is
-    deleted in the end. saving: called before a checkpoint is waited for.
-    """
-    blocks: dict[bool, list[float]] = {True: [], False: []}
-    still: list[float] = []
-    writer = CheckpointWriter(folder, keep=2, identity="measured", world=world)
-    for pair in range(pairs):
-        for with_one in (pair % 2 == 0, pair % 2 == 1):
-            began = time.monotonic()
-            for number in range(block):
-                step = next(stepping)
-                if with_one and number == 0:
-                    called = time.monotonic()
-                    writer.save(training, optimizer, step=step)
-                    still.append(time.monotonic() - called)
-            saving()
-            writer.wait()
-            blocks[with_one].append(time.monotonic() - began)
+    steps: Iterator[int]
+    """Takes a step each time, and tells its number."""
+    save: Callable[[int], None]
+    """Starts a checkpoint after this step."""
+    finish: Callable[[], None]
+    """Waits until it is on the disk."""
+    steps_of_block: int
+    with_s: list[float] = field(default_factory=list)
+    without_s: list[float] = field(default_factory=list)
+    still_s: list[float] = field(default_factory=list)
+    """Of each checkpoint, while training stands still."""
+
+    def run(self, *, pairs: int) -> None:
+        """Take `2 * pairs * steps_of_block` steps. Collective."""
+        for pair in range(pairs):
+            for with_one in (pair % 2 == 0, pair % 2 == 1):
+                seconds = self.with_s if with_one else self.without_s
+                seconds.append(self._block_s(with_one=with_one))
+
+    def _block_s(self, *, with_one: bool) -> float:
+        began = time.monotonic()
+        for number in range(self.steps_of_block):
+            step = next(self.steps)
+            if with_one and number == 0:
+                called = time.monotonic()
+                self.save(step)
+                self.still_s.append(time.monotonic() - called)
+        self.finish()
+        return time.monotonic() - began
+
+    def cost(self, *, num_bytes: int) -> CheckpointCost:
+        """Return the medians; num_bytes: of a checkpoint."""
+        pairs = zip(self.with_s, self.without_s, strict=True)
+        return CheckpointCost(
+            step_s=statistics.median(self.without_s) / self.steps_of_block,
+            cost_s=statistics.median(with_s - without_s for with_s, without_s in pairs),
+            blocks_with_s=self.with_s,
+            blocks_without_s=self.without_s,
+            still_s=statistics.median(self.still_s),
+            bytes=num_bytes,
+        )
+
+
+def remove_checkpoints(folder: Path, *, world: World) -> int:
+    """Delete the checkpoints in `folder`; return the bytes of the newest. Collective."""
     newest = step_dir(folder, saved_steps(folder)[-1])
     num_bytes = sum(path.stat().st_size for path in newest.iterdir())
     dist.barrier(group=world.io_group)
     if world.is_main:
         shutil.rmtree(folder)
-    return cost(blocks[True], blocks[False], block=block) | {
-        "still_s": statistics.median(still),
-        "bytes": num_bytes,
-    }
-
-
-def cost(with_one: list[float], without: list[float], *, block: int) -> dict[str, Any]:
-    """Return the median step and what a checkpoint adds to a block (median of the pairs), seconds,
-    and the blocks.
-    """
-    added = (one - other for one, other in zip(with_one, without, strict=True))
-    return {
-        "step_s": statistics.median(without) / block,
-        "cost_s": statistics.median(added),
-        "blocks_with_s": with_one,
-        "blocks_without_s": without,
-    }
+    return num_bytes

@@ -11,15 +11,22 @@ import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from workflow.lib.benchmark.checkpoint_cost import measure_checkpoints
+from workflow.lib.artifacts.benchmark_record import (
+    CheckpointCost,
+    Profile,
+    WorkerMeasurement,
+)
+from workflow.lib.artifacts.preflight_record import Plan
+from workflow.lib.artifacts.training_record import Check
+from workflow.lib.benchmark.checkpoint_cost import CheckpointTrial, remove_checkpoints
 from workflow.lib.benchmark.profiling import profiled
 from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
@@ -32,8 +39,10 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.checkpoint import CheckpointWriter
 from workflow.lib.training.loop import StepMetrics, make_optimizer, steps
+from workflow.lib.training.optimizers import ShardwiseAdam
 from workflow.lib.training.startup_checks import startup_checks
 
 STEP_S = 60.0  # a later step may always take so long
@@ -61,7 +70,7 @@ class Job:
     base: str
     """Folder of the random NF4 base."""
     run: dict[str, Any]
-    plan: dict[str, Any]
+    plan: Plan
     documents: int
     rows: int
     vocab_size: int
@@ -77,6 +86,15 @@ class Job:
     peer: dict[str, Any] | None
     timeout_s: float
     """What a collective, loading or the first step may take until it counts as hung."""
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """Return the job of a JSON document."""
+        return cls(**document | {"plan": Plan.model_validate(document["plan"])})
+
+    def document(self) -> dict[str, Any]:
+        """Return the job as JSON."""
+        return asdict(self) | {"plan": self.plan.model_dump()}
 
 
 @dataclass
@@ -96,11 +114,11 @@ class Observed:
     """Peak resident set of the process."""
     gemm_flops_per_s: float = 0.0
     attention: str = ""
-    profile: dict[str, Any] | None = None
+    profile: Profile | None = None
     """Where the time of one more step goes; None if that was not asked for."""
-    checkpoint: dict[str, Any] | None = None
+    checkpoint: CheckpointCost | None = None
     """What a checkpoint costs; None if that was not asked for."""
-    checks: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     def start_training(self) -> None:
         """Note the peak of what came before, and count anew."""
@@ -116,7 +134,7 @@ class Observed:
         self.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any]:
+def together(everyone: list[Observed], *, tokens_per_step: int) -> WorkerMeasurement:
     """Return the measurement over all processes: the largest peaks, the slowest load, the speed of
     the main process.
 
@@ -125,17 +143,17 @@ def together(everyone: list[Observed], *, tokens_per_step: int) -> dict[str, Any
     main = everyone[0]
     timed = main.step_s[len(main.step_s) // 3 :]
     largest = {name: max(getattr(seen, name) for seen in everyone) for name in LARGEST}
-    return {
-        "tokens_per_s_per_process": tokens_per_step / statistics.median(timed),
+    return WorkerMeasurement(
+        tokens_per_s_per_process=tokens_per_step / statistics.median(timed),
         **largest,
-        "allocated_bytes_by_process": [seen.allocated_bytes for seen in everyone],
-        "reserved_bytes_by_process": [seen.reserved_bytes for seen in everyone],
-        "gemm_flops_per_s": statistics.median(seen.gemm_flops_per_s for seen in everyone),
+        allocated_bytes_by_process=[seen.allocated_bytes for seen in everyone],
+        reserved_bytes_by_process=[seen.reserved_bytes for seen in everyone],
+        gemm_flops_per_s=statistics.median(seen.gemm_flops_per_s for seen in everyone),
         **{name: getattr(main, name) for name in OF_MAIN},
-    }
+    )
 
 
-def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
+def measure(jobs: Sequence[Job]) -> Iterator[WorkerMeasurement | None]:
     """Build, check and train each job's model; yield the measurement on the main process, None on
     others. Collective.
 
@@ -145,7 +163,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
     plan, timeout_s = jobs[0].plan, jobs[0].timeout_s
     with (
         Pulse(rank=int(os.environ["RANK"]), start_s=timeout_s, step_s=STEP_S) as pulse,
-        process_group(plan["device"], timeout_s=timeout_s, shard_size=plan["shard_size"]) as world,
+        process_group(plan.device, timeout_s=timeout_s, shard_size=plan.shard_size) as world,
     ):
         rates: dict[str, float] = {}  # of products that several jobs have in common
         for job in jobs:
@@ -155,7 +173,7 @@ def measure(jobs: Sequence[Job]) -> Iterator[dict[str, Any] | None]:
 
 def _measure(
     job: Job, world: World, pulse: Pulse, rates: dict[str, float]
-) -> dict[str, Any] | None:
+) -> WorkerMeasurement | None:
     config, seen = RunConfig.model_validate(job.run), Observed()
     try:
         _train(job, config, world, seen, pulse, rates)
@@ -168,7 +186,7 @@ def _measure(
         torch.cuda.empty_cache()
     if not world.is_main:
         return None
-    tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
+    tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * config.data.seq_len
     return together(everyone, tokens_per_step=tokens)
 
 
@@ -180,58 +198,113 @@ def _train(
     pulse: Pulse,
     rates: dict[str, float],
 ) -> None:
-    base, plan, settings = Path(job.base), job.plan, config.train
+    """Build, check and train the job's model; note in `seen` what is measured. Collective."""
+    plan = job.plan
     dtype = resolve_dtype(config.model.compute_dtype, world.device)
-    rows = plan["micro_batch_size"] * config.data.seq_len
-    key = f"{job.products} {rows} {dtype}"
-    if key not in rates:
-        rates[key] = gemm_rate(job.products, rows=rows, dtype=dtype, device=world.device)
-    seen.gemm_flops_per_s = rates[key]
-    seen.attention = resolve_training_attention(
-        config.model.attention, world.device, compute_dtype=dtype,
-        softcapped=softcaps_attention(base), dropout=attention_dropout(base),
-    )  # fmt: skip
+    rows = plan.micro_batch_size * config.data.seq_len
+    seen.gemm_flops_per_s = _known_rate(job, rates, rows=rows, dtype=dtype, device=world.device)
     store = random_rows(
         rows=job.rows,
         seq_len=config.data.seq_len,
         documents=job.documents,
         vocab_size=job.vocab_size,
     )
-    began = time.monotonic()
-    model = build_training_model(
-        base, config, plan, world, compute_dtype=dtype, attention=seen.attention
-    )
-    synchronize(world.device)
-    seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
+    model = _load(job, config, world, seen, dtype)
     if job.check_bytes:
-        seen.checks = startup_checks(model, store, base, world)
-    optimizer = make_optimizer(model.training, settings)
-    count = plan["num_steps"]
+        checks = startup_checks(model, store, Path(job.base), world)
+        seen.checks = [Check.model_validate(check) for check in checks]
+    optimizer = make_optimizer(model.training, config.train)
+    count = plan.num_steps
 
     def training_steps(first: int, last: int) -> Iterator[StepMetrics]:
         return steps(
-            model.training, optimizer, store, settings, first_step=first, num_steps=last,
-            micro_batch_size=plan["micro_batch_size"], elapsed_s=0.0, world=world,
-        )  # fmt: skip
+            model.training,
+            optimizer,
+            store,
+            config.train,
+            first_step=first,
+            num_steps=last,
+            micro_batch_size=plan.micro_batch_size,
+            elapsed_s=0.0,
+            world=world,
+        )
 
     training = training_steps(0, count + job.profile)
-    seen.start_training()
-    for metrics in islice(training, count):
-        pulse.step(metrics.step + 1)
-        seen.step_s.append(metrics.tokens / metrics.tokens_per_s)
-        seen.losses.append(metrics.loss)
-        seen.grad_norms.append(metrics.grad_norm)
-    seen.end_training()
+    _time_steps(islice(training, count), seen, pulse)
     if job.profile:
         seen.profile = profiled(lambda: next(training), device=world.device)
     if job.checkpoint_pairs:
         done = count + job.profile
         more = training_steps(done, done + 2 * job.checkpoint_pairs * count)
-        seen.checkpoint = measure_checkpoints(
-            _watched(more, pulse), model.training, optimizer, folder=Path(job.scratch),
-            pairs=job.checkpoint_pairs, block=count, world=world,
-            saving=lambda: pulse.phase("saving", num_bytes=model.state_bytes()),
-        )  # fmt: skip
+        seen.checkpoint = _checkpoint_cost(job, more, model, optimizer, world, pulse)
+
+
+def _known_rate(
+    job: Job, rates: dict[str, float], *, rows: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Return the FLOP/s of the job's products, measured unless `rates` has them."""
+    key = f"{job.products} {rows} {dtype}"
+    if key not in rates:
+        rates[key] = gemm_rate(job.products, rows=rows, dtype=dtype, device=device)
+    return rates[key]
+
+
+def _load(
+    job: Job, config: RunConfig, world: World, seen: Observed, dtype: torch.dtype
+) -> TrainingModel:
+    """Return the model; note its attention, the seconds of loading and the bytes. Collective."""
+    base = Path(job.base)
+    seen.attention = resolve_training_attention(
+        config.model.attention,
+        world.device,
+        compute_dtype=dtype,
+        softcapped=softcaps_attention(base),
+        dropout=attention_dropout(base),
+    )
+    began = time.monotonic()
+    model = build_training_model(
+        base, config, job.plan, world, compute_dtype=dtype, attention=seen.attention
+    )
+    synchronize(world.device)
+    seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
+    return model
+
+
+def _time_steps(training: Iterator[StepMetrics], seen: Observed, pulse: Pulse) -> None:
+    """Take the steps; note seconds, loss and gradient norm of each, and the peaks."""
+    seen.start_training()
+    for metrics in training:
+        pulse.step(metrics.step + 1)
+        seen.step_s.append(metrics.tokens / metrics.tokens_per_s)
+        seen.losses.append(metrics.loss)
+        seen.grad_norms.append(metrics.grad_norm)
+    seen.end_training()
+
+
+def _checkpoint_cost(
+    job: Job,
+    training: Iterator[StepMetrics],
+    model: TrainingModel,
+    optimizer: ShardwiseAdam,
+    world: World,
+    pulse: Pulse,
+) -> CheckpointCost:
+    """Return what a checkpoint of this training costs. Collective."""
+    folder = Path(job.scratch)
+    writer = CheckpointWriter(folder, keep=2, identity="measured", world=world)
+
+    def finish() -> None:
+        pulse.phase("saving", num_bytes=model.state_bytes())
+        writer.wait()
+
+    trial = CheckpointTrial(
+        steps=_watched(training, pulse),
+        save=lambda step: writer.save(model.training, optimizer, step=step),
+        finish=finish,
+        steps_of_block=job.plan.num_steps,
+    )
+    trial.run(pairs=job.checkpoint_pairs)
+    return trial.cost(num_bytes=remove_checkpoints(folder, world=world))
 
 
 def _watched(training: Iterator[StepMetrics], pulse: Pulse) -> Iterator[int]:
@@ -276,15 +349,15 @@ def _product_seconds(left: torch.Tensor, right: torch.Tensor, *, warm_up_s: floa
     while time.monotonic() < until:
         torch.mm(left, right)
         synchronize(left.device)
-    found = []
+    seconds = []
     for _ in range(GEMM_REPEATS):
         synchronize(left.device)
         began = time.perf_counter()
         for _ in range(in_a_row):
             torch.mm(left, right)
         synchronize(left.device)
-        found.append((time.perf_counter() - began) / in_a_row)
-    return statistics.median(found)
+        seconds.append((time.perf_counter() - began) / in_a_row)
+    return statistics.median(seconds)
 
 
 def synchronize(device: torch.device) -> None:

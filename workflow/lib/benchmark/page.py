@@ -12,12 +12,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from workflow.lib.artifacts.benchmark_record import BenchmarkRow, MeasuredRow
 from workflow.lib.report.paper_figures import COLORS, axes_of_rows, save_figure
 from workflow.lib.settings.train import TrainConfig
 from workflow.lib.system.number_formats import count, general, loss, share
 from workflow.lib.system.units import GIB, MIB
 
-Row = dict[str, Any]
 DATE_CHARS = len("2026-11-21")
 CONDITIONS = (
     "seq_len",
@@ -43,7 +43,12 @@ SHOWN_CAUSE_CHARS = 240
 CHECKPOINT_EVERY: int = TrainConfig.model_fields["checkpoint_every_steps"].default
 
 
-def page_name(rows: Sequence[Row]) -> str:
+def measured_rows(rows: Sequence[BenchmarkRow]) -> list[MeasuredRow]:
+    """Return the rows that have a measurement."""
+    return [MeasuredRow(**dict(row)) for row in rows if row.measured is not None]
+
+
+def page_name(rows: Sequence[BenchmarkRow]) -> str:
     """Return `<model>_<hardware>_<date>`: the name of the page without its ending; the date is the
     newest row's.
     """
@@ -57,35 +62,35 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
-def _model(rows: Sequence[Row]) -> str:
+def _model(rows: Sequence[BenchmarkRow]) -> str:
     sizes = common_sizes(rows)
     layers = f", {sizes['layers']} layers" if sizes["layers"] else ""
     cap = f", capped at {sizes['memory_cap_gib']:g} GiB" if sizes["memory_cap_gib"] else ""
     return f"{Path(sizes['model']).name}{layers}{cap}"
 
 
-def _date(rows: Sequence[Row]) -> str:
-    newest: str = max(row["provenance"]["created_utc"] for row in rows)
+def _date(rows: Sequence[BenchmarkRow]) -> str:
+    newest: str = max(row.provenance.created_utc for row in rows)
     return newest[:DATE_CHARS]
 
 
-def common_sizes(rows: Sequence[Row]) -> dict[str, Any]:
+def common_sizes(rows: Sequence[BenchmarkRow]) -> dict[str, Any]:
     """Return of every size of the benchmark the value that most rows have."""
-    return {key: statistics.mode(row["sizes"][key] for row in rows) for key in rows[0]["sizes"]}
+    return {key: statistics.mode(row.sizes[key] for row in rows) for key in rows[0].sizes}
 
 
-def hardware(rows: Sequence[Row]) -> str:
+def hardware(rows: Sequence[BenchmarkRow]) -> str:
     """Return what it ran on in words: `2x NVIDIA H200`; of several numbers of processes, all of
     them.
     """
-    counts = "-".join(str(n) for n in sorted({row["processes"] for row in rows}))
-    names = {name for row in rows for name in row.get("gpu_names") or ()}
+    counts = "-".join(str(n) for n in sorted({row.processes for row in rows}))
+    names = {name for row in rows for name in row.gpu_names}
     return f"{counts}x {' and '.join(sorted(names)) or 'CPU process'}"
 
 
-def render_page(rows: Sequence[Row], *, figure: str) -> str:
+def render_page(rows: Sequence[BenchmarkRow], *, figure: str) -> str:
     """Return the page in Markdown; figure: its file name."""
-    done = [row for row in rows if row["measured"]]
+    done = measured_rows(rows)
     title = f"{_model(rows)}, {hardware(rows)}, {_date(rows)}"
     parts = [f"# {title}\n", _conditions(rows)]
     if done:
@@ -98,16 +103,16 @@ def render_page(rows: Sequence[Row], *, figure: str) -> str:
             _checkpoints(done),
             f"![Speed and memory of every case]({figure})\n",
         ]
-    parts += [_causes([row for row in rows if not row["measured"]]), _repeat()]
+    parts += [_causes([row for row in rows if not row.measured]), _repeat()]
     return "\n".join(part for part in parts if part)
 
 
-def _conditions(rows: Sequence[Row]) -> str:
+def _conditions(rows: Sequence[BenchmarkRow]) -> str:
     sizes = common_sizes(rows)
     known = [f"{name} {sizes[name]}" for name in CONDITIONS if sizes[name] is not None]
-    packages = rows[0]["provenance"]["packages"]
+    packages = rows[0].provenance.packages
     versions = [f"{name} {packages[name]}" for name in SHOWN_PACKAGES if name in packages]
-    commit = rows[0]["provenance"]["commit"]
+    commit = rows[0].provenance.commit
     checked = (
         "Every gathered tensor was compared with the checkpoint before the steps."
         if sizes["check_bytes"]
@@ -121,7 +126,7 @@ def _conditions(rows: Sequence[Row]) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[MeasuredRow]) -> str:
     head = (
         "| case | processes | attention | tokens/s per process | model FLOP utilisation | peak "
         "allocated | predicted | "
@@ -129,20 +134,20 @@ def _table(rows: Sequence[Row]) -> str:
     )
     lines, common = [head, "|---" * 11 + "|"], common_sizes(rows)
     for row in rows:
-        found, predicted = row["measured"], row["predicted"]
-        on_gpu = found["allocated_bytes"] > 0
+        measured, predicted = row.measured, row.predicted
+        on_gpu = measured.allocated_bytes > 0
         cells = [
             _what(row, common),
-            str(row["processes"]),
-            found["attention"],
-            count(found["tokens_per_s_per_process"]),
-            share(found["model_flops_utilisation"]),
-            gib(found["allocated_bytes"]) if on_gpu else "-",
-            gib(predicted["peak_bytes"]) if predicted else "-",
-            gib(found["reserved_bytes"]) if on_gpu else "-",
-            gib(found["host_bytes"]),
-            _ends(found["losses"], loss),
-            _ends(found["grad_norms"], general),
+            str(row.processes),
+            measured.attention,
+            count(measured.tokens_per_s_per_process),
+            share(measured.model_flops_utilisation),
+            gib(measured.allocated_bytes) if on_gpu else "-",
+            gib(predicted.peak_bytes) if predicted else "-",
+            gib(measured.reserved_bytes) if on_gpu else "-",
+            gib(measured.host_bytes),
+            _ends(measured.losses, loss),
+            _ends(measured.grad_norms, general),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     note = (
@@ -154,10 +159,10 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n" + note
 
 
-def _what(row: Row, common: dict[str, Any]) -> str:
+def _what(row: BenchmarkRow, common: dict[str, Any]) -> str:
     """Return a case in words, with the sizes that are its own."""
-    own = [f"{key} {value}" for key, value in row["sizes"].items() if value != common[key]]
-    return f"`{row['case']}`: {row['title']}" + (f" ({', '.join(own)})" if own else "")
+    own = [f"{key} {value}" for key, value in row.sizes.items() if value != common[key]]
+    return f"`{row.case}`: {row.title}" + (f" ({', '.join(own)})" if own else "")
 
 
 def gib(num_bytes: float) -> str:
@@ -169,17 +174,17 @@ def _ends(values: Sequence[float], spelled: Any) -> str:
     return f"{spelled(values[0])} -> {spelled(values[-1])}"
 
 
-def _gemm(rows: Sequence[Row]) -> str:
-    rates = [row["measured"]["gemm_flops_per_s"] / 1e12 for row in rows]
+def _gemm(rows: Sequence[MeasuredRow]) -> str:
+    rates = [row.measured.gemm_flops_per_s / 1e12 for row in rows]
     return f"{min(rates):.3g} to {max(rates):.3g} TFLOP/s"
 
 
-def _ratios(rows: Sequence[Row]) -> str:
+def _ratios(rows: Sequence[MeasuredRow]) -> str:
     """Every case over every peer of as many processes: speed, and memory allocated and reserved at
     the peak.
     """
-    peers = [row for row in rows if row["peer"]]
-    ours = [row for row in rows if not row["peer"]]
+    peers = [row for row in rows if row.peer]
+    ours = [row for row in rows if not row.peer]
     if not peers or not ours:
         return ""
     head = (
@@ -195,39 +200,38 @@ def _ratios(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _over(row: Row, peer: Row) -> str:
+def _over(row: MeasuredRow, peer: MeasuredRow) -> str:
     """Return the ratios of a case to a peer, or a dash if they had different numbers of
     processes.
     """
-    if row["processes"] != peer["processes"]:
+    if row.processes != peer.processes:
         return "-"
-    mine, theirs = row["measured"], peer["measured"]
-    kinds = ("allocated_bytes", "reserved_bytes") if theirs["allocated_bytes"] else ("host_bytes",)
-    compared = [mine[key] / theirs[key] for key in ("tokens_per_s_per_process", *kinds)]
+    mine, theirs = row.measured, peer.measured
+    kinds = ("allocated_bytes", "reserved_bytes") if theirs.allocated_bytes else ("host_bytes",)
+    names = ("tokens_per_s_per_process", *kinds)
+    compared = [getattr(mine, name) / getattr(theirs, name) for name in names]
     return ", ".join(f"{ratio:.2f}" for ratio in compared)
 
 
-def _scaling(rows: Sequence[Row]) -> str:
+def _scaling(rows: Sequence[MeasuredRow]) -> str:
     """Weak scaling: tokens/s per process of more processes over that of the fewest."""
     lines = []
-    for name in dict.fromkeys(row["case"] for row in rows):
-        same = sorted(
-            (row for row in rows if row["case"] == name), key=lambda row: row["processes"]
-        )
-        first = same[0]["measured"]["tokens_per_s_per_process"]
+    for name in dict.fromkeys(row.case for row in rows):
+        same = sorted((row for row in rows if row.case == name), key=lambda row: row.processes)
+        first = same[0].measured.tokens_per_s_per_process
         for row in same[1:]:
-            kept = share(row["measured"]["tokens_per_s_per_process"] / first)
-            lines.append(f"| `{name}` | {same[0]['processes']} -> {row['processes']} | {kept} |")
+            ratio = share(row.measured.tokens_per_s_per_process / first)
+            lines.append(f"| `{name}` | {same[0].processes} -> {row.processes} | {ratio} |")
     head = "| case | processes | weak scaling: speed per process that is kept |\n|---|---|---|\n"
     return head + "\n".join(lines) + "\n" if lines else ""
 
 
-def _memory(rows: Sequence[Row]) -> str:
+def _memory(rows: Sequence[MeasuredRow]) -> str:
     """How far the prediction was from what was measured on GPUs."""
     pairs = [
-        (row["predicted"]["peak_bytes"] / row["measured"]["allocated_bytes"] - 1, row["case"])
+        (row.predicted.peak_bytes / row.measured.allocated_bytes - 1, row.case)
         for row in rows
-        if row["predicted"] and row["measured"]["allocated_bytes"]
+        if row.predicted and row.measured.allocated_bytes
     ]
     if not pairs:
         return ""
@@ -238,37 +242,40 @@ def _memory(rows: Sequence[Row]) -> str:
     )
 
 
-def _profiles(rows: Sequence[Row]) -> str:
+def _profiles(rows: Sequence[MeasuredRow]) -> str:
     """Where the time of a step goes, in milliseconds, of the cases that were profiled."""
-    found = {_label(row): row["measured"].get("profile") for row in rows}
-    profiles = {label: profile for label, profile in found.items() if profile and profile["kinds"]}
+    profiles = {
+        _label(row): row.measured.profile
+        for row in rows
+        if row.measured.profile and row.measured.profile.kinds
+    }
     if not profiles:
         return ""
-    kinds = list(dict.fromkeys(kind for profile in profiles.values() for kind in profile["kinds"]))
+    kinds = list(dict.fromkeys(kind for profile in profiles.values() for kind in profile.kinds))
     lines = [
         "| one profiled step, ms | all | " + " | ".join(kinds) + " | GPU idle |",
         "|---" * (len(kinds) + 3) + "|",
     ]
     for label, profile in profiles.items():
         seconds = [
-            profile["step_s"],
-            *(profile["kinds"].get(kind, 0.0) for kind in kinds),
-            profile["idle_s"],
+            profile.step_s,
+            *(profile.kinds.get(kind, 0.0) for kind in kinds),
+            profile.idle_s,
         ]
         lines.append(f"| `{label}` | " + " | ".join(f"{1000 * s:.1f}" for s in seconds) + " |")
     note = "\nKinds on several streams overlap, so they may add up to more than the step.\n"
     return "\n".join(lines) + "\n" + note
 
 
-def _checkpoints(rows: Sequence[Row]) -> str:
+def _checkpoints(rows: Sequence[MeasuredRow]) -> str:
     """What a checkpoint costs, of the cases that measured it."""
-    costs = {_label(row): row["measured"].get("checkpoint") for row in rows}
+    costs = {_label(row): row.measured.checkpoint for row in rows}
     lines = [
-        f"| `{label}` | {gib(found['bytes'])} | {found['step_s']:.3f} | {found['cost_s']:.3f} | "
-        f"{found['still_s']:.3f} "
-        f"| {share(max(0.0, found['cost_s']) / (CHECKPOINT_EVERY * found['step_s']))} |"
-        for label, found in costs.items()
-        if found
+        f"| `{label}` | {gib(cost.bytes)} | {cost.step_s:.3f} | {cost.cost_s:.3f} | "
+        f"{cost.still_s:.3f} "
+        f"| {share(max(0.0, cost.cost_s) / (CHECKPOINT_EVERY * cost.step_s))} |"
+        for label, cost in costs.items()
+        if cost
     ]
     if not lines:
         return ""
@@ -284,13 +291,13 @@ def _checkpoints(rows: Sequence[Row]) -> str:
     return "\n".join([head, *lines]) + "\n" + note
 
 
-def _causes(rows: Sequence[Row]) -> str:
+def _causes(rows: Sequence[BenchmarkRow]) -> str:
     if not rows:
         return ""
     lines = ["| not measured | processes | why |", "|---|---|---|"]
     for row in rows:
-        cause = row["cause"].replace("|", "\\|")[:SHOWN_CAUSE_CHARS]
-        lines.append(f"| `{row['case']}`: {row['title']} | {row['processes']} | {cause} |")
+        cause = str(row.cause).replace("|", "\\|")[:SHOWN_CAUSE_CHARS]
+        lines.append(f"| `{row.case}`: {row.title} | {row.processes} | {cause} |")
     return "\n".join(lines) + "\n"
 
 
@@ -302,19 +309,16 @@ def _repeat() -> str:
     )
 
 
-def benchmark_figure(rows: Sequence[Row]) -> Figure:
+def benchmark_figure(rows: Sequence[BenchmarkRow]) -> Figure:
     """Return tokens/s per process, and predicted beside measured peak memory, a row per case."""
-    done = [row for row in rows if row["measured"]]
+    done = measured_rows(rows)
     figure, (speed, memory) = axes_of_rows([_label(row) for row in done], columns=2)
     places = range(len(done))
-    found = [row["measured"] for row in done]
-    speed.barh(places, [one["tokens_per_s_per_process"] for one in found], color=COLORS[0])
+    speed.barh(places, [row.measured.tokens_per_s_per_process for row in done], color=COLORS[0])
     speed.set_xlabel("tokens/s per process")
-    used = [(one["allocated_bytes"] or one["host_bytes"]) / GIB for one in found]
+    used = [(row.measured.allocated_bytes or row.measured.host_bytes) / GIB for row in done]
     memory.barh([n - 0.2 for n in places], used, height=0.4, color=COLORS[0], label="measured")
-    shown = [
-        (n, row["predicted"]["peak_bytes"] / GIB) for n, row in enumerate(done) if row["predicted"]
-    ]
+    shown = [(n, row.predicted.peak_bytes / GIB) for n, row in enumerate(done) if row.predicted]
     if shown:
         memory.barh(
             [n + 0.2 for n, _ in shown],
@@ -328,10 +332,10 @@ def benchmark_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _label(row: Row) -> str:
-    return f"{row['case']} x{row['processes']}"
+def _label(row: BenchmarkRow) -> str:
+    return f"{row.case} x{row.processes}"
 
 
-def write_figure(path: Path, rows: Sequence[Row]) -> None:
+def write_figure(path: Path, rows: Sequence[BenchmarkRow]) -> None:
     """Write the figure as PNG."""
     save_figure(path, benchmark_figure(rows))

@@ -5,14 +5,20 @@ Preflight's own decision gives the plan, so a lever that it knows needs nothing 
 imports torch.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.artifacts.benchmark_record import Predicted
+from workflow.lib.artifacts.preflight_record import Forecast, Plan
 from workflow.lib.benchmark.cases import Request, model_config, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
 from workflow.lib.planning.machine import Machine
-from workflow.lib.planning.preflight.decision import check_tokens, decide, document, read_machine
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.preflight.checks import check_tokens, read_machine
+from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
@@ -26,14 +32,18 @@ class Prepared:
 
     request: Request
     run: RunConfig
-    plan: dict[str, Any]
+    plan: Plan
     config: dict[str, Any]
     """config.json of the model."""
     shape: ModelShape
     num_rows: int
     """Random rows to train on."""
-    facts: dict[str, Any]
-    """Of the measurement's row: `shape`, `setup`, `predicted`, `gpu_names`."""
+    gpu_names: tuple[str, ...]
+    """One per process; none on the CPU."""
+    setup: Setup | None
+    """None for a peer: the prediction is of our engine."""
+    predicted: Predicted | None
+    """None for a peer."""
 
 
 def prepare(request: Request, *, num_gpus: int) -> Prepared:
@@ -47,33 +57,38 @@ def prepare(request: Request, *, num_gpus: int) -> Prepared:
     run = run_settings(request, device=device)
     config = model_config(request.sizes)
     shape = shape_of_config(config, origin=Path(request.sizes.model))
-    manifest = imagined_manifest(request, shape)
-    check_tokens(manifest, run, shape)
+    tokens = imagined_tokens(request, shape)
+    check_tokens(tokens, run, shape)
     machine = read_machine(run.hardware)
     cap_bytes = _cap_bytes(request, machine)
-    decision = decide(run, shape, machine, manifest, disk_free_bytes=None)
-    planned = document(decision, run, shape, machine, manifest)
-    setup = decision.chosen.setup
-    facts: dict[str, Any] = {
-        "gpu_names": list(machine.gpu_names),
-        "shape": asdict(shape),
-        "setup": asdict(setup),
-        "predicted": {
-            "peak_bytes": planned["peak_bytes"],
-            "reserved_bytes": planned["reserved_bytes"],
-            "phases": planned["phases"],
-            "terms": {term["name"]: term["bytes"] for term in planned["terms"]},
-            "host_bytes": planned["host_bytes"],
-            "step_s": planned["time"]["step_s"],
-            "tokens_per_s_per_process": planned["time"]["tokens_per_s_per_process"],
-            "basis": planned["time"]["basis"],
-        },
-    }
-    if request.peer is not None:  # the prediction is of our engine
-        facts |= {"setup": None, "predicted": None}
-    plan = planned["plan"] | {"gpu_memory_bytes": cap_bytes}
-    num_rows = manifest["splits"]["train"]["packed_rows"]
-    return Prepared(request, run, plan, config, shape, num_rows, facts)
+    decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
+    forecasted = forecast(decision, run, shape, machine, tokens)
+    is_ours = request.peer is None
+    return Prepared(
+        request=request,
+        run=run,
+        plan=forecasted.plan.model_copy(update={"gpu_memory_bytes": cap_bytes}),
+        config=config,
+        shape=shape,
+        num_rows=tokens.packed_rows,
+        gpu_names=machine.gpu_names,
+        setup=decision.chosen.setup if is_ours else None,
+        predicted=_predicted(forecasted) if is_ours else None,
+    )
+
+
+def _predicted(forecasted: Forecast) -> Predicted:
+    """Return what the row says of a forecast."""
+    return Predicted(
+        peak_bytes=forecasted.peak_bytes,
+        reserved_bytes=forecasted.reserved_bytes,
+        phases=forecasted.phases,
+        terms={term.name: term.bytes for term in forecasted.terms},
+        host_bytes=forecasted.host_bytes,
+        step_s=forecasted.time.step_s,
+        tokens_per_s_per_process=forecasted.time.tokens_per_s_per_process,
+        basis=forecasted.time.basis,
+    )
 
 
 def _cap_bytes(request: Request, machine: Machine) -> int | None:
@@ -93,19 +108,20 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
     return int(cap * GIB)
 
 
-def imagined_manifest(request: Request, shape: ModelShape) -> dict[str, Any]:
-    """Return what preflight wants to know of the random rows: all tokens are trained but the first
+def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
+    """Return the counts of the random rows: all tokens are trained but the first
     of a document.
     """
     sizes = request.sizes
     rows = ROWS_OF_STEPS * request.processes * sizes.micro_batch_size * sizes.accumulation
     documents = len(range(0, sizes.seq_len, sizes.seq_len // sizes.documents))
-    train = {"packed_rows": rows, "trained_tokens": rows * (sizes.seq_len - documents)}
-    return {
-        "seq_len": sizes.seq_len,
-        "vocab_size": shape.vocab_size,
-        "splits": {"train": train, "heldout": {"tokens": sizes.seq_len}},
-    }
+    return TokenCounts(
+        seq_len=sizes.seq_len,
+        vocab_size=shape.vocab_size,
+        heldout_tokens=sizes.seq_len,
+        packed_rows=rows,
+        trained_tokens=rows * (sizes.seq_len - documents),
+    )
 
 
 def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) -> float:

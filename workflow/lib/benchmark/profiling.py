@@ -6,12 +6,14 @@ step when nothing at all runs.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from workflow.lib.artifacts.benchmark_record import Profile
 
 # The first kind of which a kernel's name (in small letters) has one of the words.
 KINDS = (
@@ -27,13 +29,8 @@ LONGEST = 24  # kernels told by name
 NAME_CHARS = 120
 
 
-def profiled(work: Callable[[], Any], *, device: torch.device) -> dict[str, Any]:
-    """Return where the time of `work` goes on this GPU, seconds: `step_s`, `idle_s`, `kinds`,
-    `kernels`.
-
-    kernels: [name, seconds, calls] of those that take longest together. On the CPU `kinds` and
-    `kernels` are empty.
-    """
+def profiled(work: Callable[[], Any], *, device: torch.device) -> Profile:
+    """Return where the time of `work` goes on this GPU; on the CPU it has no kernels."""
     on_gpu = device.type == "cuda"  # alone, because recording what the host does slows it
     with profile(
         activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
@@ -51,22 +48,22 @@ def profiled(work: Callable[[], Any], *, device: torch.device) -> dict[str, Any]
     return summed(spans, step_s=step_s)
 
 
-def summed(spans: Iterable[tuple[str, float, float]], *, step_s: float) -> dict[str, Any]:
+def summed(spans: Iterable[tuple[str, float, float]], *, step_s: float) -> Profile:
     """Return the summary of kernels (name, start, end), seconds, of a step that took `step_s`."""
     spans = list(spans)
     kinds: dict[str, float] = defaultdict(float)
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    kernels: dict[str, float] = defaultdict(float)
     for name, start, end in spans:
         kinds[kind(name)] += end - start
-        kernels[name][0] += end - start
-        kernels[name][1] += 1
-    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:LONGEST]
-    return {
-        "step_s": step_s,
-        "idle_s": max(0.0, step_s - _covered((start, end) for _, start, end in spans)),
-        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        "kernels": [[name[:NAME_CHARS], seconds, calls] for name, (seconds, calls) in longest],
-    }
+        kernels[name] += end - start
+    calls = Counter(name for name, _, _ in spans)
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:LONGEST]
+    return Profile(
+        step_s=step_s,
+        idle_s=max(0.0, step_s - _covered((start, end) for _, start, end in spans)),
+        kinds=dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        kernels=[(name[:NAME_CHARS], seconds, calls[name]) for name, seconds in longest],
+    )
 
 
 def kind(name: str) -> str:

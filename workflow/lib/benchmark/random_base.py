@@ -50,15 +50,17 @@ def write_random_base(
     model = build_on_meta(partial, dtype=torch.bfloat16)
     linears = quantizable_linears(model)
     draw, device = torch.Generator().manual_seed(SEED), torch.device("cpu")
-    made: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    tensors_by_size: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
     for path, size in linears.items():
-        if size not in made:
+        if size not in tensors_by_size:
             weight = _random(size, draw)
-            made[size] = quantize_tensor(weight, settings, device=device)
+            tensors_by_size[size] = quantize_tensor(weight, settings, device=device)
             if float_storage:
-                made[size]["weight"] = as_bfloat16(made[size]["weight"])
-        writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
+                tensors_by_size[size]["weight"] = as_bfloat16(tensors_by_size[size]["weight"])
+        writer.add(
+            {f"{path}.{suffix}": part.clone() for suffix, part in tensors_by_size[size].items()}
+        )
     for name, param in model.named_parameters():
         if name.removesuffix(".weight") not in linears:
             value = _random(tuple(param.shape), draw)

@@ -82,7 +82,7 @@ def subjects(
         return load_sharded_base(folder, world=shards, **_computing(options))
 
     tuned = _Loaded(load_tuned)
-    found = [
+    models = [
         Subject("base", content_key(base), tuned.with_adapter_off),
         Subject("tuned", content_key(base, adapter), tuned.opened),
     ]
@@ -93,8 +93,8 @@ def subjects(
             tuned.release()
             yield load_merged(merged)
 
-        found.append(Subject("merged", content_key(merged), opened))
-    return found
+        models.append(Subject("merged", content_key(merged), opened))
+    return models
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:

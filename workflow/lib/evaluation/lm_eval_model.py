@@ -95,9 +95,9 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         """Generate without Transformers' own way to keep sharded processes in step, which needs
         equal numbers of calls.
         """
-        made = super()._model_generate(context, *args, synced_gpus=False, **options)
+        output = super()._model_generate(context, *args, synced_gpus=False, **options)
         self._count(len(context))
-        return made
+        return output
 
     def _model_call(self, inps: Any, *args: Any, **options: Any) -> Any:
         """Return the logits of a batch of requests."""

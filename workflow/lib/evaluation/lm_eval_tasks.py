@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from workflow.lib.artifacts.evaluation_record import Metric, Task
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
 from workflow.lib.evaluation.task_files import local_task_names, refuse_code, unknown_task
@@ -214,15 +215,15 @@ def _seed(seed: int, tasks: LoadedTasks) -> None:
         task.set_fewshot_seed(seed=seed)
 
 
-def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _scores(results: dict[str, Any]) -> dict[str, Task]:
     return {
-        name: {
-            "metrics": _metrics(
+        name: Task(
+            metrics=_metrics(
                 name, result, higher_is_better=results["higher_is_better"].get(name) or {}
             ),
-            "items": int(result["sample_len"]),
-            "version": results["versions"][name],
-        }
+            items=int(result["sample_len"]),
+            version=results["versions"][name],
+        )
         for name, result in results["results"].items()
         if "sample_len" in result  # a group without an aggregate has no score of its own
     }
@@ -230,11 +231,9 @@ def _scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _metrics(
     task: str, result: dict[str, Any], *, higher_is_better: dict[str, bool | None]
-) -> dict[str, dict[str, Any]]:
-    """Return {metric: {value, stderr, higher_is_better}} of one task from the harness's
-    `metric,filter` keys.
-    """
-    metrics: dict[str, dict[str, Any]] = {}
+) -> dict[str, Metric]:
+    """Return the metrics of one task from the harness's `metric,filter` keys."""
+    metrics: dict[str, Metric] = {}
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")
         if not comma or metric.endswith("_stderr"):
@@ -243,11 +242,11 @@ def _metrics(
             logger.warning("task %s: %s is %s, no finite number: left out", task, key, value)
             continue
         stderr = result.get(f"{metric}_stderr,{filtered}")
-        metrics[_metric_name(metric, filtered)] = {
-            "value": float(value),
-            "stderr": float(stderr) if _is_finite(stderr) else None,
-            "higher_is_better": higher_is_better.get(metric),
-        }
+        metrics[_metric_name(metric, filtered)] = Metric(
+            value=float(value),
+            stderr=float(stderr) if _is_finite(stderr) else None,
+            higher_is_better=higher_is_better.get(metric),
+        )
     return metrics
 
 

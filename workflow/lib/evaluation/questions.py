@@ -15,7 +15,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.artifacts.records import SUBJECT_LABELS
+from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
 from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import agreed, shared_out
 from workflow.lib.distributed.world import World
@@ -23,6 +23,7 @@ from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.lm_eval_tasks import LoadedTasks, load_tasks, run_tasks, task_facts
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.sample_answers import (
+    AnswerSettings,
     Prompt,
     choose_prompts,
     generate_answers,
@@ -131,14 +132,16 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
     None = alone.
     """
     settings = questions.settings
-    found = []
+    measurements = []
     if questions.losses_of:
-        found.append(_losses(questions, world=world))
+        measurements.append(_losses(questions, world=world))
     if questions.prompts:
-        found.append(_samples(questions, temperature=0.0, world=world))
+        measurements.append(_samples(questions, temperature=0.0, world=world))
     if questions.prompts and settings.sample_temperature is not None:
-        found.append(_samples(questions, temperature=settings.sample_temperature, world=world))
-    return found + [_task(name, questions, world=world) for name in questions.tasks]
+        measurements.append(
+            _samples(questions, temperature=settings.sample_temperature, world=world)
+        )
+    return measurements + [_task(name, questions, world=world) for name in questions.tasks]
 
 
 def _losses(questions: Questions, *, world: World | None) -> Part:
@@ -177,19 +180,17 @@ def _samples(questions: Questions, *, temperature: float, world: World | None) -
     name = "drawn" if temperature else "samples"
 
     def compute(model: Model) -> list[str]:
-        stop_ids = stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model)
+        how = AnswerSettings(
+            stop_ids=stop_token_ids(questions.prompts, tokenizer=tokenizer, model=model),
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            temperature=temperature,
+            seed=settings.seed,
+        )
 
         def of(mine: list[Prompt]) -> list[list[int]]:
             return generate_answers(
-                model,
-                mine,
-                stop_ids=stop_ids,
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                device=model.device,
-                temperature=temperature,
-                seed=settings.seed,
-                description=name,
+                model, mine, settings=how, device=model.device, description=name
             )
 
         answers = shared_out(questions.prompts, of, world=world, model=model)
@@ -232,7 +233,7 @@ def measure(
     the main process reads and writes files.
     """
     is_main = world is None or world.is_main
-    found = agreed(
+    values = agreed(
         {
             part.name: archive.find(subject.key, part.name, machine | part.facts)
             for part in asked
@@ -240,7 +241,7 @@ def measure(
         },
         world=world,
     )
-    missing = [name for name, value in found.items() if value is None]
+    missing = [name for name, value in values.items() if value is None]
     if missing:
         with subject.opened() as model:
             for part in (part for part in asked if part.name in missing):
@@ -249,18 +250,18 @@ def measure(
                     _check_finite(value, subject=subject.name)
                 if is_main:
                     archive.keep(subject.key, part.name, machine | part.facts, value)
-                found[part.name] = value
-    return _measurement(found), missing
+                values[part.name] = value
+    return _measurement(values), missing
 
 
-def _measurement(found: dict[str, Any]) -> Measurement:
+def _measurement(values: dict[str, Any]) -> Measurement:
     tasks = NO_SCORES
-    for name, value in found.items():
+    for name, value in values.items():
         if name.startswith("task-"):
             tasks |= TaskScores.from_json(value)
     return Measurement(
-        losses=[(float(loss_sum), int(tokens)) for loss_sum, tokens in found.get(HELDOUT, [])],
+        losses=[(float(loss_sum), int(tokens)) for loss_sum, tokens in values.get(HELDOUT, [])],
         tasks=tasks,
-        answers=list(found.get("samples", [])),
-        drawn=list(found.get("drawn", [])),
+        answers=list(values.get("samples", [])),
+        drawn=list(values.get("drawn", [])),
     )

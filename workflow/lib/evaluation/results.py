@@ -1,14 +1,27 @@
-"""Measurements of two or three subjects as the JSON artifacts of the evaluation (fields:
-docs/artifacts.md).
+"""Measurements of two or three subjects as the JSON artifacts of the evaluation.
 
 Everything here is computed anew from stored answers: intervals and p-values cost no model.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from workflow.lib.artifacts.records import SUBJECT_LABELS
+from workflow.lib.artifacts.evaluation_record import (
+    SUBJECT_LABELS,
+    Comparison,
+    DocumentLoss,
+    Evaluation,
+    Heldout,
+    LossDifference,
+    MergedEvaluation,
+    Sample,
+    SourceLoss,
+    SubjectResults,
+    TunedEvaluation,
+)
+from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.task_scores import task_differences
@@ -17,27 +30,55 @@ from workflow.lib.settings.config import EvaluateConfig
 Losses = Sequence[tuple[float, int]]
 
 
-def artifacts(
-    measured: dict[str, Measurement], questions: Questions, *, run: str
-) -> dict[str, dict[str, Any]]:
-    """Return the artifact of each subject, by name.
+@dataclass(frozen=True)
+class Evaluations:
+    """The artifacts of a run; `merged` is None where no model was merged."""
 
-    measured: `base`, `tuned` and perhaps `merged`. Tuned and merged carry their comparison with the
-    base, merged also
-    `merging`: its comparison with tuned, which is what merging cost.
+    base: Evaluation
+    tuned: TunedEvaluation
+    merged: MergedEvaluation | None
+
+    def by_subject(self) -> dict[str, SubjectResults]:
+        """Return the artifacts that there are, by the name of their subject."""
+        merged = {} if self.merged is None else {"merged": self.merged}
+        return {"base": self.base, "tuned": self.tuned, **merged}
+
+
+def evaluations(
+    measured: Mapping[str, Measurement], questions: Questions, *, run: str
+) -> Evaluations:
+    """Return the artifacts of all subjects.
+
+    measured: `base`, `tuned` and perhaps `merged`, by name.
     """
-    found = {name: _artifact(of, questions, name=name, run=run) for name, of in measured.items()}
-    for name in found.keys() - {"base"}:
-        found[name]["comparison"] = compare(measured["base"], measured[name], questions)
-    if "merged" in found:
-        found["merged"]["merging"] = compare(measured["tuned"], measured["merged"], questions)
-    return found
+    shared: dict[str, dict[str, Any]] = {
+        name: _shared_fields(measurement, questions, name=name, run=run)
+        for name, measurement in measured.items()
+    }
+    base, tuned, provenance = measured["base"], measured["tuned"], Provenance.now()
+    merged = None
+    if "merged" in measured:
+        merged = MergedEvaluation(
+            **shared["merged"],
+            comparison=compare(base, measured["merged"], questions),
+            merging=compare(tuned, measured["merged"], questions),
+            provenance=provenance,
+        )
+    return Evaluations(
+        base=Evaluation(**shared["base"], provenance=provenance),
+        tuned=TunedEvaluation(
+            **shared["tuned"],
+            comparison=compare(base, tuned, questions),
+            provenance=provenance,
+        ),
+        merged=merged,
+    )
 
 
-def _artifact(
+def _shared_fields(
     measured: Measurement, questions: Questions, *, name: str, run: str
 ) -> dict[str, Any]:
-    """Return the fields that all artifacts share."""
+    """Return the fields of `SubjectResults`."""
     return {
         "subject": name,
         "run": run,
@@ -47,36 +88,41 @@ def _artifact(
     }
 
 
-def _samples(measured: Measurement, questions: Questions) -> list[dict[str, Any]]:
-    decode = questions.tokenizer.decode
+def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
+    def decode(ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return str(questions.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
     drawn: list[str] | list[None] = measured.drawn or [None] * len(questions.prompts)
     return [
-        {
-            "document": prompt.document,
-            "prompt": decode(prompt.prompt),
-            "reference": decode(prompt.reference, skip_special_tokens=True),
-            "answer": answer,
-            "drawn": other,
-        }
+        Sample(
+            document=prompt.document,
+            prompt=decode(prompt.prompt),
+            reference=decode(prompt.reference, skip_special_tokens=True),
+            answer=answer,
+            drawn=other,
+        )
         for prompt, answer, other in zip(questions.prompts, measured.answers, drawn, strict=True)
     ]
 
 
-def _heldout(losses: Losses, questions: Questions) -> dict[str, Any] | None:
+def _heldout(losses: Losses, questions: Questions) -> Heldout | None:
     if not losses:
         return None
     settings = questions.settings
     by_source = _by_source(losses, questions.sources)
-    return {
-        **_loss(losses, settings=settings),
-        "sources": {name: _loss(some, settings=settings) for name, some in by_source.items()},
-        "per_document": [
-            {"document": number, "source": source, "loss_sum": loss_sum, "tokens": count}
+    return Heldout(
+        **_loss_fields(losses, settings=settings),
+        sources={
+            name: SourceLoss(**_loss_fields(some, settings=settings))
+            for name, some in by_source.items()
+        },
+        per_document=[
+            DocumentLoss(document=number, source=source, loss_sum=loss_sum, tokens=count)
             for number, source, (loss_sum, count) in zip(
                 questions.losses_of, questions.sources, losses, strict=True
             )
         ],
-    }
+    )
 
 
 def _by_source(losses: Losses, sources: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
@@ -86,16 +132,15 @@ def _by_source(losses: Losses, sources: Sequence[str]) -> dict[str, list[tuple[f
     }
 
 
-def _loss(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
-    """Return loss, interval (None for a single document), perplexity and counts."""
+def _loss_fields(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
+    """Return the fields of `SourceLoss`."""
     sums, tokens = zip(*losses, strict=True)
     loss = sum(sums) / sum(tokens)
     ci95 = None
     if len(sums) >= 2:
-        estimate = estimate_ratio(
+        ci95 = estimate_ratio(
             sums, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
-        )
-        ci95 = list(estimate.ci95)
+        ).ci95
     return {
         "loss": loss,
         "loss_ci95": ci95,
@@ -105,13 +150,8 @@ def _loss(losses: Losses, *, settings: EvaluateConfig) -> dict[str, Any]:
     }
 
 
-def compare(before: Measurement, after: Measurement, questions: Questions) -> dict[str, Any]:
-    """Return the paired comparison of two subjects on the same questions: an artifact's
-    `comparison`.
-
-    Loss differences are before - after and task differences after - before. Loss fields are None if
-    no loss was measured, interval and p-value also for a single document.
-    """
+def compare(before: Measurement, after: Measurement, questions: Questions) -> Comparison:
+    """Return the paired comparison of two subjects on the same questions."""
     settings = questions.settings
     pairs = list(zip(before.losses, after.losses, strict=True))
     by_source = {
@@ -120,64 +160,73 @@ def compare(before: Measurement, after: Measurement, questions: Questions) -> di
         ]
         for name in sorted(set(questions.sources))
     }
-    return {
-        **_loss_difference(pairs, settings=settings),
-        "sources": {n: _loss_difference(p, settings=settings) for n, p in by_source.items()},
-        "tasks": task_differences(
+    return Comparison(
+        **_difference_fields(pairs, settings=settings),
+        sources={
+            name: LossDifference(**_difference_fields(some, settings=settings))
+            for name, some in by_source.items()
+        },
+        tasks=task_differences(
             before.tasks, after.tasks, resamples=settings.bootstrap_resamples, seed=settings.seed
         ),
-    }
+    )
 
 
-def _loss_difference(
+def _difference_fields(
     pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]], *, settings: EvaluateConfig
 ) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(("loss_difference", "loss_difference_ci95", "p_value"))
-    found["documents"] = len(pairs)
+    """Return the fields of `LossDifference`; pairs: (summed loss, tokens) before and after."""
     gains = [before - after for (before, _), (after, _) in pairs]
     tokens = [count for (_, count), _ in pairs]
-    if pairs:
-        found["loss_difference"] = sum(gains) / sum(tokens)
+    estimate = None
     if len(pairs) >= 2:
         estimate = estimate_ratio(
             gains, tokens, resamples=settings.bootstrap_resamples, seed=settings.seed
         )
-        found["loss_difference_ci95"] = list(estimate.ci95)
-        found["p_value"] = estimate.p_value
-    return found
+    return {
+        "loss_difference": sum(gains) / sum(tokens) if pairs else None,
+        "loss_difference_ci95": None if estimate is None else estimate.ci95,
+        "p_value": None if estimate is None else estimate.p_value,
+        "documents": len(pairs),
+    }
 
 
-def summary_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+def summary_lines(run: Evaluations) -> list[str]:
     """Return the comparisons as lines of text: what, before -> after, the signed difference and its
     interval.
     """
-    lines = _comparison_lines(found["base"], found["tuned"], field="comparison")
-    if "merged" in found:
-        lines += _comparison_lines(found["tuned"], found["merged"], field="merging")
+    lines = _comparison_lines(run.base, run.tuned, run.tuned.comparison)
+    if run.merged is not None:
+        label = f"{SUBJECT_LABELS[run.merged.subject]}: "
+        merging = _comparison_lines(run.tuned, run.merged, run.merged.merging)
+        lines += [label + line for line in merging]
     return lines
 
 
-def _comparison_lines(before: dict[str, Any], after: dict[str, Any], *, field: str) -> list[str]:
-    old, new = (SUBJECT_LABELS[found["subject"]] for found in (before, after))
-    label = "" if field == "comparison" else f"{new}: "
+def _comparison_lines(
+    before: SubjectResults, after: SubjectResults, comparison: Comparison
+) -> list[str]:
+    old, new = (SUBJECT_LABELS[results.subject] for results in (before, after))
     lines = []
-    if after["heldout"] is not None:
-        losses = f"{before['heldout']['loss']:.4f} -> {after['heldout']['loss']:.4f}"
-        found = after[field]
-        gain = _signed(found["loss_difference"], found["loss_difference_ci95"], found["p_value"])
-        lines.append(
-            f"{label}held-out loss {losses}: {old} - {new} {gain}, {found['documents']} documents"
+    if before.heldout is not None and after.heldout is not None:
+        assert comparison.loss_difference is not None, "both subjects have a loss"
+        losses = f"{before.heldout.loss:.4f} -> {after.heldout.loss:.4f}"
+        gain = _signed(
+            comparison.loss_difference, comparison.loss_difference_ci95, comparison.p_value
         )
-    for task, metrics in after[field]["tasks"].items():
+        lines.append(
+            f"held-out loss {losses}: {old} - {new} {gain}, {comparison.documents} documents"
+        )
+    for task, metrics in comparison.tasks.items():
         for metric, paired in metrics.items():
-            scores = [a["tasks"][task]["metrics"][metric]["value"] for a in (before, after)]
-            gain = _signed(paired["difference"], paired["difference_ci95"], paired["p_value"])
+            scores = [results.tasks[task].metrics[metric].value for results in (before, after)]
+            gain = _signed(paired.difference, paired.difference_ci95, paired.p_value)
             lines.append(
-                f"{label}{task} {metric} {scores[0]:.4f} -> {scores[1]:.4f}: {new} - {old} {gain}"
+                f"{task} {metric} {scores[0]:.4f} -> {scores[1]:.4f}: {new} - {old} {gain}"
             )
     return lines
 
 
-def _signed(value: float, ci95: list[float] | None, p_value: float | None) -> str:
+def _signed(value: float, ci95: Interval | None, p_value: float | None) -> str:
     interval = "no interval" if ci95 is None else f"95% interval {ci95[0]:+.4f} to {ci95[1]:+.4f}"
     return f"{value:+.4f} ({interval})" + ("" if p_value is None else f", p = {p_value:.2g}")

@@ -77,6 +77,39 @@ def stop_token_ids(
     return sorted(i for i in ids if i is not None)
 
 
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How answers are generated."""
+
+    stop_ids: list[int]
+    """Tokens that end an answer."""
+    max_new_tokens: int
+    batch_size: int | str
+    """Prompts, or `auto`; halved where memory runs out."""
+    temperature: float = 0.0
+    """0 takes the most likely token; above 0, tokens are drawn with `seed`."""
+    seed: int = 0
+
+    def for_generate(self) -> GenerationConfig:
+        """Return what `generate` of Transformers takes; noise makes its argmax a draw."""
+        return GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self.stop_ids or None,
+            pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
+        )
+
+    def noise(self, prompts: Sequence[Prompt]) -> LogitsProcessorList | None:
+        """Return what makes the answers to these prompts draws; None at temperature 0."""
+        if self.temperature == 0.0:
+            return None
+        documents = [prompt.document for prompt in prompts]
+        noise = GumbelNoise(documents, temperature=self.temperature, seed=self.seed)
+        return LogitsProcessorList([noise])
+
+
 class GumbelNoise(LogitsProcessor):
     """Adds `temperature` times Gumbel noise to the logits of each row, from a generator of the
     row's own.
@@ -98,48 +131,32 @@ def generate_answers(
     model: PeftModel | PreTrainedModel,
     prompts: Sequence[Prompt],
     *,
-    stop_ids: list[int],
-    max_new_tokens: int,
-    batch_size: int | str,
+    settings: AnswerSettings,
     device: torch.device,
-    temperature: float = 0.0,
-    seed: int = 0,
     description: str = "samples",
 ) -> list[list[int]]:
-    """Return a continuation of each prompt, token by token, without the token that ended it.
-
-    temperature: 0 takes the most likely token; above 0, tokens are drawn with `seed`. `batch_size`
-    (prompts, or `auto`) is halved where memory runs out.
-    """
+    """Return a continuation of each prompt, token by token, without the token that ended it."""
     if not prompts:
         return []
-    settings = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stop_ids or None,
-        pad_token_id=stop_ids[0] if stop_ids else 0,
-    )
     start = fitting_batch_size(
-        batch_size,
+        settings.batch_size,
         config=model.config,
         device=device,
-        tokens=max(len(prompt.prompt) for prompt in prompts) + max_new_tokens,
+        tokens=max(len(prompt.prompt) for prompt in prompts) + settings.max_new_tokens,
         keeps_cache=True,
     )
 
     def with_size(size: int) -> list[list[int]]:
-        found: list[list[int]] = [[]] * len(prompts)
+        answers: list[list[int]] = [[]] * len(prompts)
         with Progress(description, total=len(prompts), unit="answers") as progress:
             for batch in _batches(prompts, size=size):
-                chosen = [prompts[index] for index in batch]
-                noise = _noise(chosen, temperature=temperature, seed=seed)
-                rows = _continue(model, chosen, settings, noise, device=device)
+                rows = _continue(
+                    model, [prompts[index] for index in batch], settings, device=device
+                )
                 for index, row in zip(batch, rows, strict=True):
-                    found[index] = _until_stop(row, stop_ids)
+                    answers[index] = _until_stop(row, settings.stop_ids)
                 progress.add(len(batch))
-        return found
+        return answers
 
     return halving(with_size, start=start, what=description, collective=is_sharded(model))
 
@@ -155,8 +172,7 @@ def _batches(prompts: Sequence[Prompt], *, size: int) -> Iterator[list[int]]:
 def _continue(
     model: PeftModel | PreTrainedModel,
     prompts: Sequence[Prompt],
-    settings: GenerationConfig,
-    noise: LogitsProcessorList | None,
+    settings: AnswerSettings,
     *,
     device: torch.device,
 ) -> list[list[int]]:
@@ -165,21 +181,12 @@ def _continue(
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
-        generation_config=settings,
-        logits_processor=noise,
+        generation_config=settings.for_generate(),
+        logits_processor=settings.noise(prompts),
         synced_gpus=False,  # `work_sharing.in_step` does it, for any number of calls
     )
     rows: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return rows
-
-
-def _noise(
-    prompts: Sequence[Prompt], *, temperature: float, seed: int
-) -> LogitsProcessorList | None:
-    if temperature == 0.0:
-        return None
-    documents = [prompt.document for prompt in prompts]
-    return LogitsProcessorList([GumbelNoise(documents, temperature=temperature, seed=seed)])
 
 
 def _left_padded(
@@ -195,5 +202,5 @@ def _left_padded(
 
 
 def _until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
-    ends = [place for place, token in enumerate(row) if token in stop_ids]
+    ends = [index for index, token in enumerate(row) if token in stop_ids]
     return row[: ends[0]] if ends else row

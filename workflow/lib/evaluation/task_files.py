@@ -175,19 +175,19 @@ def _members(
     """Return a task; or a group or tag with all below it. index: definitions; tagged: the tasks of
     tags.
     """
-    found, waiting = set[str](), [name]
+    members, waiting = set[str](), [name]
     while waiting:
         one = waiting.pop()
-        if one in found:
+        if one in members:
             continue
-        found.add(one)
+        members.add(one)
         listed = index.get(one, {}).get("task", []) if "group" in index.get(one, {}) else []
         entries = listed if isinstance(listed, list) else [listed]
         waiting += [
             str(e.get("task", e.get("group"))) if isinstance(e, dict) else e for e in entries
         ]
         waiting += tagged.get(one, ())
-    return found
+    return members
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:

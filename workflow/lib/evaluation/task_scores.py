@@ -12,6 +12,7 @@ from typing import Any
 
 from scipy.stats import binomtest  # type: ignore[import-untyped]
 
+from workflow.lib.artifacts.evaluation_record import MetricDifference, Task
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 
 Item = tuple[int, str, str]  # document number, hash of the document, hash of the prompt
@@ -26,7 +27,7 @@ class TaskScores:
     is; metrics that are no mean over items (corpus-level ones, groups) are not in it.
     """
 
-    scores: dict[str, dict[str, Any]]
+    scores: dict[str, Task]
     items: MetricItems
 
     def to_json(self) -> dict[str, Any]:
@@ -35,7 +36,8 @@ class TaskScores:
             {"task": task, "metric": metric, "values": [[*item, v] for item, v in values.items()]}
             for (task, metric), values in self.items.items()
         ]
-        return {"scores": self.scores, "items": items}
+        scores = {name: task.as_json() for name, task in self.scores.items()}
+        return {"scores": scores, "items": items}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "TaskScores":
@@ -47,7 +49,8 @@ class TaskScores:
             }
             for entry in stored["items"]
         }
-        return cls(scores=dict(stored["scores"]), items=items)
+        scores = {name: Task.model_validate(task) for name, task in stored["scores"].items()}
+        return cls(scores=scores, items=items)
 
     def __or__(self, other: "TaskScores") -> "TaskScores":
         """Return the scores of both."""
@@ -59,50 +62,45 @@ NO_SCORES = TaskScores(scores={}, items={})
 
 def task_differences(
     base: TaskScores, tuned: TaskScores, *, resamples: int, seed: int
-) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return by task and metric: `difference` (tuned - base), `difference_ci95`, `p_value`, `test`,
-    `gained`, `lost`.
-
-    Interval and p-value are None where there are no two items, or where the metric is no mean over
-    items; `gained` and `lost` count the items that only the tuned or only the base answered
-    rightly, None where values are not 0 and 1.
-    """
-    differences: dict[str, dict[str, dict[str, Any]]] = {}
+) -> dict[str, dict[str, MetricDifference]]:
+    """Return the paired differences, tuned - base, by task and metric."""
+    differences: dict[str, dict[str, MetricDifference]] = {}
     for name, score in tuned.scores.items():
-        before = base.scores[name]["metrics"]
+        before = base.scores[name].metrics
         differences[name] = {
-            metric: {
-                "difference": score["metrics"][metric]["value"] - before[metric]["value"],
-                **_paired(
+            metric: MetricDifference(
+                difference=score.metrics[metric].value - before[metric].value,
+                **_paired_fields(
                     base.items.get((name, metric), {}),
                     tuned.items.get((name, metric), {}),
                     resamples=resamples,
                     seed=seed,
                 ),
-            }
-            for metric in score["metrics"]
+            )
+            for metric in score.metrics
             if metric in before
         }
     return differences
 
 
-def _paired(
+def _paired_fields(
     base: dict[Item, float], tuned: dict[Item, float], *, resamples: int, seed: int
 ) -> dict[str, Any]:
+    """Return the fields of `MetricDifference` that pairs of items give."""
     assert base.keys() == tuned.keys(), "base and tuned did not answer the same items"
     keys = ("difference_ci95", "p_value", "test", "gained", "lost")
-    found: dict[str, Any] = dict.fromkeys(keys)
+    fields: dict[str, Any] = dict.fromkeys(keys)
     if len(base) < 2:
-        return found
+        return fields
     gains = [tuned[item] - base[item] for item in base]
     estimate = estimate_ratio(gains, [1.0] * len(gains), resamples=resamples, seed=seed)
-    found |= {"difference_ci95": list(estimate.ci95), "p_value": estimate.p_value}
-    found["test"] = "paired bootstrap"
+    fields |= {"difference_ci95": estimate.ci95, "p_value": estimate.p_value}
+    fields["test"] = "paired bootstrap"
     if {*base.values(), *tuned.values()} <= {0.0, 1.0}:
         gained, lost = gains.count(1.0), gains.count(-1.0)
-        found |= {"p_value": mcnemar(gained, lost), "test": "exact McNemar"}
-        found |= {"gained": gained, "lost": lost}
-    return found
+        fields |= {"p_value": mcnemar(gained, lost), "test": "exact McNemar"}
+        fields |= {"gained": gained, "lost": lost}
+    return fields
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -16,7 +16,7 @@ from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.artifacts.records import ConversationFacts, Probe
+from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import MANIFEST

@@ -19,6 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.model.lora import trainable_parameters
@@ -96,13 +98,12 @@ def _holds(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 @torch.no_grad()
 def compare_logits(
     model: Any, path: Path, *, exported: Path, compute_dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Compare a stock PEFT model with the record at `path`; return the fields of `parity.json`.
+) -> Parity:
+    """Compare a stock PEFT model with the record at `path`.
 
     exported: the file that PEFT has read; the values in it are to be the trained ones, and PEFT is
     to hold them (whole modules in their compute type).
-    `adapter_effect` is how far the adapter moves the logits: a difference far below it cannot be
-    the base model's.
+    A difference of logits far below the `adapter_effect` cannot be the base model's.
     """
     model.eval()
     with safe_open(path, framework="pt") as file:
@@ -123,18 +124,19 @@ def compare_logits(
         agreeing += int((reloaded.argmax(-1) == trained.argmax(-1)).sum())
         positions, rows = positions + count, rows + 1
     tolerance = RELATIVE_TOLERANCE[compute_dtype] * largest
-    return {
-        "passed": identical and difference <= tolerance < math.inf,
-        "identical_values": identical,
-        "max_abs_difference": difference,
-        "tolerance": tolerance,
-        "relative_tolerance": RELATIVE_TOLERANCE[compute_dtype],
-        "max_abs_logit": largest,
-        "adapter_effect": effect,
-        "argmax_agreement": agreeing / positions,
-        "rows": rows,
-        "positions": positions,
-        "compute_dtype": str(compute_dtype).removeprefix("torch."),
-        "reference": "the trained model, as it was sharded",
-        "reloaded": "stock Transformers and PEFT from the exported files",
-    }
+    return Parity(
+        passed=identical and difference <= tolerance < math.inf,
+        identical_values=identical,
+        max_abs_difference=difference,
+        tolerance=tolerance,
+        relative_tolerance=RELATIVE_TOLERANCE[compute_dtype],
+        max_abs_logit=largest,
+        adapter_effect=effect,
+        argmax_agreement=agreeing / positions,
+        rows=rows,
+        positions=positions,
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+        reference="the trained model, as it was sharded",
+        reloaded="stock Transformers and PEFT from the exported files",
+        provenance=Provenance.now(),
+    )

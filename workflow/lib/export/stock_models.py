@@ -96,10 +96,14 @@ def _cast_unquantized_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     What the architecture insists on keeping in float32 stays, and so do buffers (rotary
     frequencies).
     """
-    kept = set(model._keep_in_fp32_modules_strict or ())
+    fp32_modules = set(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         quantized = isinstance(parameter, Params4bit)
-        if parameter.is_floating_point() and not quantized and kept.isdisjoint(name.split(".")):
+        if (
+            parameter.is_floating_point()
+            and not quantized
+            and fp32_modules.isdisjoint(name.split("."))
+        ):
             parameter.data = parameter.data.to(dtype)
 
 
@@ -170,8 +174,8 @@ def refuse_unmatched(
     """Raise `UserError` naming the tensors of `folder` that the model lacks, has no file for, or
     has in another shape.
     """
-    found = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
-    wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in found.items() if names]
+    defects = {"missing": missing, "left over": unexpected, "of another shape": mismatched}
+    wrong = [f"{len(names)} {kind} ({min(names)})" for kind, names in defects.items() if names]
     if wrong:
         raise UserError(
             f"{folder} does not fit the model: of its tensors, {'; '.join(wrong)}. "

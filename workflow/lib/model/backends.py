@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from workflow.lib.model.layers.packed_attention import VARLEN
+from workflow.lib.system.compute_choice import FLASH, VARLEN, automatic_attention, choose_dtype
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import read_json
-from workflow.lib.system.gpu_models import automatic_dtype, dtype_lack
 
 
 def resolve_training_attention(
@@ -28,13 +27,15 @@ def resolve_training_attention(
     bits, else sdpa (eager for soft-capped scores). Raises `UserError` if an implementation asked
     for by name cannot run.
     """
-    lack = _varlen_lack(device, compute_dtype, softcapped, dropout)
     if name == VARLEN:
-        if lack:
+        if lack := _varlen_lack(device, compute_dtype, softcapped, dropout):
             raise setting_error("model.attention", name, lack, "Set it to auto")
         return VARLEN
-    chosen = resolve_attention(name, device, compute_dtype=compute_dtype, softcapped=softcapped)
-    return VARLEN if name == "auto" and chosen == "sdpa" and lack is None else chosen
+    if name == "auto":
+        return _automatic(
+            device, compute_dtype, softcapped=softcapped, training=True, dropout=dropout
+        )
+    return resolve_attention(name, device, compute_dtype=compute_dtype, softcapped=softcapped)
 
 
 def _varlen_lack(
@@ -54,7 +55,7 @@ def _varlen_lack(
 
 
 FLASH_AVAILABLE = {
-    "flash_attention_2": is_flash_attn_2_available,
+    FLASH: is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
 }
 
@@ -70,11 +71,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
     Raises `UserError` for float16 on a CPU, or bfloat16 on a GPU without it.
     """
-    cuda = device.type == "cuda"
-    wanted = automatic_dtype(cuda=cuda, bfloat16=has_bfloat16(device)) if name == "auto" else name
-    if lack := dtype_lack(wanted, cuda=cuda, bfloat16=has_bfloat16(device)):
-        raise setting_error("model.compute_dtype", wanted, lack, "Set it to auto")
-    dtype: torch.dtype = getattr(torch, wanted)
+    choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
+    dtype: torch.dtype = getattr(torch, choice)
     return dtype
 
 
@@ -100,17 +98,35 @@ def resolve_attention(
     16-bit `compute_dtype` are there, else sdpa; a model with soft-capped scores gets eager instead
     of sdpa. Raises `UserError` if an implementation asked for by name cannot run.
     """
-    automatic = name in ("auto", "varlen")
-    lack = _flash_lack("flash_attention_2" if automatic else name, device, compute_dtype)
-    if automatic:
-        if lack is None:
-            return "flash_attention_2"
-        return "eager" if softcapped else "sdpa"
+    if name in ("auto", VARLEN):
+        return _automatic(device, compute_dtype, softcapped=softcapped, training=False)
+    lack = _flash_lack(name, device, compute_dtype)
     if name == "sdpa" and softcapped:
         lack = "it ignores the soft-capping of attention scores that this model has"
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto or eager")
     return name
+
+
+def _automatic(
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    softcapped: bool,
+    training: bool,
+    dropout: float = 0.0,
+) -> str:
+    """What `auto` means on this device, with the packages that are installed."""
+    cuda = device.type == "cuda"
+    return automatic_attention(
+        cuda=cuda,
+        bfloat16=has_bfloat16(device),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+        flash_package=cuda and FLASH_AVAILABLE[FLASH](),
+        softcapped=softcapped,
+        training=training,
+        dropout=dropout,
+    )
 
 
 def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> str | None:

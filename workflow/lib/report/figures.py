@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.lib.artifacts.records import SUBJECT_LABELS, Step
+from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.report.run_results import Run
 from workflow.lib.system.number_formats import binary_unit, size, thinned, visible
 
@@ -159,14 +160,14 @@ def _line(
 ) -> dict[str, Any]:
     """Return a run's line through `values` at `steps` (default: all logged ones)."""
     steps = run.steps if steps is None else steps
-    kept = thinned(values, limit=POINTS_PER_CURVE)
+    positions = thinned(values, limit=POINTS_PER_CURVE)
     return {
         "type": "scatter",
-        "mode": "lines" if len(kept) > 1 else "markers",
+        "mode": "lines" if len(positions) > 1 else "markers",
         "name": plotly_text(run.name),
         "meta": f"series-{index % NUM_COLORS + 1}",
-        "x": [steps[position].step for position in kept],
-        "y": [values[position] for position in kept],
+        "x": [steps[position].step for position in positions],
+        "y": [values[position] for position in positions],
         "line": {"width": 1.8, "dash": DASHES[index // NUM_COLORS % len(DASHES)]},
         "hovertemplate": f"%{{y:{number}}}",
     }
@@ -228,8 +229,8 @@ def _rows(count: int) -> dict[str, Any]:
 
 
 def _interval_points(runs: list[Run], subject: str, *, color: str, symbol: str) -> dict[str, Any]:
-    found = [{"base": run.base, "tuned": run.tuned}[subject].heldout for run in runs]
-    heldouts = [heldout for heldout in found if heldout is not None]
+    results = [{"base": run.base, "tuned": run.tuned}[subject].heldout for run in runs]
+    heldouts = [heldout for heldout in results if heldout is not None]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -297,7 +298,7 @@ def _paint(index: int) -> tuple[str, int]:
 
 def _term(runs: list[Run], term: str, index: int, unit: int) -> dict[str, Any]:
     amounts = [
-        sum(found.bytes for found in run.preflight.terms if found.name == term) for run in runs
+        sum(addend.bytes for addend in run.preflight.terms if addend.name == term) for run in runs
     ]
     color, pattern = _paint(index)
     return {

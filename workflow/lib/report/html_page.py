@@ -18,7 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from workflow.lib.artifacts.records import Interval, Step
+from workflow.lib.artifacts.records import Interval
+from workflow.lib.artifacts.training_record import Step
 from workflow.lib.planning.preflight.plan_words import choices, in_words, nearest_plans
 from workflow.lib.report.comparison import (
     best_run,
@@ -61,60 +62,85 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     of it again.
     """
     assert runs, "a report shows at least one run"
-    plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    variables = {
+        "report": report,
+        "runs": runs,
+        **_tables(runs),
+        **_verdicts(runs, settings),
+        **_figures(runs),
+        **_origin(runs, report, settings),
+        **_style_and_scripts(),
+    }
+    return _environment().get_template("page.html.j2").render(variables)
+
+
+def _tables(runs: list[Run]) -> dict[str, Any]:
+    """Return the template's variables of the runs side by side."""
+    best = best_run(runs)
+    return {
+        "settings": setting_columns(runs),
+        "results": result_columns(runs),
+        "task_columns": task_columns(runs),
+        "same_heldout": comparable(runs),
+        "best": best,
+        "others": [run for run in runs if run is not best],
+    }
+
+
+def _verdicts(runs: list[Run], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's variables of what each run was asked and what it reached."""
+    asked = {run.name: _evaluation_settings(settings, run) for run in runs}
+    gates = {run.name: gate(asked[run.name], run.tuned) for run in runs}
+    return {
+        "gates": gates,
+        "doubtful": [
+            run
+            for run in runs
+            if verdict(run) != "improved" or run.failed_checks or not gates[run.name].passed
+        ],
+        "temperatures": {name: of_run.sample_temperature for name, of_run in asked.items()},
+    }
+
+
+def _figures(runs: list[Run]) -> dict[str, Any]:
+    """Return the template's variables of the figures, and their data by key."""
     curves, memory = curve_figures(runs), memory_figure(runs)
     heldout, parallel = heldout_figure(runs), parallel_figure(runs)
     datasets = _datasets(runs)
-    drawn = [
-        *([*curves, memory]),
-        *(
-            figure
-            for figure in (heldout, parallel, *(lengths for *_, lengths in datasets))
+    figures = [*curves, memory, heldout, parallel, *(lengths for *_, lengths in datasets)]
+    return {
+        "datasets": datasets,
+        "curves": curves,
+        "memory": memory,
+        "heldout": heldout,
+        "parallel": parallel,
+        "figures": {
+            figure.key: {"data": figure.data, "layout": figure.layout}
+            for figure in figures
             if figure
-        ),
-    ]
-    best = best_run(runs)
-    asked = {run.name: _evaluation_settings(settings, run) for run in runs}
-    gates = {run.name: gate(asked[run.name], run.tuned) for run in runs}
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            report=report,
-            runs=runs,
-            settings=setting_columns(runs),
-            results=result_columns(runs),
-            task_columns=task_columns(runs),
-            same_heldout=comparable(runs),
-            best=best,
-            others=[run for run in runs if run is not best],
-            gates=gates,
-            doubtful=[
-                run
-                for run in runs
-                if verdict(run) != "improved" or run.failed_checks or not gates[run.name].passed
-            ],
-            temperatures={name: of.sample_temperature for name, of in asked.items()},
-            datasets=datasets,
-            curves=curves,
-            memory=memory,
-            heldout=heldout,
-            parallel=parallel,
-            figures={
-                figure.key: {"data": figure.data, "layout": figure.layout} for figure in drawn
-            },
-            rendered=provenance(),
-            command=COMMAND,
-            commit=_one_commit(runs),
-            document=json.dumps(
-                {"report": report.model_dump(mode="json", exclude_defaults=True), "runs": settings},
-                indent=2,
-            ),
-            style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
-            scripts=[Markup(plotly), Markup(script)],
-            script_hashes=[_csp_hash(plotly), _csp_hash(script)],
-        )
-    )
+        },
+    }
+
+
+def _origin(runs: list[Run], report: ReportConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's variables of what made the page, and how to make all of it again."""
+    document = {"report": report.model_dump(mode="json", exclude_defaults=True), "runs": settings}
+    return {
+        "rendered": provenance(),
+        "command": COMMAND,
+        "commit": _one_commit(runs),
+        "document": json.dumps(document, indent=2),
+    }
+
+
+def _style_and_scripts() -> dict[str, Any]:
+    """Return the template's variables of what stands in the page itself."""
+    plotly, script = get_plotlyjs(), (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    return {
+        "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+        "scripts": [Markup(plotly), Markup(script)],
+        "script_hashes": [_csp_hash(plotly), _csp_hash(script)],
+    }
 
 
 def _evaluation_settings(settings: Mapping[str, Any], run: Run) -> EvaluateConfig:
@@ -137,7 +163,7 @@ def _datasets(runs: list[Run]) -> list[tuple[Run, list[str], Figure | None]]:
 
 def _one_commit(runs: list[Run]) -> str | None:
     """Return the commit that made every artifact; None if there was more than one, or none."""
-    commits = {made.commit for run in runs for made in run.provenances}
+    commits = {origin.commit for run in runs for origin in run.provenances}
     return commits.pop() if len(commits) == 1 else None
 
 
@@ -225,5 +251,5 @@ def selected_steps(steps: list[Step]) -> list[Step]:
     """
     last = len(steps) - 1
     rows = min(CURVE_TABLE_ROWS, len(steps))
-    places = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})
-    return [steps[place] for place in places]
+    indices = sorted({round(last * row / max(1, rows - 1)) for row in range(rows)})
+    return [steps[index] for index in indices]

@@ -5,15 +5,15 @@ folder.
 import itertools
 from typing import Any
 
-from workflow.lib.artifacts.records import Histogram, Manifest
+from workflow.lib.artifacts.manifest_record import Histogram, Manifest
 from workflow.lib.report.figures import Figure
 
 
 def length_figure(manifest: Manifest, *, number: int) -> Figure | None:
     """Return the histogram of tokens folder `number`; None if its manifest has none."""
     splits = {"train": manifest.splits.train, "held out": manifest.splits.heldout}
-    found = {name: split.length_histogram for name, split in splits.items()}
-    traces = [_bars(name, histogram) for name, histogram in found.items() if histogram]
+    histograms = {name: split.length_histogram for name, split in splits.items()}
+    traces = [_bars(name, histogram) for name, histogram in histograms.items() if histogram]
     if not traces:
         return None
     return Figure(

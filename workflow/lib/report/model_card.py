@@ -13,15 +13,11 @@ from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from workflow.lib.artifacts.records import (
-    SUBJECT_LABELS,
-    Evaluation,
-    Interval,
-    Manifest,
-    Parity,
-    Summary,
-    TunedEvaluation,
-)
+from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS, Evaluation, TunedEvaluation
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.records import Interval
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.run_results import paired_scores
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.number_formats import (
@@ -338,12 +334,12 @@ def _results(inputs: CardInputs) -> str:
 def _changes(inputs: CardInputs) -> list[str]:
     """Return which metrics of the tasks became better and which did not, a sentence each."""
     scores = paired_scores(inputs.base, inputs.tuned)
-    found = {
+    metrics = {
         change: [f"{text(s.task)} {text(s.metric)}" for s in scores if s.change == change]
         for change in CHANGE_SENTENCES
     }
     return [
-        CHANGE_SENTENCES[change].format(", ".join(some)) for change, some in found.items() if some
+        CHANGE_SENTENCES[change].format(", ".join(some)) for change, some in metrics.items() if some
     ]
 
 

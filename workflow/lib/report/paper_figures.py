@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from workflow.lib.artifacts.records import SUBJECT_LABELS
+from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
 from workflow.lib.report.run_results import Run
 from workflow.lib.system.files import atomic_path
 

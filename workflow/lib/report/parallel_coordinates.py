@@ -65,16 +65,16 @@ def _independent(columns: list[Column]) -> tuple[list[Column], dict[str, list[st
     """Return the columns that tell runs apart anew, and for each the names of those that change
     together with it.
     """
-    kept: dict[tuple[int, ...], Column] = {}
+    independent: dict[tuple[int, ...], Column] = {}
     followers: dict[str, list[str]] = {}
     for column in columns:
         first = {repr(value): column.values.index(value) for value in reversed(column.values)}
         groups = tuple(first[repr(value)] for value in column.values)
-        if groups in kept:
-            followers.setdefault(kept[groups].name, []).append(column.name)
+        if groups in independent:
+            followers.setdefault(independent[groups].name, []).append(column.name)
         else:
-            kept[groups] = column
-    return list(kept.values()), followers
+            independent[groups] = column
+    return list(independent.values()), followers
 
 
 def _caption(columns: list[Column], followers: dict[str, list[str]]) -> str:
@@ -154,12 +154,12 @@ def _layout(axes: list[Axis]) -> dict[str, Any]:
         },
         "yaxis": {"visible": False, "range": [-0.07, 1.07], "fixedrange": True},
         "shapes": [
-            {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "layer": "below"}
-            for place in range(len(axes))
+            {"type": "line", "x0": axis, "x1": axis, "y0": 0, "y1": 1, "layer": "below"}
+            for axis in range(len(axes))
         ],
         "annotations": [
-            _tick(place, height, text, at_end=place == last)
-            for place, axis in enumerate(axes)
+            _tick(number, height, text, at_end=number == last)
+            for number, axis in enumerate(axes)
             for height, text in _ticks(axis)
         ],
     }
@@ -172,9 +172,9 @@ def _ticks(axis: Axis) -> list[tuple[float, str]]:
     return marks if len(marks) <= MAX_TICKS and apart else [marks[0], marks[-1]]
 
 
-def _tick(place: int, height: float, text: str, *, at_end: bool) -> dict[str, Any]:
+def _tick(axis: int, height: float, text: str, *, at_end: bool) -> dict[str, Any]:
     return {
-        "x": place,
+        "x": axis,
         "y": height,
         "text": plotly_text(text),
         "showarrow": False,

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from workflow.lib.artifacts.records import Interval, TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import GainVerdict, TunedEvaluation
+from workflow.lib.artifacts.records import Interval
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
+
+RequireBy = Literal["estimate", "interval"]
 
 
 @dataclass(frozen=True)
@@ -15,13 +18,13 @@ class Gate:
     it cannot be judged.
     """
 
-    verdicts: list[dict[str, Any]]
+    verdicts: list[GainVerdict]
     problem: str | None = None
 
     @property
     def passed(self) -> bool:
         """Whether `require_gain` lets the run through."""
-        return self.problem is None and all(verdict["met"] for verdict in self.verdicts)
+        return self.problem is None and all(verdict.met for verdict in self.verdicts)
 
 
 def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
@@ -35,10 +38,9 @@ def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
 
 
 def verdicts(
-    require: Mapping[str, float], tuned: TunedEvaluation, *, by: str
-) -> list[dict[str, Any]]:
-    """Return for each requirement `requirement`, `least`, `gain`, `gain_ci95`, `judged_by` and
-    `met`.
+    require: Mapping[str, float], tuned: TunedEvaluation, *, by: RequireBy
+) -> list[GainVerdict]:
+    """Return the verdict on each requirement.
 
     A gain is positive where tuned is better than the NF4 base: a smaller loss, or a metric's change
     in its own direction.
@@ -48,21 +50,21 @@ def verdicts(
     return [_verdict(name, least, tuned, by=by) for name, least in require.items()]
 
 
-def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: str) -> dict[str, Any]:
+def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: RequireBy) -> GainVerdict:
     gain, ci95 = _loss_gain(tuned) if name == HELDOUT_LOSS else _metric_gain(name, tuned)
     if by == "interval" and ci95 is None:
         raise setting_error(
             "evaluate.require_by", by, f"{name} has no interval", "Set estimate, or remove it"
         )
     judged = ci95[0] if by == "interval" and ci95 is not None else gain
-    return {
-        "requirement": name,
-        "least": least,
-        "gain": gain,
-        "gain_ci95": ci95,
-        "judged_by": by,
-        "met": judged >= least,
-    }
+    return GainVerdict(
+        requirement=name,
+        least=least,
+        gain=gain,
+        gain_ci95=ci95,
+        judged_by=by,
+        met=judged >= least,
+    )
 
 
 def _loss_gain(tuned: TunedEvaluation) -> tuple[float, Interval | None]:
@@ -95,14 +97,14 @@ def _metric_gain(name: str, tuned: TunedEvaluation) -> tuple[float, Interval | N
     return -paired.difference, (-high, -low)
 
 
-def refuse_unmet(found: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Raise `UserError` naming every requirement that a run missed. found: the verdicts by run."""
+def refuse_unmet(by_run: Mapping[str, list[GainVerdict]]) -> None:
+    """Raise `UserError` naming every requirement that a run missed."""
     lines = [
-        f"{run}: {verdict['requirement']} gained {_spelled(verdict)} over the NF4 base, required "
-        f"{verdict['least']:+.4g}"
-        for run, verdicts_of_run in found.items()
+        f"{run}: {verdict.requirement} gained {_spelled(verdict)} over the NF4 base, required "
+        f"{verdict.least:+.4g}"
+        for run, verdicts_of_run in by_run.items()
         for verdict in verdicts_of_run
-        if not verdict["met"]
+        if not verdict.met
     ]
     if lines:
         raise UserError(
@@ -112,10 +114,8 @@ def refuse_unmet(found: Mapping[str, list[dict[str, Any]]]) -> None:
         )
 
 
-def _spelled(verdict: dict[str, Any]) -> str:
-    if verdict["judged_by"] == "estimate":
-        return f"{verdict['gain']:+.4g}"
-    low, high = verdict["gain_ci95"]
-    return (
-        f"{verdict['gain']:+.4g} (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"
-    )
+def _spelled(verdict: GainVerdict) -> str:
+    if verdict.judged_by == "estimate" or verdict.gain_ci95 is None:
+        return f"{verdict.gain:+.4g}"
+    low, high = verdict.gain_ci95
+    return f"{verdict.gain:+.4g} (95% interval {low:+.4g} to {high:+.4g}, whose lower end counts)"

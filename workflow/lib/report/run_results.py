@@ -10,21 +10,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.lib.artifacts.read_records import read_record, read_steps
-from workflow.lib.artifacts.records import (
-    Check,
+from workflow.lib.artifacts.evaluation_record import (
     Evaluation,
-    Manifest,
     MergedEvaluation,
     Metric,
     MetricDifference,
-    Parity,
-    Preflight,
-    Provenance,
-    Step,
-    Summary,
+    SubjectResults,
     TunedEvaluation,
 )
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.read_records import read_record, read_steps
+from workflow.lib.artifacts.records import Provenance
+from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.settings.section_base import NAME_PATTERN
 from workflow.lib.system.errors import UserError, setting_error
 
@@ -145,7 +144,7 @@ class Run:
     @property
     def packages(self) -> list[str]:
         """Names of all packages that some stage recorded, in alphabetical order."""
-        return sorted({name for made in self.provenances for name in made.packages})
+        return sorted({name for provenance in self.provenances for name in provenance.packages})
 
     @property
     def provenances(self) -> list[Provenance]:
@@ -270,11 +269,11 @@ def _check_pairs(run: Run, *, folder: Path) -> None:
     _same(tuned, "heldout.documents", _documents(run.tuned), str(base), _documents(run.base))
 
 
-def _metric_names(evaluation: Evaluation) -> dict[str, list[str]]:
+def _metric_names(evaluation: SubjectResults) -> dict[str, list[str]]:
     return {task: sorted(result.metrics) for task, result in evaluation.tasks.items()}
 
 
-def _documents(evaluation: Evaluation) -> int | None:
+def _documents(evaluation: SubjectResults) -> int | None:
     return None if evaluation.heldout is None else evaluation.heldout.documents
 
 

@@ -97,27 +97,6 @@ MODELS = (
 BY_NAME = {model.name: model for model in MODELS}
 
 
-def automatic_dtype(*, cuda: bool, bfloat16: bool) -> str:
-    """Return the type that `model.compute_dtype: auto` means.
-
-    bfloat16: whether the GPUs have it (compute capability 8.0 and more). float32 on all CPUs, also
-    where bfloat16 is faster: the same settings give the same numbers on any CPU, and the reloaded
-    adapter is compared within 1e-4 in place of 4e-2. preflight says where bfloat16 would save time.
-    """
-    if not cuda:
-        return "float32"
-    return "bfloat16" if bfloat16 else "float16"
-
-
-def dtype_lack(name: str, *, cuda: bool, bfloat16: bool) -> str | None:
-    """Return why a type cannot be computed in here; None if it can."""
-    if name == "float16" and not cuda:
-        return "it is for GPUs, and this runs on CPUs, which compute it more slowly than float32"
-    if name == "bfloat16" and cuda and not bfloat16:
-        return "this GPU (compute capability below 8.0) has no bfloat16"
-    return None
-
-
 def parse_gpus(text: str, *, setting: str) -> tuple[int, GpuModel]:
     """Return how many GPUs of which kind `2x4090`, `8 x H100`, `4090:2` or `A100` mean.
 

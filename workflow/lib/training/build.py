@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.layer_offload import HostedLayers, host_layers
 from workflow.lib.distributed.world import World
@@ -78,7 +79,7 @@ class TrainingModel:
 def build_training_model(
     base: Path,
     config: RunConfig,
-    plan: dict[str, Any],
+    plan: Plan,
     world: World,
     *,
     compute_dtype: torch.dtype,
@@ -90,45 +91,45 @@ def build_training_model(
     base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read.
     Raises `UserError` if the base does not fit its config or the targets.
     """
-    if world.device.type == "cuda" and plan["gpu_memory_bytes"] is not None:
+    if world.device.type == "cuda" and plan.gpu_memory_bytes is not None:
         total = torch.cuda.get_device_properties(world.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan["gpu_memory_bytes"] / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
     model: PreTrainedModel = build_nf4_on_meta(
         base, compute_dtype=compute_dtype, attention=attention
     )
     training = CausalLMForTraining(inject_adapters(model, config.lora))
     if config.train.fused_layers:
         fuse_layers_(model)
-    if plan["offload_embedding"]:
+    if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
-    if plan["activation_checkpointing"]:
-        checkpoint_activations_(model, every=int(plan["activation_checkpointing"]))
+    if plan.activation_checkpointing:
+        checkpoint_activations_(model, every=int(plan.activation_checkpointing))
     layers = decoder_layers(model)  # FSDP2 changes their classes
-    hosted = host_layers(model, count=plan["offload_layers"], world=world)
+    hosted = host_layers(model, count=plan.offload_layers, world=world)
     units: list[FSDPModule] = []
     if world.size > 1:
         ignored = hosted.parameters() if hosted else None
-        reshard = plan["reshard_after_forward"]
+        reshard = plan.reshard_after_forward
         units = shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
     bytes_read += hosted.load_(base, moved=moved) if hosted else 0
-    if plan["offload_embedding"]:
+    if plan.offload_embedding:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
     if compute_dtype == torch.float16:
         training.loss_scale = LossScale()
-    if plan["offload_window_bytes"] is not None:
-        training.stash = Stash(world.device, window_bytes=plan["offload_window_bytes"])
+    if plan.offload_window_bytes is not None:
+        training.stash = Stash(world.device, window_bytes=plan.offload_window_bytes)
         _choose_stashed(training.stash, layers, plan)
     return TrainingModel(training, units, bytes_read, hosted)
 
 
-def _choose_stashed(stash: Stash, layers: list[nn.Module], plan: dict[str, Any]) -> None:
+def _choose_stashed(stash: Stash, layers: list[nn.Module], plan: Plan) -> None:
     """Have the stash take what the plan's layers save alone, if the plan names a number of them."""
-    wanted = plan["offload_activations"]
+    wanted = plan.offload_activations
     if wanted is not True:
-        every = int(plan["activation_checkpointing"])
+        every = int(plan.activation_checkpointing)
         numbers = stashed_layers(wanted, recomputed_every=every, num_layers=len(layers))
         stash.follow_(layers, numbers)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.planning.preflight.table import render
 from workflow.lib.system.errors import PeerLostError, UserError
@@ -62,12 +63,12 @@ TROUBLES = {
 
 @contextmanager
 def explained(
-    *, run: str, preflight: dict[str, Any], measured_bytes: Callable[[], int]
+    *, run: str, preflight: Forecast, measured_bytes: Callable[[], int]
 ) -> Iterator[None]:
     """Turn the exceptions that a user can do something about into `UserError` (or `PeerLostError`);
     pass on the rest.
 
-    preflight: the document with the prediction. measured_bytes: this process's peak so far.
+    measured_bytes: this process's peak so far.
     """
     try:
         yield
@@ -104,31 +105,27 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(told)
 
 
-def out_of_memory(
-    error: BaseException, *, run: str, preflight: dict[str, Any], measured: int
-) -> str:
+def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measured: int) -> str:
     """Name predicted and measured peak, the smaller micro-batch that preflight knows, and show its
     table.
     """
-    plan, predicted = preflight["plan"], preflight["peak_bytes"]
-    where = "GPU" if plan["device"] == "cuda" else "host"
-    smaller = [
-        c for c in preflight["candidates"] if c["micro_batch_size"] < plan["micro_batch_size"]
-    ]
+    plan = preflight.plan
+    where = "GPU" if plan.device == "cuda" else "host"
+    smaller = [c for c in preflight.candidates if c.micro_batch_size < plan.micro_batch_size]
     change = "Raise hardware.memory_margin_gib, use more processes, or shorten data.seq_len"
     if smaller:
-        best = max(smaller, key=lambda candidate: candidate["micro_batch_size"])
+        best = max(smaller, key=lambda candidate: candidate.micro_batch_size)
         change = (
-            f"Set train.micro_batch_size = {best['micro_batch_size']} "
-            f"(predicted peak {best['peak_bytes'] / GIB:.2f} GiB); the result stays the same"
+            f"Set train.micro_batch_size = {best.micro_batch_size} "
+            f"(predicted peak {best.peak_bytes / GIB:.2f} GiB); the result stays the same"
         )
     return (
-        f"out of {where} memory: preflight predicted a peak of {predicted / GIB:.2f} GiB of "
-        f"{preflight['capacity_bytes'] / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use "
-        "before the request that "
-        f"failed ({_first_line(error)}). Is another program using this memory? {change}, and "
-        "repeat the command; "
-        f"it continues from the last checkpoint.\n{render(preflight, run=run)}"
+        f"out of {where} memory: preflight predicted a peak of "
+        f"{preflight.peak_bytes / GIB:.2f} GiB of "
+        f"{preflight.capacity_bytes / GIB:.2f} GiB, {measured / GIB:.2f} GiB had been in use "
+        f"before the request that failed ({_first_line(error)}). Is another program using "
+        f"this memory? {change}, and repeat the command; it continues from the last checkpoint.\n"
+        f"{render(preflight, run=run)}"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
@@ -127,7 +128,7 @@ def summarize(
     run: str,
     fingerprint: str,
     config: RunConfig,
-    plan: dict[str, Any],
+    plan: Plan,
     store: TokenStore,
     model: TrainingModel,
     world: World,
@@ -141,7 +142,7 @@ def summarize(
     tail = losses[-max(1, len(losses) // 10) :]
     norms = [row["grad_norm"] for row in journal.rows]
     trainable, total = model.num_parameters()
-    tokens = plan["num_steps"] * config.train.global_batch_size * store.seq_len
+    tokens = plan.num_steps * config.train.global_batch_size * store.seq_len
     cuda = world.device.type == "cuda"
     return {
         "run": run,
@@ -149,13 +150,13 @@ def summarize(
         "device": world.device.type,
         "device_name": torch.cuda.get_device_name(world.device) if cuda else "CPU",
         "processes": world.size,
-        "num_steps": plan["num_steps"],
+        "num_steps": plan.num_steps,
         "resumed_from_steps": journal.resumed_from,
         "skipped_checkpoints": journal.skipped,
         "settings": config.model_dump(mode="json", include={"model", "lora", "train"}),
         "global_batch_size": config.train.global_batch_size,
-        "micro_batch_size": plan["micro_batch_size"],
-        "accumulation_steps": plan["accumulation_steps"],
+        "micro_batch_size": plan.micro_batch_size,
+        "accumulation_steps": plan.accumulation_steps,
         "seq_len": store.seq_len,
         "trainable_parameters": trainable,
         "total_parameters": total,
@@ -163,7 +164,7 @@ def summarize(
         "first_loss": losses[0],
         "final_loss": sum(tail) / len(tail),
         "tokens": tokens,
-        "trained_tokens": trained_tokens(store, config.train, num_steps=plan["num_steps"]),
+        "trained_tokens": trained_tokens(store, config.train, num_steps=plan.num_steps),
         "elapsed_s": journal.elapsed_s,
         "tokens_per_s": tokens / journal.elapsed_s,
         "peak_bytes": {

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from trl import SFTConfig, SFTTrainer
 
+from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.benchmark.measure import (
     OUT_OF_MEMORY,
     STEP_S,
@@ -103,12 +104,12 @@ class Watch(TrainerCallback):
 def main(args: argparse.Namespace) -> None:
     die_with_parent()
     ((key, document),) = read_json(args.job).items()
-    job = Job(**document)
+    job = Job.of(document)
     config = RunConfig.model_validate(job.run)
     if job.documents > 1:
         raise UserError("this peer takes rows of one document: set benchmark.documents to 1")
     device = torch.device("cpu")
-    if job.plan["device"] == "cuda":
+    if job.plan.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         cap_memory(job.plan, device)
@@ -123,23 +124,24 @@ def main(args: argparse.Namespace) -> None:
         everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, seen)
     if int(os.environ["RANK"]) == 0:
-        tokens = job.plan["micro_batch_size"] * job.plan["accumulation_steps"] * config.data.seq_len
-        write_json(args.output / f"{key}.json", together(everyone, tokens_per_step=tokens))
+        tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * config.data.seq_len
+        measured = together(everyone, tokens_per_step=tokens)
+        write_json(args.output / f"{key}.json", measured.as_json())
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def cap_memory(plan: dict[str, Any], device: torch.device) -> None:
+def cap_memory(plan: Plan, device: torch.device) -> None:
     """Bound what PyTorch may reserve, as for our engine."""
-    if plan["gpu_memory_bytes"] is not None:
+    if plan.gpu_memory_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan["gpu_memory_bytes"] / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
 
 
 def train(job: Job, config: RunConfig, device: torch.device, seen: Observed, pulse: Pulse) -> None:
     assert job.peer is not None, "the benchmark starts this for peers alone"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = job.plan["micro_batch_size"] * config.data.seq_len
+    rows = job.plan.micro_batch_size * config.data.seq_len
     seen.gemm_flops_per_s = gemm_rate(job.products, rows=rows, dtype=dtype, device=device)
     seen.attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     sharded = job.peer["strategy"] in VERSIONS and int(os.environ["WORLD_SIZE"]) > 1
@@ -203,9 +205,9 @@ def arguments(
     assert job.peer is not None
     return SFTConfig(
         output_dir=folder,
-        per_device_train_batch_size=job.plan["micro_batch_size"],
-        gradient_accumulation_steps=job.plan["accumulation_steps"],
-        max_steps=job.plan["num_steps"],
+        per_device_train_batch_size=job.plan.micro_batch_size,
+        gradient_accumulation_steps=job.plan.accumulation_steps,
+        max_steps=job.plan.num_steps,
         max_length=config.data.seq_len,
         learning_rate=config.train.learning_rate,
         max_grad_norm=config.train.max_grad_norm,

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from workflow.lib.system.compute_choice import FLASH, VARLEN
 from workflow.lib.system.errors import setting_error
 
-VARLEN = "varlen"
-FLATTENED = frozenset({VARLEN, "flash_attention_2", "flash_attention_3"})
+FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
 
 # What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about
 # caches and outputs.

@@ -2,8 +2,8 @@
 they fall into.
 
 A tensor is a number. It has holders, like an object in Python (a local variable, a module,
-autograd's graph), and is released when the last one lets go. Autograd's part is played by a
-`Keeper`.
+autograd's graph), and is released when it has none left. Autograd's part is played by
+`SavedTensors`, whose methods are named like the hooks of `torch.autograd.graph`.
 """
 
 from typing import Protocol
@@ -45,7 +45,7 @@ class Tape:
         return tensor
 
     def free(self, *tensors: int) -> None:
-        """Let go of tensors."""
+        """Give up a hold of each tensor; one without holders is released."""
         for tensor in tensors:
             self._holders[tensor] -= 1
             if self._holders[tensor] == 0:
@@ -56,53 +56,53 @@ class Tape:
         self.free(self.new(num_bytes, term))
 
 
-class Keeper(Protocol):
+class SavedTensors(Protocol):
     """What autograd does with a tensor that backward needs."""
 
-    def keep(self, tensor: int, term: str = ...) -> int:
-        """Keep a tensor for backward, counted as `term`; return what `take` wants."""
+    def pack(self, tensor: int, term: str = ...) -> int:
+        """Save a tensor for backward, counted as `term`; return the handle that `unpack` wants."""
 
-    def take(self, kept: int) -> int:
-        """Return the tensor; whoever takes it lets go of it."""
+    def unpack(self, handle: int) -> int:
+        """Return the tensor, which the caller frees."""
 
 
-class Kept:
-    """Tensors that backward needs stay where they are."""
+class SavedOnDevice:
+    """Saved tensors stay on the device."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
-    def keep(self, tensor: int, term: str = "saved_activations") -> int:
-        """Hold the tensor."""
+    def pack(self, tensor: int, term: str = "saved_activations") -> int:
+        """Hold the tensor, which is its own handle."""
         self._tape.terms[tensor] = term
         return self._tape.hold(tensor)
 
-    def take(self, kept: int) -> int:
+    def unpack(self, handle: int) -> int:
         """Return the tensor."""
-        return kept
+        return handle
 
 
-class Dropped:
-    """No backward follows: without gradients, or where it is computed again."""
+class NotSaved:
+    """Nothing is saved: without gradients, or where the tensors are recomputed."""
 
-    def keep(self, tensor: int, term: str = "saved_activations") -> int:
-        """Keep nothing."""
+    def pack(self, tensor: int, term: str = "saved_activations") -> int:
+        """Save nothing."""
         return -1
 
-    def take(self, kept: int) -> int:
+    def unpack(self, handle: int) -> int:
         """Never called."""
-        raise AssertionError("nothing was kept")
+        raise AssertionError("nothing was saved")
 
 
-class Stashed:
-    """As `activation_offload.Stash` does it: what is not small leaves for host memory, a window of
-    it is on the device at a time.
+class OffloadedActivations:
+    """Saved tensors that are not small go to host memory, a window of them is on the device at a
+    time: `activation_offload.Stash`.
     """
 
     def __init__(self, tape: Tape, *, window_bytes: int, smallest_share: int = 128) -> None:
         self._tape, self._window = tape, window_bytes
         self._least = window_bytes // smallest_share
-        self._numbers: dict[int, int] = {}  # tensor -> its place, while it is leaving
+        self._numbers: dict[int, int] = {}  # tensor -> its handle, while it is leaving
         self._tensors: list[int | None] = []
         self._sizes: list[int] = []
         self._terms: list[str] = []
@@ -111,8 +111,8 @@ class Stashed:
         self._next = -2
         self._present = 0
 
-    def keep(self, tensor: int, term: str = "saved_activations") -> int:
-        """Send the tensor away if it is not small; return its place, or a number below 0 if it
+    def pack(self, tensor: int, term: str = "saved_activations") -> int:
+        """Offload the tensor if it is not small; return its index, or a number below 0 if it
         stays.
         """
         size = self._tape.sizes[tensor]
@@ -123,41 +123,41 @@ class Stashed:
         if tensor in self._numbers:
             self._uses[self._numbers[tensor]] += 1
             return self._numbers[tensor]
-        place = self._numbers[tensor] = len(self._tensors)
+        index = self._numbers[tensor] = len(self._tensors)
         self._tensors.append(self._tape.hold(tensor))
         self._sizes.append(size)
         self._uses.append(1)
-        self._leaving.append(place)
+        self._leaving.append(index)
         while sum(self._sizes[p] for p in self._leaving) > self._window:
-            self._let_go(self._leaving.pop(0))
-        return place
+            self._free(self._leaving.pop(0))
+        return index
 
-    def _let_go(self, place: int) -> None:
-        tensor = self._tensors[place]
+    def _free(self, index: int) -> None:
+        tensor = self._tensors[index]
         if tensor is not None:
-            self._tensors[place] = None
+            self._tensors[index] = None
             self._numbers.pop(tensor, None)
             self._tape.free(tensor)
 
-    def take(self, kept: int) -> int:
+    def unpack(self, handle: int) -> int:
         """Return the tensor, fetched if it is away, and fetch what comes next as far as the window
         allows.
         """
-        if kept < 0:
-            return -1 - kept
+        if handle < 0:
+            return -1 - handle
         if self._next == -2:
             self._next = len(self._tensors) - 1
             self._present = sum(self._sizes[p] for p in self._leaving)
-        if self._tensors[kept] is None:
-            self._fetch(kept)
-        tensor = self._tensors[kept]
+        if self._tensors[handle] is None:
+            self._fetch(handle)
+        tensor = self._tensors[handle]
         assert tensor is not None
         self._tape.hold(tensor)
-        self._uses[kept] -= 1
-        if self._uses[kept] == 0:
-            self._let_go(kept)
-            self._present -= self._sizes[kept]
-        self._next = min(self._next, kept - 1)
+        self._uses[handle] -= 1
+        if self._uses[handle] == 0:
+            self._free(handle)
+            self._present -= self._sizes[handle]
+        self._next = min(self._next, handle - 1)
         self._fetch_ahead()
         return tensor
 
@@ -169,6 +169,6 @@ class Stashed:
                 self._fetch(self._next)
             self._next -= 1
 
-    def _fetch(self, place: int) -> None:
-        self._tensors[place] = self._tape.new(self._sizes[place], "offloaded_activations")
-        self._present += self._sizes[place]
+    def _fetch(self, index: int) -> None:
+        self._tensors[index] = self._tape.new(self._sizes[index], "offloaded_activations")
+        self._present += self._sizes[index]

@@ -58,16 +58,16 @@ class _Pool:
         with what it can grow to.
         """
         free = self.free
-        place = bisect_left(free, (size, 0))
-        if place == len(free):
+        index = bisect_left(free, (size, 0))
+        if index == len(free):
             return None
-        block = self.at[free[place][1]]
-        while _growth(block) and place + 1 < len(free):
-            following = self.at[free[place + 1][1]]
+        block = self.at[free[index][1]]
+        while _growth(block) and index + 1 < len(free):
+            following = self.at[free[index + 1][1]]
             if _room(following) >= _room(block):
                 break
-            block, place = following, place + 1
-        del free[place], self.at[block.address]
+            block, index = following, index + 1
+        del free[index], self.at[block.address]
         return block
 
 
@@ -133,10 +133,10 @@ class CachingAllocator:
         part of then.
         """
         pool = block.pool
-        taken = -(-size // pool.page) * pool.page
+        mapped_bytes = -(-size // pool.page) * pool.page
         pool.remove(block)
-        if taken < block.size:
-            pool.add(_split(block, taken))
+        if mapped_bytes < block.size:
+            pool.add(_split(block, mapped_bytes))
         block.mapped = True
         self.reserved += block.size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -199,10 +199,10 @@ def _first_room(pool: _Pool, size: int) -> Block:
         block = pool.at[address]
         if block.previous is not None and not block.previous.used:
             block = block.previous
-        found, step = 0, block
-        while found < size and step is not None and not step.used:
-            found, step = found + step.size, step.next  # type: ignore[assignment]
-        if found >= size:
+        room, step = 0, block
+        while room < size and step is not None and not step.used:
+            room, step = room + step.size, step.next  # type: ignore[assignment]
+        if room >= size:
             return block
     raise AssertionError("the last block of a segment has room for everything")
 

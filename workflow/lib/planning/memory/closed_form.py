@@ -8,20 +8,21 @@ peak is the largest phase. What a term counts, and what was measured, stands in
 from dataclasses import dataclass
 
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.loss_terms import exchanged_gradients, loss_terms
+from workflow.lib.planning.memory.offload_terms import (
+    fetched_layers,
+    last_hosted_layer,
+    layers_of_stash,
+    offload_window,
+)
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     Terms,
     dequantized_weight,
-    exchanged_gradients,
-    fetched_layers,
     fuses_feed_forward,
-    last_hosted_layer,
     layer_tensors,
     layer_workspace,
-    layers_of_stash,
-    loss_terms,
     mask_bytes,
-    offload_window,
     saved_activations,
     stored_terms,
     table_slice,
@@ -42,48 +43,6 @@ CONTEXT_AND_NCCL_BYTES = int(1.58 * GIB)
 # failed.
 ALLOCATOR_SLACK = 0.03
 
-EXPLANATIONS = {
-    "process": "Python, PyTorch and Transformers themselves (host memory)",
-    "nf4_weights": "packed NF4 weights of the decoder linears: half a byte each, sharded",
-    "nf4_scales": "absmax per block, and its own absmax per 256 blocks; sharded",
-    "nf4_tables": "code tables of every linear, replicated",
-    "embedding_and_head": (
-        "embedding (unless it is on the host) and output head in the compute type, sliced"
-    ),
-    "norms_and_biases": "norms and biases in the compute type, sharded",
-    "module_weights": "embedding or head that is trained whole: masters in fp32, sliced",
-    "module_gradients": "gradients of embedding or head in fp32, sliced",
-    "new_module_gradients": (
-        "those of the micro-batch in progress, before they are added to earlier ones"
-    ),
-    "module_workspace": "a trained head in the compute type, and what its gradient is made from",
-    "lora_weights": "adapter masters A and B in fp32, sharded",
-    "adam_moments": "both moments of AdamW in fp32 or in 8 bits, sharded",
-    "lora_gradients": "adapter gradients in fp32, sharded",
-    "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
-    "cublas_workspace": "workspace of the matrix products",
-    "gathered_layer": "one decoder layer gathered from all processes",
-    "gathered_layers": (
-        "all decoder layers, kept from forward to backward (reshard_after_forward false)"
-    ),
-    "fetched_layers": "packed weights of decoder layers from host memory, in use or on their way",
-    "gather_buffer": "buffer that the next decoder layer is gathered into",
-    "gathered_rows": (
-        "hidden states of one chunk of rows from all slices of the head, and their gradient"
-    ),
-    "layer_inputs": "input of every decoder layer, kept for recomputation",
-    "saved_activations": "activations that autograd keeps",
-    "offloaded_activations": "activations on their way to or from host memory",
-    "attention_mask": "masks of packed rows",
-    "hidden_states": "hidden states around final norm and loss, and their gradient",
-    "logits": "logits of one chunk of rows: fp32 softmax and gradients",
-    "layer_workspace": "temporaries of one decoder layer",
-    "dequantized_weight": "the largest linear, dequantized for its product",
-    "gathered_gradients": (
-        "one layer's adapter gradients before they are reduced, and the reduction's input"
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -94,12 +53,17 @@ class Prediction:
     @property
     def peak_phase(self) -> str:
         """Name of the phase with the most bytes."""
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return max(self.phases, key=self.phase_bytes.__getitem__)
+
+    @property
+    def phase_bytes(self) -> dict[str, int]:
+        """Bytes of every phase."""
+        return {name: sum(terms.values()) for name, terms in self.phases.items()}
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of the peak phase."""
-        return sum(self.phases[self.peak_phase].values())
+        return max(self.phase_bytes.values())
 
 
 def predict(shape: ModelShape, setup: Setup) -> Prediction:
@@ -120,7 +84,7 @@ def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     unit = _layer_unit(shape, setup)
     through = _throughout(shape, setup)
-    kept = _kept(shape, setup, num_layers=shape.num_layers)
+    saved = _saved(shape, setup, num_layers=shape.num_layers)
     held = _held(shape, setup)
     hidden = _hidden(shape, setup)
     fetched = {"fetched_layers": fetched_layers(shape, setup)}
@@ -134,12 +98,12 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
         | fetched
         | (held or {"gathered_layer": unit})
         | {"gather_buffer": unit}
-        | kept
+        | saved
         | _forward_work(shape, setup),
         # A unit's buffer is freed when the next one is gathered; after the last layer none is.
         "loss": through
         | held
-        | kept
+        | saved
         | {"gather_buffer": unit, "fetched_layers": last_hosted_layer(shape, setup)}
         | loss_terms(shape, setup),
     }
@@ -151,9 +115,9 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     """
     unit, held = _layer_unit(shape, setup), _held(shape, setup)
     gradients = _all_gradients(shape, setup)
-    kept = [_kept(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
-    first = _with_recomputed(kept[0], shape, setup, layer=shape.num_layers - 1)
-    last = _with_recomputed(kept[1], shape, setup, layer=0)
+    saved = [_saved(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
+    first = _with_recomputed(saved[0], shape, setup, layer=shape.num_layers - 1)
+    last = _with_recomputed(saved[1], shape, setup, layer=0)
     work = _backward_work(shape, setup) | {"fetched_layers": fetched_layers(shape, setup)}
     of_head = setup.trains_head * table_slice(shape, setup, width=4)
     return {
@@ -238,20 +202,20 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
     return {"gathered_layers": whole + light}
 
 
-def _kept(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
+def _saved(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     """What forward leaves on the device for the backward of `num_layers` layers."""
     away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
     inputs_away = setup.recomputed_among(away)
     inputs_here = setup.recomputed_layers(num_layers) - inputs_away
-    kept = _kept_of(num_layers - len(away), shape, setup, inputs=inputs_here)
+    saved = _saved_by(num_layers - len(away), shape, setup, inputs=inputs_here)
     window = offload_window(shape, setup)
     if window is None:
-        return kept
-    leaving = sum(_kept_of(len(away), shape, setup, inputs=inputs_away).values())
-    return kept | {"offloaded_activations": min(window, leaving)}
+        return saved
+    leaving = sum(_saved_by(len(away), shape, setup, inputs=inputs_away).values())
+    return saved | {"offloaded_activations": min(window, leaving)}
 
 
-def _kept_of(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -> Terms:
+def _saved_by(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -> Terms:
     """What so many layers keep, `inputs` of them their input alone."""
     return {
         "layer_inputs": inputs * _hidden(shape, setup),
@@ -259,8 +223,8 @@ def _kept_of(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -
     }
 
 
-def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
-    """`kept`, and what backward has of `layer` besides: all activations if it has just recomputed
+def _with_recomputed(saved: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
+    """`saved`, and what backward has of `layer` besides: all activations if it has just recomputed
     them, else, of offloaded ones, those of the feed-forward's node.
     """
     if setup.recomputes(layer):
@@ -269,8 +233,8 @@ def _with_recomputed(kept: Terms, shape: ModelShape, setup: Setup, *, layer: int
         row = setup.compute_bytes * setup.tokens
         more = row * (shape.hidden_size + 2 * shape.intermediate_size)
     else:
-        return kept
-    return kept | {"saved_activations": kept.get("saved_activations", 0) + more}
+        return saved
+    return saved | {"saved_activations": saved.get("saved_activations", 0) + more}
 
 
 def _forward_work(shape: ModelShape, setup: Setup) -> Terms:

@@ -1,8 +1,5 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
@@ -10,12 +7,13 @@ from workflow.lib.planning.memory.terms import (
     layer_tensors,
     trainable_parameters,
 )
+from workflow.lib.planning.token_counts import TokenCounts
 
 
 def disk_bytes(
     shape: ModelShape,
     setup: Setup,
-    manifest: Mapping[str, Any],
+    tokens: TokenCounts,
     *,
     keep_checkpoints: int,
     keep_best: bool,
@@ -34,10 +32,9 @@ def disk_bytes(
     adapter = 4 * trainable_parameters(shape, setup)
     eight = setup.optimizer.endswith("8bit")
     moments = adapter // 2 + 2 * adapter // MOMENT_BLOCK_SIZE if eight else 2 * adapter
-    heldout = manifest["splits"]["heldout"]
-    rows = int(manifest["splits"]["train"]["packed_rows"])
+    packed_tokens = tokens.packed_rows * tokens.seq_len
     return {
-        "tokens": rows * int(manifest["seq_len"]) * (4 + 1 + 4) + int(heldout["tokens"]) * (4 + 1),
+        "tokens": packed_tokens * (4 + 1 + 4) + tokens.heldout_tokens * (4 + 1),
         "base": shape.num_layers * quantized + shape.source_bytes * shape.plain_weights,
         "checkpoints": (adapter + moments) * (keep_checkpoints + 1),
         "adapter": (2 + (keep_checkpoints + 1 if keep_best else 0)) * adapter,

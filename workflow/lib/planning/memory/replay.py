@@ -45,7 +45,7 @@ def replay_tape(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     blocks: dict[int, Block] = {}
     phases, phase, moment = {LOAD: 0}, LOAD, 0
-    for place, event in enumerate(tape.events):
+    for index, event in enumerate(tape.events):
         if isinstance(event, str):
             phase = event
             phases.setdefault(phase, 0)
@@ -56,7 +56,7 @@ def replay_tape(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
             if allocator.allocated > phases[phase]:
                 phases[phase] = allocator.allocated
                 if allocator.allocated == allocator.peak_allocated:
-                    moment = place
+                    moment = index
     return Replay(
         allocated_bytes=allocator.peak_allocated,
         reserved_bytes=allocator.peak_reserved,

@@ -9,13 +9,7 @@ rounded, `layer_tensors` says. Which terms meet at one moment, `memory` says.
 import math
 from collections.abc import Iterable, Iterator
 
-from workflow.lib.model.architecture.layer_choice import stashed_layers
 from workflow.lib.model.architecture.model_shape import Linear, ModelShape
-from workflow.lib.model.architecture.vocabulary_slices import (
-    GRADIENT_ROWS,
-    chunk_rows,
-    exchanged_rows,
-)
 from workflow.lib.planning.memory.layer_tensors import (
     LayerKind,
     LayerTensors,
@@ -149,13 +143,13 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
     norm = c if fuses_norms(shape, setup) else 4
-    kept = norm * shape.hidden_norms * t * shape.hidden_size
-    kept += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
-    kept += norm * t * (q + k) if shape.qk_norm else 0
-    kept -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
-    kept += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
-    kept += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
-    return kept + _linear_inputs(shape, setup) + _kept_scores(shape, setup)
+    saved_bytes = norm * shape.hidden_norms * t * shape.hidden_size
+    saved_bytes += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
+    saved_bytes += norm * t * (q + k) if shape.qk_norm else 0
+    saved_bytes -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
+    saved_bytes += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
+    saved_bytes += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
+    return saved_bytes + _linear_inputs(shape, setup) + _saved_scores(shape, setup)
 
 
 def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
@@ -183,91 +177,6 @@ def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
     return setup.fused_layers and plain and {"q_proj", "k_proj", "v_proj"} <= set(setup.targets)
 
 
-def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
-    """The layers whose activations wait in host memory."""
-    every = int(setup.activation_checkpointing)
-    return stashed_layers(
-        setup.offload_activations, recomputed_every=every, num_layers=shape.num_layers
-    )
-
-
-def stashed_counts(shape: ModelShape, setup: Setup) -> tuple[int, int]:
-    """Of these layers those whose input alone is kept, because they are recomputed, and the
-    others.
-    """
-    away = layers_of_stash(shape, setup)
-    inputs = setup.recomputed_among(away)
-    return inputs, len(away) - inputs
-
-
-def offload_window(shape: ModelShape, setup: Setup) -> int | None:
-    """Bytes of offloaded activations that are on the device at a time, leaving or coming; None if
-    none are offloaded.
-
-    Two inputs of layers where all are recomputed, else what one layer keeps.
-    """
-    if not setup.offload_activations:
-        return None
-    if stashed_counts(shape, setup)[1] == 0:
-        return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
-    return saved_activations(shape, setup)
-
-
-def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes that a process keeps in page-locked host memory, whose buffers PyTorch rounds up to a
-    power of two.
-
-    Rounded are the layers' inputs, which are equal in size; of the rest, of many sizes, a quarter
-    is added.
-    """
-    if not setup.offload_activations:
-        return 0
-    inputs, whole = stashed_counts(shape, setup)
-    row = setup.compute_bytes * setup.tokens * shape.hidden_size
-    return inputs * (1 << (row - 1).bit_length()) + whole * saved_activations(shape, setup) * 5 // 4
-
-
-def hosted_slice(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of one layer's packed weights and scales that a process keeps in host memory
-    (`layer_offload._HostedLayer`).
-    """
-    tensors = layer_tensors(shape, setup).by_term
-    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
-    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
-
-
-def fetched_layers(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device of layers from the host, at most: the one in use or the next, both if
-    they are neighbours.
-
-    Of several processes' layers both count only where all are on the host: else another layer is
-    gathered at that time, which is more. With several processes also this one's slice on its way.
-    """
-    if setup.offload_layers == 0:
-        return 0
-    own = hosted_slice(shape, setup)
-    neighbours = 2 * setup.offload_layers > shape.num_layers  # `layer_choice.spread`
-    both = neighbours and (setup.shards == 1 or setup.offload_layers == shape.num_layers)
-    return own * setup.shards * (2 if both else 1) + (own if setup.shards > 1 else 0)
-
-
-def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from
-    the host.
-    """
-    if 2 * setup.offload_layers < shape.num_layers:
-        return 0  # the last one that does is another, and freed before
-    return hosted_slice(shape, setup) * setup.shards
-
-
-def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power
-    of two per layer.
-    """
-    own = hosted_slice(shape, setup)
-    return setup.offload_layers * (1 << (own - 1).bit_length())
-
-
 def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
     """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a
     mask for each.
@@ -280,7 +189,7 @@ def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
     return 5 * t * sum(x.in_features for x in _targets(shape, setup))
 
 
-def _kept_scores(shape: ModelShape, setup: Setup) -> int:
+def _saved_scores(shape: ModelShape, setup: Setup) -> int:
     """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and
     the tanh that soft-caps scores; sdpa a mask.
     """
@@ -294,7 +203,7 @@ def _kept_scores(shape: ModelShape, setup: Setup) -> int:
 
 def mask_bytes(shape: ModelShape, setup: Setup) -> int:
     """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type:
-    `_kept_scores`), in the compute type for eager.
+    `_saved_scores`), in the compute type for eager.
 
     Gemma has one for the layers with a window and one for the others.
     """
@@ -336,67 +245,3 @@ def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
     widest = max(x.out_features for x in _targets(shape, setup))
     plain = 8 * setup.tokens * widest if setup.dropout else 0
     return plain + (setup.compute_bytes * setup.tokens * widest if setup.dora else 0)
-
-
-def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
-    """Chunked cross-entropy over at most all T rows.
-
-    Hidden: norm's fp32 copy, its output, the chosen rows and their gradient. Logits: log-softmax,
-    its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
-    """
-    c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
-    hidden = {"hidden_states": (4 + 3 * c) * t * h} | _trained_head_terms(shape, setup)
-    if setup.slices > 1:
-        return hidden | _sliced_loss_terms(shape, setup)
-    width = 16 if shape.logit_softcap else 12
-    rows = min(t, chunk_rows(1, vocab_size=shape.vocab_size))
-    return hidden | {"logits": width * rows * shape.vocab_size}
-
-
-def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
-    """Of a trained head: its copy in the compute type, the product that its gradient is made from,
-    and a piece of that; its gradient in fp32.
-    """
-    if not setup.trains_head:
-        return {}
-    c, columns = setup.compute_bytes, math.ceil(shape.vocab_size / setup.slices)
-    size = chunk_rows(setup.slices, vocab_size=shape.vocab_size)
-    product = c * setup.slices * min(setup.tokens, size) * columns
-    copy = table_slice(shape, setup, width=c) if c < 4 else 0
-    return {
-        "module_workspace": copy + product + gradient_piece(shape, setup),
-        "new_module_gradients": table_slice(shape, setup, width=4),
-    }
-
-
-def gradient_piece(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of what is made of a trained head's gradient at a time (`chunked_loss.TrainedHead`)."""
-    rows = min(GRADIENT_ROWS, math.ceil(shape.vocab_size / setup.slices))
-    return setup.compute_bytes * rows * shape.hidden_size
-
-
-def exchanged_gradients(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of the embedding rows' gradients of all slices that travel at a time, as they are sent,
-    in fp32, and without the rows of others.
-    """
-    if setup.slices == 1:
-        return 0
-    rows = setup.slices * min(setup.tokens, exchanged_rows(setup.slices))
-    return (setup.compute_bytes + 8) * rows * shape.hidden_size
-
-
-def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
-    """Of a chunk of rows of all G processes: their hidden states and gradient, the latter in fp32
-    too, and this slice's logits.
-
-    Logits: themselves, which become probabilities in place, and a temporary of log-sum-exp; with
-    soft-capping what its backward makes.
-    """
-    rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices, vocab_size=shape.vocab_size))
-    c = setup.compute_bytes
-    states = 2 * c + (0 if c == 4 else 4)
-    width = 16 if shape.logit_softcap else 8
-    return {
-        "gathered_rows": states * rows * shape.hidden_size,
-        "logits": width * rows * math.ceil(shape.vocab_size / setup.slices),
-    }

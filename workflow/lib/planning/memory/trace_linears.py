@@ -1,95 +1,37 @@
-"""What the norms and linears of a decoder layer ask of the allocator, operation by operation,
-forward and backward.
+"""What the linears of a decoder layer ask of the allocator, operation by operation, forward and
+backward.
 
-Written from what runs: Transformers' norms, PEFT's layers, `nf4`, `lora_products`, `fused` and
-`dora`, and the kernels of torch and bitsandbytes that they call; compared with a record of all
-tensors that they made. An operation borrows its input and makes its value; with the value it
-returns its backward, which takes a gradient over and makes that of the input.
+Written from what runs: PEFT's layers, `nf4`, `lora_products`, `fused` and `dora`, and the kernels
+of torch and bitsandbytes that they call; compared with a record of all tensors that they made. What
+an operation borrows and makes, `trace_norms` says.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
 from workflow.lib.model.architecture.model_shape import Linear, ModelShape
-from workflow.lib.planning.memory.allocation_tape import Keeper, Tape
+from workflow.lib.planning.memory.allocation_tape import SavedTensors, Tape
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import fuses_norms
+from workflow.lib.planning.memory.trace_norms import WORK, Backward, NormTrace
 
-Backward = Callable[[int], int]
-WORK = "layer_workspace"
 WEIGHT = "dequantized_weight"
 DORA_CHUNKS = 8  # `dora.GRADIENT_CHUNKS`, which stands beside an import of torch
 
 
-class LinearTrace:
-    """The norms and linears of a model's layers, as one process runs them."""
+class LinearTrace(NormTrace):
+    """The linears of a model's layers, as one process runs them."""
 
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        self._tape, self._shape, self._setup = tape, shape, setup
-        self._tokens, self._c = tokens, setup.compute_bytes
+        super().__init__(tape, shape, setup, tokens=tokens)
         self._begun: list[tuple[int, int]] = []
         self._begun_products: list[int] = []
-        self._sources: dict[int, int] = {}  # of norms' outputs that are not kept: their inputs
-        self.gradients: list[int] = []
-        """Of the adapters, fp32, whole, in backward's order. Taking them empties the list."""
+        self._gradients: list[int] = []  # of the adapters, fp32, whole, in backward's order
 
-    def norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
-        """An RMS norm over rows of `width`: torch's own, or Transformers', which computes in
-        fp32.
-        """
-        if fuses_norms(self._shape, self._setup):
-            return self._fused_norm(x, keep, width=width)
-        return self.plain_norm(x, keep, width=width)
-
-    def _fused_norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
-        tape, size = self._tape, self._c * self._tokens * width
-        y, scales = tape.new(size, WORK), tape.new(4 * self._tokens, WORK)
-        self._sources[y] = x
-        kept = [keep.keep(x), keep.keep(scales)]
-        tape.free(scales)
-
-        def backward(grad: int) -> int:
-            taken = [keep.take(k) for k in kept]
-            grad_x = tape.new(size, WORK)
-            tape.free(grad, *taken)
-            return grad_x
-
-        return y, backward
-
-    def plain_norm(self, x: int, keep: Keeper, *, width: int) -> tuple[int, Backward]:
-        """Transformers' RMS norm: x and its square in fp32, and back."""
-        tape, size = self._tape, self._c * self._tokens * width
-        wide = 4 * self._tokens * width
-        x32 = tape.new(wide, WORK)
-        tape.moment(wide, WORK)
-        scales = tape.new(4 * self._tokens, WORK)
-        kept = [keep.keep(x32), keep.keep(scales)]
-        normed = tape.new(wide, WORK)
-        tape.free(x32)
-        low = tape.new(size, WORK)
-        y = tape.new(size, WORK)
-        tape.free(low, normed, scales)
-        return y, lambda grad: self._plain_norm_backward(grad, keep, kept, size=size, wide=wide)
-
-    def _plain_norm_backward(
-        self, grad: int, keep: Keeper, kept: list[int], *, size: int, wide: int
-    ) -> int:
-        tape = self._tape
-        taken = [keep.take(k) for k in kept]
-        weighted = tape.new(size, WORK)
-        tape.free(grad)
-        grad32 = tape.new(wide, WORK)
-        tape.free(weighted)
-        product, direct = tape.new(wide, WORK), tape.new(wide, WORK)
-        tape.free(product, grad32)
-        spread, power, doubled, through = (tape.new(wide, WORK) for _ in range(4))
-        tape.free(doubled, power, spread, *taken)
-        total = tape.new(wide, WORK)
-        tape.free(direct, through)
-        grad_x = tape.new(size, WORK)
-        tape.free(total)
-        return grad_x
+    def pop_gradients(self) -> list[int]:
+        """Return the adapters' gradients since the last call, fp32, whole, in backward's order."""
+        gradients, self._gradients = self._gradients, []
+        return gradients
 
     def dequantized(self, linear: Linear) -> int:
         """A weight in the compute type, decoded by one kernel (`kernels`)."""
@@ -110,7 +52,13 @@ class LinearTrace:
         return grad_x
 
     def linear(
-        self, linear: Linear, x: int, keep: Keeper, *, value: bool = True, wants_x: bool = True
+        self,
+        linear: Linear,
+        x: int,
+        saved: SavedTensors,
+        *,
+        value: bool = True,
+        wants_x: bool = True,
     ) -> tuple[int, Backward]:
         """A linear with its adapter; without `value` only what backward needs is made, and -1
         returned for it.
@@ -121,12 +69,12 @@ class LinearTrace:
             y = self._product(linear) if value else -1
             return y, lambda grad: self._frozen_backward(linear, grad, wants_x=wants_x)
         if self._setup.dropout:
-            return self._peft_linear(linear, x, keep, value=value, wants_x=wants_x)
+            return self._peft_linear(linear, x, saved, value=value, wants_x=wants_x)
         y, backward = self._fused_linear(
-            linear, x, keep, value=value or self._setup.dora, wants_x=wants_x
+            linear, x, saved, value=value or self._setup.dora, wants_x=wants_x
         )
         if self._setup.dora:
-            return self._scaled(linear, y, backward, keep)
+            return self._scaled(linear, y, backward, saved)
         return y, backward
 
     def _frozen_backward(self, linear: Linear, grad: int, *, wants_x: bool) -> int:
@@ -167,30 +115,30 @@ class LinearTrace:
         return y
 
     def _fused_linear(
-        self, linear: Linear, x: int, keep: Keeper, *, value: bool, wants_x: bool
+        self, linear: Linear, x: int, saved: SavedTensors, *, value: bool, wants_x: bool
     ) -> tuple[int, Backward]:
-        (y,), backward = self.fused_linears([linear], x, keep, value=value, wants_x=wants_x)
+        (y,), backward = self.fused_linears([linear], x, saved, value=value, wants_x=wants_x)
         return y, lambda grad: backward([grad])
 
     def fused_linears(
-        self, linears: Sequence[Linear], x: int, keep: Keeper, *, value: bool, wants_x: bool
+        self, linears: Sequence[Linear], x: int, saved: SavedTensors, *, value: bool, wants_x: bool
     ) -> tuple[list[int], Callable[[list[int]], int]]:
         """Linears that share their input, by one node: `nf4_lora_matmul.nf4_lora_matmuls`."""
         low = self.low(linears)
         normed = x in self._sources
-        kept = [keep.keep(self._sources.get(x, x)), keep.keep(low)]
-        made = [self.value(linear) if value else -1 for linear in linears]
+        handles = [saved.pack(self._sources.get(x, x)), saved.pack(low)]
+        outputs = [self.value(linear) if value else -1 for linear in linears]
         self._tape.free(low)
 
         def backward(grads: list[int]) -> int:
-            taken = [keep.take(k) for k in kept]
+            tensors = [saved.unpack(handle) for handle in handles]
             of_low = self.low_gradient(linears)
             self.adapter_gradients(linears, normed=normed)
             grad_x = self.input_gradient(linears) if wants_x else -1
-            self._tape.free(of_low, *taken, *grads)
+            self._tape.free(of_low, *tensors, *grads)
             return grad_x
 
-        return made, backward
+        return outputs, backward
 
     def low_gradient(self, linears: Sequence[Linear]) -> int:
         """`lora_products.low_gradient`: (T, sum of ranks)."""
@@ -229,31 +177,31 @@ class LinearTrace:
         return grad_x
 
     def _gradient(self, elements: int) -> None:
-        self.gradients.append(self._tape.new(4 * elements, "gathered_gradients"))
+        self._gradients.append(self._tape.new(4 * elements, "gathered_gradients"))
 
     def _scaled(
-        self, linear: Linear, product: int, backward: Backward, keep: Keeper
+        self, linear: Linear, product: int, backward: Backward, saved: SavedTensors
     ) -> tuple[int, Backward]:
         """DoRA: the product times a factor, which takes the lengths of the rows of W + B A."""
         tape, size = self._tape, self._c * self._tokens * linear.out_features
         tape.free(self.dequantized(linear))
-        kept = keep.keep(product)
+        handle = saved.pack(product)
         y = tape.new(size, WORK)
         tape.free(product)
 
         def scaled_backward(grad: int) -> int:
-            taken = keep.take(kept)
+            unscaled = saved.unpack(handle)
             rows = math.ceil(self._tokens / DORA_CHUNKS)
             tape.moment(4 * rows * linear.out_features, WORK)  # for the factor's gradient
             of_product = tape.new(size, WORK)
-            tape.free(taken, grad)
+            tape.free(unscaled, grad)
             self._gradient(linear.out_features)
             return backward(of_product)
 
         return y, scaled_backward
 
     def _peft_linear(
-        self, linear: Linear, x: int, keep: Keeper, *, value: bool, wants_x: bool
+        self, linear: Linear, x: int, saved: SavedTensors, *, value: bool, wants_x: bool
     ) -> tuple[int, Backward]:
         """PEFT's own forward, with dropout: the adapter computes in fp32 on a copy of the input."""
         tape, t = self._tape, self._tokens
@@ -263,7 +211,7 @@ class LinearTrace:
         dropped = tape.new(4 * t * linear.in_features, WORK)
         mask = tape.new(t * linear.in_features, WORK)
         low = tape.new(4 * t * rank, WORK)
-        kept = [keep.keep(mask), keep.keep(dropped), keep.keep(low)]
+        handles = [saved.pack(mask), saved.pack(dropped), saved.pack(low)]
         tape.free(mask, dropped, low)
         y = -1
         if value:
@@ -278,16 +226,16 @@ class LinearTrace:
         else:
             tape.free(base)
         tape.free(x32)
-        return y, lambda grad: self._peft_backward(linear, grad, keep, kept, wants_x=wants_x)
+        return y, lambda grad: self._peft_backward(linear, grad, saved, handles, wants_x=wants_x)
 
     def _peft_backward(
-        self, linear: Linear, grad: int, keep: Keeper, kept: list[int], *, wants_x: bool
+        self, linear: Linear, grad: int, saved: SavedTensors, handles: list[int], *, wants_x: bool
     ) -> int:
         tape, t = self._tape, self._tokens
         rank, wide_in = self._setup.rank_of(linear.name), 4 * t * linear.in_features
         of_base, scaled = self._begun.pop() if self._begun else self._peft_gradients(linear)
         tape.free(grad)
-        mask, dropped, low = (keep.take(k) for k in kept)
+        mask, dropped, low = (saved.unpack(handle) for handle in handles)
         self._gradient(rank * linear.out_features)
         grad_low = tape.new(4 * t * rank, WORK)
         tape.free(scaled, low)
@@ -322,9 +270,3 @@ class LinearTrace:
         scaled = tape.new(4 * outputs, WORK)
         tape.free(wide)
         return of_base, scaled
-
-    def total(self, one: int, other: int) -> int:
-        """The sum of two tensors, which are let go."""
-        total = self._tape.new(self._tape.sizes[one], WORK)
-        self._tape.free(one, other)
-        return total

@@ -13,8 +13,9 @@ from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, Tape
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes
+from workflow.lib.planning.memory.offload_terms import hosted_slice
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import hosted_slice, layer_tensors
+from workflow.lib.planning.memory.terms import layer_tensors
 
 GATHER, REDUCE = "all_gather_copy_in", "reduce_scatter"
 PACKED = ("nf4_weights", "nf4_scales")  # what a layer on the host leaves there

@@ -8,16 +8,12 @@ memory.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import read_shape
-from workflow.lib.planning.preflight.decision import (
-    Decision,
-    decide,
-    document,
-    read_machine,
-    read_tokens,
-)
+from workflow.lib.planning.preflight.checks import read_machine, read_tokens
+from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import MIB
 
@@ -51,9 +47,8 @@ def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
     made.
     """
-    decision, record = _decide(run, model, manifest)
-    hours = record["time"]["total_h"]
-    minutes = UNKNOWN_MIN if hours is None else hours * 60 * TIME_ROOM
+    decision, time = _decide(run, model, manifest)
+    minutes = UNKNOWN_MIN if time.total_h is None else time.total_h * 60 * TIME_ROOM
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes + START_MIN)
 
 
@@ -64,11 +59,11 @@ def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     Weights are read by way of host memory; a pass over the held-out tokens costs less than training
     on them.
     """
-    decision, record = _decide(run, model, manifest)
+    decision, time = _decide(run, model, manifest)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
-    speed = record["time"]["tokens_per_s_per_process"]
-    tokens = read_tokens(Path(manifest))["splits"]["heldout"]["tokens"]
+    speed = time.tokens_per_s_per_process
+    tokens = read_tokens(Path(manifest)).heldout_tokens
     measuring = UNKNOWN_MIN if speed is None else 2 * tokens / speed / 60 * TIME_ROOM
     minutes = 60 + measuring + 4 * base / DISK_BYTES_PER_S / 60
     return _allocation(PROGRAM_BYTES + base + 2 * merged, minutes)
@@ -85,11 +80,12 @@ def quantizing(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     return _allocation(PROGRAM_BYTES + 3 * largest, minutes)
 
 
-def _decide(run: RunConfig, model: str, manifest: str) -> tuple[Decision, dict[str, Any]]:
+def _decide(run: RunConfig, model: str, manifest: str) -> tuple[Decision, Estimate]:
+    """Return the decision on a run, and its predicted time."""
     shape, tokens = read_shape(Path(model)), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
-    return decision, document(decision, run, shape, machine, tokens)
+    return decision, forecast(decision, run, shape, machine, tokens).time
 
 
 def _allocation(host_bytes: float, minutes: float) -> Allocation:

@@ -20,7 +20,7 @@ from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.closed_form import Prediction
 from workflow.lib.planning.memory.replay import Replay
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.preflight.planning_inputs import Budget, host_bytes
+from workflow.lib.planning.preflight.budget import Budget, host_bytes
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import GIB
@@ -155,14 +155,14 @@ def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candi
     """Predict every choice; where one does not fit, once more with layers on the host, as few as
     let it fit, or all.
     """
-    found = []
+    options = []
     for tried in choices.setups(setup, rows=question.rows):
         stashes = bool(tried.offload_activations) and len(choices.offload) > 1
-        found.append(_candidate(question, tried, unasked=stashes))
-        if choices.host_layers and found[-1].lacking_bytes > 0:
+        options.append(_candidate(question, tried, unasked=stashes))
+        if choices.host_layers and options[-1].lacking_bytes > 0:
             hosting = replace(tried, offload_layers=_layers_to_host(question, tried))
-            found.append(_candidate(question, hosting, unasked=True))
-    return found
+            options.append(_candidate(question, hosting, unasked=True))
+    return options
 
 
 def _layers_to_host(question: Question, setup: Setup) -> int:
@@ -212,7 +212,7 @@ def _allowed_host_bytes(machine: Machine, limits: Budget, *, unasked: bool) -> i
     return limits.host_capacity_bytes // 2
 
 
-def choose(found: list[Candidate], *, device: str) -> Candidate:
+def choose(options: list[Candidate], *, device: str) -> Candidate:
     """Return the fastest candidate that fits, or one that asks less of the machine and is at most
     10% slower.
 
@@ -222,11 +222,11 @@ def choose(found: list[Candidate], *, device: str) -> Candidate:
     least. On the CPU micro-batches have at most 8 rows, if there are such candidates: larger ones
     gain nothing.
     """
-    small = [c for c in found if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
-    allowed = small if device == "cpu" and small else found
+    small = [c for c in options if c.micro_batch_size <= LARGEST_CPU_MICRO_BATCH]
+    allowed = small if device == "cpu" and small else options
     fitting = [candidate for candidate in allowed if candidate.fits]
     if not fitting:
-        return min(found, key=lambda c: (c.lacking_host_bytes > 0, c.prediction.peak_bytes))
+        return min(options, key=lambda c: (c.lacking_host_bytes > 0, c.prediction.peak_bytes))
     fastest_s = min(candidate.step_s for candidate in fitting)
     near = [c for c in fitting if c.step_s <= fastest_s * (1 + UNSURE)]
     least = min(_demands(candidate) for candidate in near)

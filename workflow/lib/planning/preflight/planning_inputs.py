@@ -1,81 +1,22 @@
-"""From settings, shapes and a machine to what a plan is searched among (`search`): setup, sizes,
-and the budget.
+"""From settings, shapes and a machine to what a plan is searched among (`plan_search`): the setup,
+and the sizes of micro-batches.
 
 Nothing here reads a file or asks the machine: the caller passes `Machine`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks, modules_to_save
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.setup import Attention, Setup
-from workflow.lib.planning.memory.terms import hosted_bytes, moment_bytes, offloaded_bytes
-from workflow.lib.settings.config import HardwareConfig, ModelConfig, RunConfig
+from workflow.lib.planning.preflight.budget import CPU_PROCESS_BYTES
+from workflow.lib.settings.config import ModelConfig, RunConfig
+from workflow.lib.system.compute_choice import VARLEN, automatic_attention, choose_dtype
 from workflow.lib.system.errors import setting_error
-from workflow.lib.system.gpu_models import automatic_dtype, dtype_lack
-from workflow.lib.system.units import GIB
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # of all families that `model_shape` knows
-
-# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB
-# after the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL
-# included.
-CPU_PROCESS_BYTES = int(0.7 * GIB)
-GPU_PROCESS_BYTES = int(2.5 * GIB)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Memory that a process may take, bytes. On the CPU, its share of the host."""
-
-    capacity_bytes: int
-    outside_allocator_bytes: int
-    margin_bytes: int
-    host_capacity_bytes: int | None
-
-    def slack_bytes(self, peak_bytes: int) -> int:
-        """What the allocator reserves beyond what is allocated at the peak."""
-        return int(peak_bytes * closed_form.ALLOCATOR_SLACK)
-
-    def needed_bytes(self, peak_bytes: int) -> int:
-        """All that must fit into the capacity for a predicted peak."""
-        outside = self.outside_allocator_bytes + self.margin_bytes
-        return peak_bytes + self.slack_bytes(peak_bytes) + outside
-
-    def holds(self, peak_bytes: int) -> bool:
-        """Whether a predicted peak fits."""
-        return self.needed_bytes(peak_bytes) <= self.capacity_bytes
-
-
-def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
-    """Return what a process may take.
-
-    Raises `UserError` if `hardware.gpu_memory_gib` is more than the GPUs have.
-    """
-    host = machine.host_bytes
-    if hardware.host_memory_gib != "auto":
-        allowed = int(hardware.host_memory_gib * GIB)
-        host = allowed if host is None else min(host, allowed)
-    if machine.gpu_bytes is None:
-        assert host is not None, "a machine without GPUs has memory of its own"
-        return Budget(host // machine.processes_per_node, 0, 0, host)
-    capacity = machine.gpu_bytes
-    if hardware.gpu_memory_gib != "auto":
-        capacity = int(hardware.gpu_memory_gib * GIB)
-        if capacity > machine.gpu_bytes:
-            raise setting_error(
-                "hardware.gpu_memory_gib",
-                hardware.gpu_memory_gib,
-                f"the smallest GPU has {machine.gpu_bytes / GIB:.2f} GiB",
-                "Set it to that or below, or to auto",
-            )
-    outside = (
-        closed_form.CONTEXT_BYTES if machine.processes == 1 else closed_form.CONTEXT_AND_NCCL_BYTES
-    )
-    return Budget(capacity, outside, int(hardware.memory_margin_gib * GIB), host)
 
 
 def rows_per_process(global_batch_size: int, *, processes: int) -> int:
@@ -136,30 +77,28 @@ def micro_batch_sizes(wanted: int | str, *, rows: int, processes: int) -> list[i
     return [int(wanted)]
 
 
-def compute_dtype(name: str, machine: Machine) -> str:
-    """Return the type of activations, as `backends.resolve_dtype` will; raises `UserError` for one
-    that the machine has not.
-    """
-    cuda = machine.device == "cuda"
-    wanted = automatic_dtype(cuda=cuda, bfloat16=machine.bfloat16) if name == "auto" else name
-    if lack := dtype_lack(wanted, cuda=cuda, bfloat16=machine.bfloat16):
-        raise setting_error("model.compute_dtype", wanted, lack, "Set it to auto")
-    return wanted
+def compute_dtype(model: ModelConfig, machine: Machine) -> str:
+    """Return the type of activations; raises `UserError` for one that the machine has not."""
+    return choose_dtype(
+        model.compute_dtype, cuda=machine.device == "cuda", bfloat16=machine.bfloat16
+    )
 
 
 def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) -> Attention:
-    """Return how attention uses memory, as `backends.resolve_training_attention` will decide.
-
-    `auto` on a GPU in 16 bits is flash, of the flash-attn package or of torch; the latter cannot
-    soft-cap.
-    """
-    if model.attention != "auto":
-        flash = model.attention == "varlen" or model.attention.startswith("flash")
-        return "flash" if flash else "eager" if model.attention == "eager" else "sdpa"
-    half = compute_dtype(model.compute_dtype, machine) != "float32" and machine.bfloat16
-    if machine.device == "cuda" and half and (machine.flash_attention or not softcapped):
+    """Return how the attention that training will choose uses memory."""
+    name: str = model.attention
+    if name == "auto":
+        name = automatic_attention(
+            cuda=machine.device == "cuda",
+            bfloat16=machine.bfloat16,
+            compute_dtype=compute_dtype(model, machine),
+            flash_package=machine.flash_attention,
+            softcapped=softcapped,
+            training=True,
+        )
+    if name == VARLEN or name.startswith("flash"):
         return "flash"
-    return "eager" if softcapped else "sdpa"
+    return "eager" if name == "eager" else "sdpa"
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
@@ -185,7 +124,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
     cuda = machine.device == "cuda"
-    dtype = compute_dtype(run.model.compute_dtype, machine)
+    dtype = compute_dtype(run.model, machine)
     return Setup(
         processes=machine.processes,
         micro_batch_size=1,
@@ -327,20 +266,3 @@ def _largest_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
         name = path.rpartition(".")[2]
         largest[name] = max(rank, largest.get(name, 0))
     return largest
-
-
-def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
-    """Return the host memory of all processes of a node together at the peak, for a predicted peak
-    of each.
-
-    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all
-    slices of the largest tensor while the weights are loaded; later the pages of an embedding's
-    file take their place, once for all processes, and the rows of a micro-batch on their way.
-    """
-    if machine.device == "cpu":
-        return machine.processes_per_node * peak_bytes
-    table = shape.vocab_size * shape.hidden_size * shape.source_bytes
-    rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
-    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
-    each += moment_bytes(shape, setup)[1]
-    return machine.processes_per_node * each + table

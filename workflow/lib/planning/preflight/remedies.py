@@ -9,7 +9,8 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.preflight.planning_inputs import budget, divisors, host_bytes
+from workflow.lib.planning.preflight.budget import budget, host_bytes
+from workflow.lib.planning.preflight.planning_inputs import divisors
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.units import GIB
 
@@ -66,13 +67,13 @@ def remedies(
 
     Micro-batches other than the given one are predicted with one row.
     """
-    found = []
+    best = []
     for options in _options(shape, setup, machine, global_batch_size=global_batch_size):
         tried = [_try(shape, change, changed, machine, hardware) for change, changed in options]
         if tried:
-            found.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
+            best.append(next((remedy for remedy in tried if remedy.fits), tried[-1]))
     before = predict(shape, setup).peak_bytes
-    helpful = [remedy for remedy in found if remedy.fits or remedy.peak_bytes < before]
+    helpful = [remedy for remedy in best if remedy.fits or remedy.peak_bytes < before]
     return sorted(helpful, key=_order)
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.preflight.budget import Budget
 from workflow.lib.planning.preflight.plan_search import Candidate, choose
-from workflow.lib.planning.preflight.planning_inputs import Budget
 
 
 def confirmed(
-    found: list[Candidate], shape: ModelShape, *, device: str, limits: Budget
+    options: list[Candidate], shape: ModelShape, *, device: str, limits: Budget
 ) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate whose replay fits, and all candidates with what their replays have
     shown.
@@ -22,19 +22,19 @@ def confirmed(
     If none fits, the one that needs least, replayed too.
     """
     while True:
-        chosen = choose(found, device=device)
+        chosen = choose(options, device=device)
         if device == "cpu" or chosen.replayed is not None:
-            return chosen, found
+            return chosen, options
         tried = replayed(chosen, shape, limits=limits)
-        found = [tried if candidate is chosen else candidate for candidate in found]
+        options = [tried if candidate is chosen else candidate for candidate in options]
         if tried.fits:
-            return tried, found
+            return tried, options
 
 
 def replayed(candidate: Candidate, shape: ModelShape, *, limits: Budget) -> Candidate:
     """Return a candidate with its replay, and what it lacks by that."""
     outside = limits.outside_allocator_bytes + limits.margin_bytes
     allowed = limits.capacity_bytes - outside
-    found = replay(shape, candidate.setup, limit_bytes=allowed)
-    lacking = found.lacking_bytes or found.reserved_bytes - allowed
-    return replace(candidate, replayed=found, lacking_bytes=lacking)
+    peaks = replay(shape, candidate.setup, limit_bytes=allowed)
+    lacking = peaks.lacking_bytes or peaks.reserved_bytes - allowed
+    return replace(candidate, replayed=peaks, lacking_bytes=lacking)

@@ -1,12 +1,11 @@
-"""preflight.json as a table for a terminal and a log."""
+"""A forecast as tables for a terminal and a log."""
 
 import io
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from workflow.lib.artifacts.records import Candidate
+from workflow.lib.artifacts.preflight_record import Estimate, Forecast
 from workflow.lib.planning.preflight.plan_words import choices, chosen_plan, in_words, nearest_plans
 from workflow.lib.system.units import GIB, MIB
 
@@ -17,42 +16,42 @@ METHODS = {
 WIDTH = 100  # columns
 
 
-def render(document: dict[str, Any], *, run: str) -> str:
-    """Return the tables of a preflight document as plain text."""
+def render(forecast: Forecast, *, run: str) -> str:
+    """Return the tables of a forecast as plain text."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
-    console.print(_terms(document, run=run))
-    console.print(_plans(document))
-    console.print(_facts(document))
+    console.print(_terms(forecast, run=run))
+    console.print(_plans(forecast))
+    console.print(_facts(forecast))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _terms(document: dict[str, Any], *, run: str) -> Table:
+def _terms(forecast: Forecast, *, run: str) -> Table:
     """Bytes by term in the peak phase, and what must fit besides."""
-    phase = document["peak_phase"]
-    table = Table(title=f"run {run}: memory of each process, phase {phase}", title_justify="left")
+    title = f"run {run}: memory of each process, phase {forecast.peak_phase}"
+    table = Table(title=title, title_justify="left")
     table.add_column("term")
     table.add_column("size", justify="right")
     table.add_column("what it is")
-    for term in sorted(document["terms"], key=lambda term: -term["bytes"]):
-        table.add_row(term["name"], _size(term["bytes"]), term["explanation"])
+    for term in sorted(forecast.terms, key=lambda term: -term.bytes):
+        table.add_row(term.name, _size(term.bytes), term.explanation)
     table.add_section()
-    extra = {
-        "peak_bytes": "sum: the largest of the phases below",
-        "allocator_slack_bytes": METHODS[document["method"]],
-        "reserved_bytes": "what PyTorch takes from the device",
-        "outside_allocator_bytes": "CUDA context, communication",
-        "margin_bytes": "hardware.memory_margin_gib",
-        "capacity_bytes": "what a process may take",
-    }
-    for key, explanation in extra.items():
-        table.add_row(key.removesuffix("_bytes"), _size(document[key]), explanation)
+    slack = METHODS[forecast.method]
+    for name, num_bytes, explanation in (
+        ("peak", forecast.peak_bytes, "sum: the largest of the phases below"),
+        ("allocator_slack", forecast.allocator_slack_bytes, slack),
+        ("reserved", forecast.reserved_bytes, "what PyTorch takes from the device"),
+        ("outside_allocator", forecast.outside_allocator_bytes, "CUDA context, communication"),
+        ("margin", forecast.margin_bytes, "hardware.memory_margin_gib"),
+        ("capacity", forecast.capacity_bytes, "what a process may take"),
+    ):
+        table.add_row(name, _size(num_bytes), explanation)
     return table
 
 
-def _plans(document: dict[str, Any]) -> Table:
+def _plans(forecast: Forecast) -> Table:
     """The chosen plan among its neighbours, a line each."""
-    plans = [Candidate.model_validate(plan) for plan in document["candidates"]]
+    plans = forecast.candidates
     shown, columns = nearest_plans(plans), choices(plans)
     table = Table(title=f"plans: {len(shown)} of {len(plans)}", title_justify="left")
     for title in ("micro-batch", *columns, "peak", "step"):
@@ -67,13 +66,12 @@ def _plans(document: dict[str, Any]) -> Table:
     return table
 
 
-def _facts(document: dict[str, Any]) -> Table:
+def _facts(forecast: Forecast) -> Table:
     """Everything else, a line each."""
-    plan, time = document["plan"], document["time"]
+    plan, time = forecast.plan, forecast.time
     table = Table(show_header=False)
-    table.add_row("verdict", document["verdict"])
-    chosen = chosen_plan([Candidate.model_validate(found) for found in document["candidates"]])
-    words = in_words(chosen)
+    table.add_row("verdict", forecast.verdict)
+    words = in_words(chosen_plan(forecast.candidates))
     parts = [
         f"recomputation: {words['recomputation']}",
         f"on the host: {words['on the host']}",
@@ -81,35 +79,34 @@ def _facts(document: dict[str, Any]) -> Table:
     ]
     table.add_row(
         "plan",
-        f"{plan['processes']} x {plan['device']}, micro-batch {plan['micro_batch_size']} x "
-        "accumulation "
-        f"{plan['accumulation_steps']}, {plan['num_steps']} steps, {plan['compute_dtype']}; "
+        f"{plan.processes} x {plan.device}, micro-batch {plan.micro_batch_size} x accumulation "
+        f"{plan.accumulation_steps}, {plan.num_steps} steps, {plan.compute_dtype}; "
         f"{'; '.join(parts)}",
     )
-    phases = document["phases"].items()
+    phases = forecast.phases.items()
     table.add_row("phases", ", ".join(f"{name} {_size(size)}" for name, size in phases))
-    host = _size(document["host_bytes"])
-    if document["host_capacity_bytes"] is not None:
-        host += f" of {_size(document['host_capacity_bytes'])}"
+    host = _size(forecast.host_bytes)
+    if forecast.host_capacity_bytes is not None:
+        host += f" of {_size(forecast.host_capacity_bytes)}"
     table.add_row("host memory", host)
-    disk = ", ".join(f"{name} {_size(size)}" for name, size in document["disk_bytes"].items())
-    if document["disk_free_bytes"] is not None:
-        disk += f"; free {_size(document['disk_free_bytes'])}"
+    disk = ", ".join(f"{name} {_size(size)}" for name, size in forecast.disk_bytes.items())
+    if forecast.disk_free_bytes is not None:
+        disk += f"; free {_size(forecast.disk_free_bytes)}"
     table.add_row("disk", disk)
     table.add_row("time", _time(time))
-    if time.get("parts_s"):
-        table.add_row("spent on", _shares(time["parts_s"]))
-    table.add_row("predicted from", str(time["basis"]))
+    if time.parts_s:
+        table.add_row("spent on", _shares(time.parts_s))
+    table.add_row("predicted from", time.basis)
     return table
 
 
-def _time(time: dict[str, Any]) -> str:
-    if time["step_s"] is None:
+def _time(time: Estimate) -> str:
+    if time.step_s is None:
         return "not known"
-    cost = "" if time["cost"] is None else f"cost {time['cost']:,.2f}, "
+    cost = "" if time.cost is None else f"cost {time.cost:,.2f}, "
     return (
-        f"{time['step_s']:.3g} s a step, {time['total_h']:.3g} h in all, {cost}"
-        f"{time['tokens_per_s_per_process']:,.0f} tokens/s per process"
+        f"{time.step_s:.3g} s a step, {time.total_h:.3g} h in all, {cost}"
+        f"{time.tokens_per_s_per_process:,.0f} tokens/s per process"
     )
 
 

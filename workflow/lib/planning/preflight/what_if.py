@@ -6,7 +6,7 @@ anything else) and the tokens (rows without padding, every token trained).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from workflow.lib.model.architecture.model_shape import (
     shape_of_config,
 )
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
+from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
 from workflow.lib.system.errors import UserError, setting_error
 
@@ -107,17 +108,17 @@ def settings_of(
         raise UserError(reason.replace(" Change it in config.yaml.", "")) from None
 
 
-def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> Mapping[str, Any]:
-    """Return the manifest of `rows` full rows, all of whose tokens are trained; raises `UserError`
+def imagined_tokens(shape: ModelShape, *, seq_len: int, rows: int) -> TokenCounts:
+    """Return the counts of `rows` full rows, all of whose tokens are trained; raises `UserError`
     if there are none.
     """
     if not 1 <= rows <= MOST_ROWS:
         bound = f"it must be 1 to {MOST_ROWS:,}"
         raise setting_error("--rows", rows, bound, "Give the rows of the training data")
-    tokens = rows * seq_len
-    train = {"packed_rows": rows, "tokens": tokens, "trained_tokens": tokens}
-    return {
-        "seq_len": seq_len,
-        "vocab_size": shape.vocab_size,
-        "splits": {"train": train, "heldout": {"tokens": 0, "documents": 0}},
-    }
+    return TokenCounts(
+        seq_len=seq_len,
+        vocab_size=shape.vocab_size,
+        heldout_tokens=0,
+        packed_rows=rows,
+        trained_tokens=rows * seq_len,
+    )

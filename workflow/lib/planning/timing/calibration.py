@@ -148,9 +148,9 @@ def fit(timings: Sequence[Timing], gpu: GpuModel, *, start: Constants) -> Consta
     best, loss = start, _loss(timings, gpu, start, start)
     step = FIRST_STEP
     while step > LAST_STEP:
-        found, found_loss = _around(timings, gpu, best, loss, step=step, start=start)
-        if found_loss < loss:
-            best, loss = found, found_loss
+        constants, new_loss = _around(timings, gpu, best, loss, step=step, start=start)
+        if new_loss < loss:
+            best, loss = constants, new_loss
         else:
             step /= 2
     return best

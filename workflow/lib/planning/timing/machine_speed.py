@@ -55,7 +55,7 @@ class Speed:
         work = micro_batch_work(shape, setup, trained_share=trained_share)
         if not self.platforms:
             return {"products": cpu_seconds(work, flops=self.cpu_flops)}
-        found = (
+        by_platform = (
             gpu_parts(
                 work,
                 platform.gpu,
@@ -64,7 +64,7 @@ class Speed:
             )
             for platform in self.platforms
         )
-        return max(found, key=lambda parts: sum(parts.values()))
+        return max(by_platform, key=lambda parts: sum(parts.values()))
 
 
 def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 4) -> Speed:
@@ -130,7 +130,7 @@ def _network(machine: Machine) -> str:
 
 def _calibrated(machine: Machine, names: list[str], path: Path) -> Speed:
     """Fit each kind of GPU to its own measurements."""
-    platforms, found = [], []
+    platforms, bases = [], []
     for name in names:
         gpu = BY_NAME.get(name, BY_NAME[STAND_IN])
         timings = read_timings(path, gpu, name=name)
@@ -145,9 +145,9 @@ def _calibrated(machine: Machine, names: list[str], path: Path) -> Speed:
         constants = fit(timings, gpu, start=H200)
         errors = [abs(timing.error(gpu, constants)) for timing in timings]
         platforms.append(_platform(name, machine, constants))
-        found.append(
+        bases.append(
             f"{len(timings)} measurements on {name} (median {statistics.median(errors):.1%} off, "
             f"worst {max(errors):.1%})"
         )
-    basis = f"roofline fitted to {'; '.join(found)} of {path.name}"
+    basis = f"roofline fitted to {'; '.join(bases)} of {path.name}"
     return Speed(tuple(platforms), basis + _network(machine))

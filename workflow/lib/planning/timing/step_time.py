@@ -9,16 +9,12 @@ Units: FLOP, bytes, seconds.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import (
-    hosted_slice,
-    lora_parameters,
-    saved_activations,
-    stashed_counts,
-)
+from workflow.lib.planning.memory.terms import lora_parameters, saved_activations
 from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 
@@ -120,17 +116,17 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     dora = 2 * setup.rank * used if setup.dora else 0
     causal = 0.5 if setup.attention == "flash" else 1.0
     forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
-    kept = saved_activations(shape, setup)
+    saved_bytes = saved_activations(shape, setup)
     plain = saved_activations(shape, replace(setup, fused_layers=False))
     return Work(
         product_flops=t * (2 * used + adapters + head) + dora,
         attention_flops=t * forward * (passes - 1 + 2.5),
         dequantized_bytes=used * DEQUANTIZED_BYTES,
-        kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - kept)),
+        kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - saved_bytes)),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        stashed_bytes=_stashed_bytes(shape, setup, kept=kept),
+        stashed_bytes=_stashed_bytes(shape, setup, saved_bytes=saved_bytes),
         hosted_layers=setup.offload_layers,
         hosted_bytes=hosted_slice(shape, setup),
         layers=layers,
@@ -146,9 +142,9 @@ def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
     return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup, *, kept: int) -> int:
+def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: int) -> int:
     inputs, whole = stashed_counts(shape, setup)
-    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * kept
+    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
 
 
 Parts = dict[str, float]
@@ -237,24 +233,30 @@ def estimate(
     accumulation_steps: int,
     num_steps: int,
     price_per_gpu_hour: float | None,
-) -> dict[str, Any]:
-    """Return the `time` entry of preflight.json.
+) -> Estimate:
+    """Return the predicted time of a run.
 
     parts: of a micro-batch of `tokens` tokens, None where the speed is not known; num_gpus: 0 on
     the CPU. `cost` is None without a price or a time.
     """
     if parts is None:
-        times = ("step_s", "total_h", "tokens_per_s_per_process", "cost")
-        return {**dict.fromkeys(times), "parts_s": {}, "basis": basis}
+        return Estimate(
+            step_s=None,
+            total_h=None,
+            tokens_per_s_per_process=None,
+            cost=None,
+            parts_s={},
+            basis=basis,
+        )
     micro_s = sum(parts.values())
     step_s = micro_s * accumulation_steps
     total_h = step_s * num_steps / 3600
     gpu_hours = total_h * num_gpus
-    return {
-        "step_s": step_s,
-        "total_h": total_h,
-        "tokens_per_s_per_process": tokens / micro_s,
-        "cost": gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
-        "parts_s": parts,
-        "basis": basis,
-    }
+    return Estimate(
+        step_s=step_s,
+        total_h=total_h,
+        tokens_per_s_per_process=tokens / micro_s,
+        cost=gpu_hours * price_per_gpu_hour if gpu_hours and price_per_gpu_hour else None,
+        parts_s=parts,
+        basis=basis,
+    )

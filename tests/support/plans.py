@@ -1,0 +1,82 @@
+"""Plans and forecasts for tests, as preflight makes them; nothing here needs torch."""
+
+from typing import Any
+
+from workflow.lib.artifacts.preflight_record import Forecast, Plan, TriedPlan
+
+
+def make_plan(**changes: Any) -> Plan:
+    """The plan of one CPU process with a row at a time, all layers recomputed."""
+    fields: dict[str, Any] = {
+        "device": "cpu",
+        "processes": 1,
+        "nodes": 1,
+        "shard_size": 1,
+        "micro_batch_size": 1,
+        "accumulation_steps": 1,
+        "activation_checkpointing": True,
+        "offload_activations": False,
+        "offload_window_bytes": None,
+        "reshard_after_forward": True,
+        "offload_embedding": False,
+        "offload_layers": 0,
+        "gpu_memory_bytes": None,
+        "compute_dtype": "float32",
+        "num_steps": 6,
+    }
+    return Plan(**(fields | changes))
+
+
+def tried_plan(**changes: Any) -> TriedPlan:
+    """A chosen plan with a row at a time, nothing offloaded."""
+    fields: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "activation_checkpointing": True,
+        "recomputation": "every layer",
+        "offload_activations": False,
+        "offload_layers": 0,
+        "reshard_after_forward": True,
+        "host_bytes": 2**32,
+        "peak_bytes": 2**31,
+        "relative_time": 1.0,
+        "fits": True,
+        "why": "chosen",
+    }
+    return TriedPlan(**(fields | changes))
+
+
+def make_forecast(**changes: Any) -> Forecast:
+    """The forecast of two CPU processes with two rows at a time: a peak of 2 GiB of 4 GiB."""
+    fields: dict[str, Any] = {
+        "verdict": "fits",
+        "reason": "micro-batch 2 needs 2.00 of 4.00 GiB",
+        "plan": make_plan(processes=2, shard_size=2, micro_batch_size=2),
+        "method": "closed_form",
+        "terms": [{"name": "adam_moments", "bytes": 2**30, "explanation": "both moments"}],
+        "phases": {"forward": 2**31},
+        "peak_phase": "forward",
+        "peak_bytes": 2**31,
+        "allocator_slack_bytes": 0,
+        "reserved_bytes": 2**31,
+        "outside_allocator_bytes": 0,
+        "capacity_bytes": 2**32,
+        "margin_bytes": 0,
+        "host_bytes": 2**32,
+        "host_capacity_bytes": 2**33,
+        "disk_bytes": {"adapter": 2**20},
+        "disk_free_bytes": 2**34,
+        "time": {
+            "step_s": None,
+            "total_h": None,
+            "tokens_per_s_per_process": None,
+            "cost": None,
+            "parts_s": {},
+            "basis": "unknown device",
+        },
+        "candidates": [
+            tried_plan(why="slower", peak_bytes=3 * 2**29, relative_time=1.1),
+            tried_plan(micro_batch_size=2),
+        ],
+        "model": {"num_layers": 3},
+    }
+    return Forecast(**(fields | changes))

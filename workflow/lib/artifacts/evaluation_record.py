@@ -1,0 +1,193 @@
+"""`base.json`, `tuned.json` and `merged.json` of `evaluate_run`, written by `evaluation.results`,
+and `requirements.json` of `require_gain`, written by `report.required_gains`.
+"""
+
+from typing import Literal
+
+from workflow.lib.artifacts.records import Interval, Provenance, Record
+
+# What people read in place of an evaluation's `subject`: the measured base is the quantized one.
+SUBJECT_LABELS = {"base": "NF4 base", "tuned": "tuned", "merged": "merged"}
+
+
+class SourceLoss(Record):
+    """Loss on some held-out documents."""
+
+    loss: float
+    """Nats per trained token."""
+    loss_ci95: Interval | None
+    """95% interval over documents; null for a single document."""
+    perplexity: float
+    """Exponential of the loss."""
+    documents: int
+    """Documents measured."""
+    trained_tokens: int
+    """Their prediction targets."""
+
+
+class DocumentLoss(Record):
+    """Loss on one held-out document."""
+
+    document: int
+    """Its number in the tokens folder."""
+    source: str
+    """Name of its source."""
+    loss_sum: float
+    """Nats, summed over its prediction targets."""
+    tokens: int
+    """Its prediction targets."""
+
+
+class Heldout(SourceLoss):
+    """Loss on all held-out documents, and by their source."""
+
+    loss_ci95: Interval
+    """95% interval over documents."""
+    sources: dict[str, SourceLoss]
+    """The same by source."""
+    per_document: list[DocumentLoss]
+    """Loss of each document."""
+
+
+class Metric(Record):
+    """A task's score."""
+
+    value: float
+    """The score."""
+    stderr: float | None
+    """Its standard error; null where the harness gives none."""
+    higher_is_better: bool | None
+    """Which direction is better; null if the task does not say."""
+
+
+class Task(Record):
+    """A task's scores."""
+
+    metrics: dict[str, Metric]
+    """Scores by metric."""
+    items: int
+    """Items of the task."""
+    version: int | float | str | None
+    """Version of the task."""
+
+
+class Sample(Record):
+    """A held-out prompt with the answer of one subject."""
+
+    document: int
+    """Number of the held-out document."""
+    prompt: str
+    """What precedes its first trained token."""
+    reference: str
+    """Its first run of trained tokens."""
+    answer: str
+    """The greedy answer."""
+    drawn: str | None
+    """An answer drawn at `evaluate.sample_temperature`; null if that is not set."""
+
+
+class MetricDifference(Record):
+    """Paired difference of a task metric."""
+
+    difference: float
+    """Second subject - first."""
+    difference_ci95: Interval | None
+    """95% interval over the items; null where the metric is no mean over at least two items."""
+    p_value: float | None
+    """Two-sided p-value of no difference; null as the interval."""
+    test: str | None
+    """What gives the p-value: `exact McNemar` or `paired bootstrap`."""
+    gained: int | None
+    """Items that the second subject alone answered rightly; null where values are not 0 and 1."""
+    lost: int | None
+    """Items that the first subject alone answered rightly; null as `gained`."""
+
+
+class LossDifference(Record):
+    """Paired difference of the held-out loss, first subject - second: positive is better."""
+
+    loss_difference: float | None
+    """Nats per trained token; null where nothing was measured."""
+    loss_difference_ci95: Interval | None
+    """95% interval over documents; null for fewer than two."""
+    p_value: float | None
+    """Two-sided p-value of no difference; null as the interval."""
+    documents: int
+    """Documents compared."""
+
+
+class Comparison(LossDifference):
+    """Paired comparison of two subjects on the same questions."""
+
+    sources: dict[str, LossDifference]
+    """Loss differences by source."""
+    tasks: dict[str, dict[str, MetricDifference]]
+    """Differences by task and metric."""
+
+
+class SubjectResults(Record):
+    """What all evaluations say of their subject."""
+
+    subject: Literal["base", "tuned", "merged"]
+    """Which model was asked."""
+    run: str
+    """Name of the run."""
+    heldout: Heldout | None
+    """Held-out loss; null where it is switched off."""
+    tasks: dict[str, Task]
+    """Scores by task."""
+    samples: list[Sample]
+    """Answers to some held-out prompts."""
+
+
+class Evaluation(SubjectResults):
+    """`evaluate_run/base.json`."""
+
+    provenance: Provenance
+    """What made the file."""
+
+
+class TunedEvaluation(SubjectResults):
+    """`evaluate_run/tuned.json`."""
+
+    comparison: Comparison
+    """With the NF4 base as first subject."""
+    provenance: Provenance
+    """What made the file."""
+
+
+class MergedEvaluation(SubjectResults):
+    """`evaluate_run/merged.json`, where `export.merged` is set."""
+
+    comparison: Comparison
+    """With the NF4 base as first subject."""
+    merging: Comparison
+    """With tuned as first subject: what merging cost."""
+    provenance: Provenance
+    """What made the file."""
+
+
+class GainVerdict(Record):
+    """A least gain that `evaluate.require` asks for, and what was reached."""
+
+    requirement: str
+    """`heldout_loss`, or task/metric."""
+    least: float
+    """The gain asked for."""
+    gain: float
+    """The gain over the NF4 base; positive is better."""
+    gain_ci95: Interval | None
+    """Its 95% interval; null if there is none."""
+    judged_by: Literal["estimate", "interval"]
+    """Whether the gain counts, or the lower end of its interval."""
+    met: bool
+    """Whether it is reached."""
+
+
+class Requirements(Record):
+    """`results/requirements.json`."""
+
+    runs: dict[str, list[GainVerdict]]
+    """By run, each least gain."""
+    provenance: Provenance
+    """What made the file."""

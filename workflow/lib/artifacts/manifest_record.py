@@ -1,0 +1,219 @@
+"""`manifest.json` of a tokens folder, written by `data.tokens.manifest`."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from workflow.lib.artifacts.records import Provenance, Record
+
+
+class Source(Record):
+    """A raw data file. Its counts are of what was kept."""
+
+    split: str | None = None
+    """`train` or `heldout`."""
+    source: str | None = None
+    """Name of the source that names the file."""
+    weight: float | None = None
+    """How often an epoch takes the source's documents."""
+    file: str
+    """Path of the file, as the settings name it."""
+    sha256: str
+    """SHA-256 of the file."""
+    rows: int
+    """Rows read."""
+    blank_lines: int | None = None
+    """Blank lines of a file in which a line is a row; neither read nor dropped."""
+    special_token_texts: int | None = None
+    """Rows whose text spells a special token of the tokenizer; it is encoded as text."""
+    rows_by_turns: int | None = None
+    """Rows of which turns became examples of their own."""
+    documents: int | None = None
+    """Documents that its rows became, as an epoch takes them."""
+    tokens: int | None = None
+    """Tokens of these documents."""
+    trained_tokens: int | None = None
+    """Of these tokens, the prediction targets."""
+    token_share: float | None = None
+    """Part of its split's tokens."""
+
+
+class Percentiles(Record):
+    """Lengths of rows before any cut, tokens."""
+
+    p50: float
+    """Median."""
+    p90: float
+    """90th percentile."""
+    p99: float
+    """99th percentile."""
+    max: float
+    """Longest."""
+
+
+class Histogram(Record):
+    """Rows by length before any cut, tokens."""
+
+    edges: list[int]
+    """Ends of the bins, one more than there are bins."""
+    counts: list[int]
+    """Rows of at least `edges[i]` and fewer than `edges[i + 1]` tokens."""
+
+
+class LongRow(Record):
+    """One of the longest rows."""
+
+    file: str
+    """Its file."""
+    row: int
+    """Its number in the file, from 1."""
+    tokens: int
+    """Its tokens before any cut."""
+
+
+class Split(Record):
+    """Counts of one split."""
+
+    rows_read: int
+    """Rows of its files."""
+    rows_kept: int
+    """Rows that became documents."""
+    rows_dropped: int
+    """Rows that did not."""
+    truncated: int
+    """Rows longer than `seq_len`, which were cut or split."""
+    tokens: int
+    """Tokens of its documents."""
+    trained_tokens: int
+    """Of these, the prediction targets."""
+    length_percentiles: Percentiles
+    """Lengths of rows before any cut."""
+    duplicates: int
+    """Rows that equal an earlier one."""
+    near_duplicates: int | None = None
+    """Rows that resemble an earlier one and do not equal it."""
+    length_histogram: Histogram | None = None
+    """Rows by length before any cut."""
+    longest: list[LongRow] = Field(default=[])
+    """The longest rows."""
+
+
+class TrainSplit(Split):
+    """The packed training split."""
+
+    documents: int | None = None
+    """Documents as an epoch takes them: a source of weight 2 counts twice."""
+    packed_rows: int
+    """Rows of `seq_len` tokens into which they are packed."""
+    fill: float
+    """Share of the positions of these rows that hold a token."""
+
+
+class SourceDocuments(Record):
+    """A source's part of the held-out documents."""
+
+    source: str
+    """Name of the source."""
+    documents: int
+    """Its documents, which lie one after the other."""
+
+
+class HeldoutSplit(Split):
+    """The held-out split, which is not packed."""
+
+    documents: int
+    """Documents."""
+    sources: list[SourceDocuments] = Field(default=[])
+    """Documents by source, in the order in which they lie."""
+
+
+class Splits(Record):
+    """Both splits."""
+
+    train: TrainSplit
+    """What is trained on."""
+    heldout: HeldoutSplit
+    """What losses are measured on."""
+
+
+class TokenFiles(Record):
+    """SHA-256 of the files of a tokens folder, by name."""
+
+    heldout_input_ids: str = Field(alias="heldout.input_ids.npy")
+    """Of this file; equal held-out tokens make losses comparable. All other files have theirs."""
+
+
+class Probe(Record):
+    """A text, or a conversation, with the token ids that it would have been trained as."""
+
+    text: str | None = None
+    """The text; null or absent for a conversation."""
+    messages: list[dict[str, Any]] | None = None
+    """The messages of a conversation; null or absent for a text."""
+    tools: list[dict[str, Any]] | None = None
+    """The tools that a conversation offers; null if it offers none."""
+    ids: list[int]
+    """Token ids."""
+
+    @property
+    def described(self) -> str:
+        """What it is, in words."""
+        if self.messages is None:
+            return "a text"
+        roles = ", ".join(str(message["role"]) for message in self.messages)
+        return f"a conversation ({roles})"
+
+
+class ConversationFacts(Record):
+    """What `manifest.json` says of how conversations are written and where an answer ends."""
+
+    chat_template: str | None
+    """Text of the chat template; null for plain text."""
+    bos_token_id: int | None
+    """Token that begins a text; null if there is none."""
+    eos_token_id: int
+    """Token that ends a text."""
+    pad_token_id: int
+    """Token that fills rows."""
+    end_of_turn_token_ids: list[int]
+    """Special tokens that end what the assistant is trained to say."""
+    probes: list[Probe]
+    """What an exported tokenizer is held against."""
+
+
+class Manifest(Record):
+    """`manifest.json` of a tokens folder, without its `ConversationFacts`."""
+
+    format_version: Literal[1]
+    """Version of the folder's format."""
+    seq_len: int
+    """Tokens of a packed row, and of a held-out document at most."""
+    vocab_size: int
+    """Tokens that the tokenizer knows."""
+    pad_token_origin: Literal["pad_token", "eos_token"] | None = None
+    """Which token of the tokenizer fills rows."""
+    format: str
+    """What a row of the data is."""
+    tokenizer_sha256: str
+    """SHA-256 of the tokenizer's files."""
+    chat_template_sha256: str | None
+    """SHA-256 of the chat template; null for plain text."""
+    sources: list[Source]
+    """The raw data files."""
+    splits: Splits
+    """Counts of both splits."""
+    dropped_by_reason: dict[str, int]
+    """Rows dropped, by the reason."""
+    train_heldout_overlap: int | None = None
+    """Held-out rows that were dropped because their tokens equal those of a training row."""
+    train_heldout_near_duplicates: int | None = None
+    """Held-out rows that resemble a training row; removed, or left, as `data.near_duplicates`
+    says."""
+    files: TokenFiles
+    """SHA-256 of every other file of the folder, by name."""
+    samples: list[list[tuple[str, bool]]]
+    """Three training documents as segments: text, and whether it is trained."""
+    provenance: Provenance
+    """What made the folder."""
+    sha256: str | None = None
+    """SHA-256 of the canonical JSON of all other fields."""

@@ -1,0 +1,161 @@
+"""`preflight.json`: what preflight decides and predicts, and the plan that the later stages follow.
+
+The file is written from these types, a key per field and in their order, and read back into them.
+A file that lacks a field or has another one is of another version and refused: a lever that a stage
+does not know of would be left out without a word.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from workflow.lib.artifacts.records import Provenance, Record
+
+
+class PreflightRecord(Record, extra="forbid"):
+    """Base of all parts of `preflight.json`: no field but these."""
+
+
+class Plan(PreflightRecord):
+    """How a run trains: what `finetune` follows, and each case of the benchmark."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    processes: int
+    """Of all nodes together, one for each GPU."""
+    nodes: int
+    """Machines that share the processes equally."""
+    shard_size: int
+    """Processes that share one copy of the model."""
+    micro_batch_size: int
+    """Rows of a process and forward pass."""
+    accumulation_steps: int
+    """Micro-batches of a process and optimizer step."""
+    activation_checkpointing: bool | int
+    """Recomputation in backward: of all layers, of none, or of every k-th."""
+    offload_activations: bool | int
+    """What backward needs waits in host memory: all of it, or that of so many layers."""
+    offload_window_bytes: int | None
+    """Offloaded activations that are on the device at a time; None where none are offloaded."""
+    reshard_after_forward: bool
+    """Gathered weights are freed after forward, and gathered again for backward."""
+    offload_embedding: bool
+    """Embedding rows are looked up in host memory."""
+    offload_layers: int
+    """Decoder layers whose packed weights wait in host memory."""
+    gpu_memory_bytes: int | None
+    """Bound on what PyTorch reserves on each GPU; None = no bound."""
+    compute_dtype: str
+    """Of activations: `bfloat16`, `float16` or `float32`."""
+    num_steps: int
+    """Optimizer steps of the run."""
+
+
+class Term(PreflightRecord):
+    """One addend of the predicted peak."""
+
+    name: str
+    """What takes the memory."""
+    bytes: int
+    """How much of it, per process."""
+    explanation: str
+    """What it is, in words."""
+
+
+class Estimate(PreflightRecord):
+    """Predicted time; None where the speed of the GPU is not known, as `basis` then says."""
+
+    step_s: float | None
+    """Seconds of an optimizer step."""
+    total_h: float | None
+    """Hours of the training."""
+    tokens_per_s_per_process: float | None
+    """Tokens a second, of each process."""
+    cost: float | None
+    """In the currency of `hardware.price_per_gpu_hour`; None without a price too."""
+    parts_s: dict[str, float]
+    """Of a micro-batch, by what it is spent on."""
+    basis: str
+    """What the prediction rests on, in words."""
+
+
+class TriedPlan(PreflightRecord):
+    """A plan that preflight tried; `relative_time` is that of a step, 1 for the chosen one."""
+
+    micro_batch_size: int
+    """Rows of a process and forward pass."""
+    activation_checkpointing: bool | int
+    """As in the plan."""
+    recomputation: str
+    """`activation_checkpointing` in words."""
+    offload_activations: bool | int
+    """As in the plan."""
+    offload_layers: int
+    """As in the plan."""
+    reshard_after_forward: bool
+    """As in the plan."""
+    host_bytes: int
+    """Host memory of a node's processes together."""
+    peak_bytes: int
+    """Predicted peak of each process, allocated."""
+    relative_time: float
+    """Time of a step; 1 for the chosen plan."""
+    fits: bool
+    """Whether device and host hold it."""
+    why: str
+    """Why it was chosen or not."""
+
+
+class Forecast(PreflightRecord):
+    """What preflight decides and predicts; bytes are of each process where nothing else is said."""
+
+    verdict: Literal["fits", "does_not_fit"]
+    """Whether the run can be trained on this machine."""
+    reason: str
+    """Why, in words."""
+    plan: Plan
+    """How the training runs."""
+    method: Literal["replay", "closed_form"]
+    """What the peaks are predicted by."""
+    terms: list[Term]
+    """Of the peak phase; they add up to the peak."""
+    phases: dict[str, int]
+    """Peak by phase."""
+    peak_phase: str
+    """The phase that needs most."""
+    peak_bytes: int
+    """Allocated."""
+    allocator_slack_bytes: int
+    """Reserved beyond that."""
+    reserved_bytes: int
+    """The sum of both: what PyTorch takes from the device."""
+    outside_allocator_bytes: int
+    """CUDA context and communication."""
+    capacity_bytes: int
+    """What a process may take."""
+    margin_bytes: int
+    """`hardware.memory_margin_gib`."""
+    host_bytes: int
+    """Of a node's processes together, at the peak."""
+    host_capacity_bytes: int | None
+    """What they may take; None if it is not known."""
+    disk_bytes: dict[str, int]
+    """By artifact."""
+    disk_free_bytes: int | None
+    """None where there was no disk to ask."""
+    time: Estimate
+    """Predicted time and cost."""
+    candidates: list[TriedPlan]
+    """The plans that were tried."""
+    model: dict[str, Any]
+    """Facts of the model's shape (`ModelShape`), and its numbers of parameters."""
+
+
+class Preflight(Forecast):
+    """`preflight_run/preflight.json`: a forecast with what made it."""
+
+    advice: ClassVar[str] = (
+        "Another version of the workflow may have written it: delete this file and run preflight "
+        "again."
+    )
+
+    provenance: Provenance
+    """What made the file."""

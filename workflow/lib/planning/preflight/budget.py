@@ -1,0 +1,87 @@
+"""Memory that a process may take of its GPU and of the host, and what it takes of the host."""
+
+from dataclasses import dataclass
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory import closed_form
+from workflow.lib.planning.memory.offload_terms import hosted_bytes, offloaded_bytes
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import moment_bytes
+from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.errors import setting_error
+from workflow.lib.system.units import GIB
+
+# Resident set of a process besides the model, measured (docs/memory-model.md): on the CPU 0.43 GiB
+# after the imports and 0.6 to 0.7 after some steps; with a GPU 2.2 GiB, CUDA's libraries and NCCL
+# included.
+CPU_PROCESS_BYTES = int(0.7 * GIB)
+GPU_PROCESS_BYTES = int(2.5 * GIB)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that a process may take, bytes. On the CPU, its share of the host."""
+
+    capacity_bytes: int
+    outside_allocator_bytes: int
+    margin_bytes: int
+    host_capacity_bytes: int | None
+
+    def slack_bytes(self, peak_bytes: int) -> int:
+        """What the allocator reserves beyond what is allocated at the peak."""
+        return int(peak_bytes * closed_form.ALLOCATOR_SLACK)
+
+    def needed_bytes(self, peak_bytes: int) -> int:
+        """All that must fit into the capacity for a predicted peak."""
+        outside = self.outside_allocator_bytes + self.margin_bytes
+        return peak_bytes + self.slack_bytes(peak_bytes) + outside
+
+    def holds(self, peak_bytes: int) -> bool:
+        """Whether a predicted peak fits."""
+        return self.needed_bytes(peak_bytes) <= self.capacity_bytes
+
+
+def budget(hardware: HardwareConfig, machine: Machine) -> Budget:
+    """Return what a process may take.
+
+    Raises `UserError` if `hardware.gpu_memory_gib` is more than the GPUs have.
+    """
+    host = machine.host_bytes
+    if hardware.host_memory_gib != "auto":
+        allowed = int(hardware.host_memory_gib * GIB)
+        host = allowed if host is None else min(host, allowed)
+    if machine.gpu_bytes is None:
+        assert host is not None, "a machine without GPUs has memory of its own"
+        return Budget(host // machine.processes_per_node, 0, 0, host)
+    capacity = machine.gpu_bytes
+    if hardware.gpu_memory_gib != "auto":
+        capacity = int(hardware.gpu_memory_gib * GIB)
+        if capacity > machine.gpu_bytes:
+            raise setting_error(
+                "hardware.gpu_memory_gib",
+                hardware.gpu_memory_gib,
+                f"the smallest GPU has {machine.gpu_bytes / GIB:.2f} GiB",
+                "Set it to that or below, or to auto",
+            )
+    outside = (
+        closed_form.CONTEXT_BYTES if machine.processes == 1 else closed_form.CONTEXT_AND_NCCL_BYTES
+    )
+    return Budget(capacity, outside, int(hardware.memory_margin_gib * GIB), host)
+
+
+def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes: int) -> int:
+    """Return the host memory of all processes of a node together at the peak, for a predicted peak
+    of each.
+
+    With GPUs: each process itself, its offloaded activations and layers, paged moments, and all
+    slices of the largest tensor while the weights are loaded; later the pages of an embedding's
+    file take their place, once for all processes, and the rows of a micro-batch on their way.
+    """
+    if machine.device == "cpu":
+        return machine.processes_per_node * peak_bytes
+    table = shape.vocab_size * shape.hidden_size * shape.source_bytes
+    rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
+    each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
+    each += moment_bytes(shape, setup)[1]
+    return machine.processes_per_node * each + table

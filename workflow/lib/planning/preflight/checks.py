@@ -1,0 +1,188 @@
+"""What preflight reads, the machine and the tokens, and what it refuses whatever the memory.
+
+Only settings, `config.json`, the manifest and the machine are looked at: the checks also run before
+anything is downloaded or tokenized.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.model.architecture.model_shape import ModelShape, read_config, shape_of_config
+from workflow.lib.planning.machine import (
+    Machine,
+    asked_machine,
+    imagined_machine,
+    imagined_model,
+    num_processes,
+    requested_processes,
+)
+from workflow.lib.planning.preflight.budget import budget
+from workflow.lib.planning.preflight.planning_inputs import (
+    make_setup,
+    micro_batch_sizes,
+    rows_per_process,
+    target_ranks,
+    trained_modules,
+)
+from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.settings.config import HardwareConfig, RunConfig
+from workflow.lib.system import hardware
+from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import read_json
+from workflow.lib.system.gpu_models import parse_gpu
+
+CHECKS_HELP = "runs (JSON) whose settings are held against the model's config.json before any work"
+
+
+def read_machine(settings: HardwareConfig) -> Machine:
+    """Ask this machine what a run gets on each node; raises `UserError` if that is less than the
+    settings ask for.
+
+    Where no GPU is visible it may be asked to plan for `hardware.gpu_model`.
+    """
+    device, processes = num_processes(settings)
+    imagined = imagined_model(settings)
+    if imagined is not None:
+        return imagined_machine(processes, imagined, nodes=settings.nodes)
+    # Which of them a run gets is decided by a lease when it starts (see `gpu_leases`).
+    visible = hardware.visible_gpus() if device == "cuda" else []
+    gpus = hardware.interchangeable(visible, count=processes)
+    return Machine(
+        device=device,
+        processes=processes * settings.nodes,
+        nodes=settings.nodes,
+        gpu_names=tuple(gpu.name for gpu in gpus[:processes]) * settings.nodes,
+        gpu_bytes=min((gpu.total_bytes for gpu in gpus), default=None),
+        host_bytes=hardware.available_host_bytes(),
+        bfloat16=all(gpu.bfloat16 for gpu in gpus)
+        if device == "cuda"
+        else hardware.cpu_has_bfloat16(),
+        flash_attention=importlib.util.find_spec("flash_attn") is not None,
+    )
+
+
+def read_tokens(path: Path) -> TokenCounts:
+    """Read the counts in the manifest of a tokens folder; raises `UserError` if it lacks one."""
+    try:
+        manifest = read_json(path)
+        train = manifest["splits"]["train"]
+        sizes = [
+            manifest["seq_len"],
+            manifest["vocab_size"],
+            manifest["splits"]["heldout"]["tokens"],
+        ]
+        sizes += [train["packed_rows"], train["trained_tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "
+            "again."
+        ) from None
+    if any(not isinstance(size, int) for size in sizes) or sizes[3] < 1:
+        raise UserError(
+            f"{path}: the tokens folder has no training row. Check data.train and rejects.jsonl "
+            "beside it."
+        )
+    return TokenCounts(*sizes)
+
+
+def check_model(name: str, run: RunConfig, *, folder: Path, trains_here: bool = False) -> None:
+    """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`,
+    whatever the data.
+
+    Only config.json is read: its weights may still be on their way. trains_here: as for
+    `check_settings`.
+    """
+    path = folder / "config.json"
+    try:
+        check_settings(
+            run, shape_of_config(read_config(path), origin=path), trains_here=trains_here
+        )
+    except UserError as error:
+        raise UserError(f"run {name}: {error}") from None
+
+
+def check_models(checks: Mapping[str, Any], *, folder: Path) -> None:
+    """Call `check_model` for each of the runs that `layout.checks_json` names."""
+    for name, run in checks.get("runs", {}).items():
+        settings = RunConfig.model_validate(run)
+        check_model(name, settings, folder=folder, trains_here=checks["trains_here"])
+
+
+def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:
+    """Raise `UserError` if settings cannot work with this model and with the processes of the run.
+
+    trains_here: whether this is the machine that will train it, so that `hardware.gpus` can be held
+    against what is visible. Elsewhere a number is believed, and of `auto` nothing is known but that
+    it suits any model.
+    """
+    check_context(run.data.seq_len, shape)
+    if run.hardware.gpu_model is not None:
+        parse_gpu(run.hardware.gpu_model, setting="hardware.gpu_model")
+    if trains_here:
+        machine = read_machine(run.hardware)
+        budget(run.hardware, machine)
+    elif run.hardware.gpus == "auto":
+        trained_modules(run, shape)
+        target_ranks(run, shape)
+        return
+    else:
+        machine = asked_machine(*requested_processes(run.hardware), run.hardware.nodes)
+    check_batch(run, machine)
+    make_setup(run, shape, machine)
+
+
+def check_context(seq_len: int, shape: ModelShape) -> None:
+    """Raise `UserError` if rows are longer than the model can read, or than LongRoPE treats as it
+    would each document.
+
+    Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too.
+    """
+    if seq_len > shape.max_position_embeddings:
+        raise setting_error(
+            "data.seq_len",
+            seq_len,
+            f"the model's max_position_embeddings is {shape.max_position_embeddings}",
+            "Set it to that or below, or choose a model with a longer context",
+        )
+    if shape.short_positions is not None and seq_len > shape.short_positions:
+        raise setting_error(
+            "data.seq_len",
+            seq_len,
+            "this model's LongRoPE rotates every position of a micro-batch by its long factors as "
+            "soon as one position is "
+            f"beyond original_max_position_embeddings, which is {shape.short_positions}: shorter "
+            "documents beside a long "
+            "one, or beside a long padding tail, would be trained with other positions than they "
+            "are used with",
+            f"Set it to {shape.short_positions} or below, or choose a model without LongRoPE",
+        )
+
+
+def check_batch(run: RunConfig, machine: Machine) -> tuple[int, list[int]]:
+    """Return a process's rows of a step, and the micro-batch sizes to consider; raises `UserError`
+    if either is impossible.
+    """
+    rows = rows_per_process(run.train.global_batch_size, processes=machine.processes)
+    sizes = micro_batch_sizes(run.train.micro_batch_size, rows=rows, processes=machine.processes)
+    return rows, sizes
+
+
+def check_tokens(tokens: TokenCounts, run: RunConfig, shape: ModelShape) -> None:
+    """Raise `UserError` if the rows do not suit the settings or the model."""
+    seq_len = run.data.seq_len
+    check_context(seq_len, shape)
+    if tokens.seq_len != seq_len:
+        raise setting_error(
+            "data.seq_len",
+            seq_len,
+            f"the tokens were packed into rows of {tokens.seq_len}",
+            "Tokenize again with this setting, or set it to that length",
+        )
+    if tokens.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"model.source: the tokenizer has {tokens.vocab_size} tokens, the model's embedding "
+            f"{shape.vocab_size} "
+            "rows. They do not belong together: use the tokenizer that came with the checkpoint."
+        )

@@ -1,0 +1,131 @@
+"""From a decision to what `preflight.json` says: the plan, the terms of the peak, the time."""
+
+from dataclasses import asdict
+
+from workflow.lib.artifacts.preflight_record import Forecast, Plan, Term, TriedPlan
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.explanations import EXPLANATIONS
+from workflow.lib.planning.memory.offload_terms import offload_window
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import trainable_parameters
+from workflow.lib.planning.preflight.decision import Decision
+from workflow.lib.planning.preflight.plan_search import Candidate, explain
+from workflow.lib.planning.preflight.planning_inputs import compute_dtype
+from workflow.lib.planning.timing import step_time
+from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.schedule import total_steps
+
+
+def forecast(
+    decision: Decision,
+    run: RunConfig,
+    shape: ModelShape,
+    machine: Machine,
+    tokens: TokenCounts,
+) -> Forecast:
+    """Return what `preflight.json` holds, without its provenance."""
+    chosen, limits = decision.chosen, decision.limits
+    prediction, replayed = chosen.prediction, chosen.replayed
+    plan = _plan(decision, run, shape, machine, num_rows=tokens.packed_rows)
+    peak_bytes = replayed.allocated_bytes if replayed else prediction.peak_bytes
+    slack_bytes = (
+        replayed.reserved_bytes - peak_bytes if replayed else limits.slack_bytes(peak_bytes)
+    )
+    return Forecast(
+        verdict="fits" if decision.fits else "does_not_fit",
+        reason=decision.reason,
+        plan=plan,
+        method="replay" if replayed else "closed_form",
+        terms=_terms(chosen),
+        phases=replayed.phases if replayed else prediction.phase_bytes,
+        peak_phase=replayed.peak_phase if replayed else prediction.peak_phase,
+        peak_bytes=peak_bytes,
+        allocator_slack_bytes=slack_bytes,
+        reserved_bytes=peak_bytes + slack_bytes,
+        outside_allocator_bytes=limits.outside_allocator_bytes,
+        capacity_bytes=limits.capacity_bytes,
+        margin_bytes=limits.margin_bytes,
+        host_bytes=decision.host_bytes,
+        host_capacity_bytes=limits.host_capacity_bytes,
+        disk_bytes=decision.disk_bytes,
+        disk_free_bytes=decision.disk_free_bytes,
+        time=step_time.estimate(
+            _parts(decision, shape, chosen.setup, tokens),
+            basis=decision.speed.basis,
+            num_gpus=len(machine.gpu_names),
+            tokens=chosen.setup.tokens,
+            accumulation_steps=plan.accumulation_steps,
+            num_steps=plan.num_steps,
+            price_per_gpu_hour=run.hardware.price_per_gpu_hour,
+        ),
+        candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
+        model=asdict(shape)
+        | {
+            "total_parameters": shape.quantized_weights + shape.plain_weights,
+            "quantized_parameters": shape.quantized_weights,
+            "trainable_parameters": trainable_parameters(shape, chosen.setup),
+        },
+    )
+
+
+def _terms(chosen: Candidate) -> list[Term]:
+    """Return the terms of the peak: by the replay where there is one, else by the closed form."""
+    prediction = chosen.prediction
+    terms = chosen.replayed.terms if chosen.replayed else prediction.phases[prediction.peak_phase]
+    return [
+        Term(name=name, bytes=size, explanation=EXPLANATIONS[name]) for name, size in terms.items()
+    ]
+
+
+def _parts(
+    decision: Decision, shape: ModelShape, setup: Setup, tokens: TokenCounts
+) -> step_time.Parts | None:
+    """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
+    if not decision.speed.known:
+        return None
+    return decision.speed.parts(shape, setup, trained_share=tokens.trained_share)
+
+
+def _plan(
+    decision: Decision, run: RunConfig, shape: ModelShape, machine: Machine, *, num_rows: int
+) -> Plan:
+    """Return what `finetune` follows."""
+    setup, limits = decision.chosen.setup, decision.limits
+    enforced = machine.device == "cuda" and run.hardware.gpu_memory_gib != "auto"
+    allowed = limits.capacity_bytes - limits.outside_allocator_bytes
+    return Plan(
+        device=machine.device,
+        processes=machine.processes,
+        nodes=machine.nodes,
+        shard_size=setup.shards,
+        micro_batch_size=setup.micro_batch_size,
+        accumulation_steps=decision.rows // setup.micro_batch_size,
+        activation_checkpointing=setup.activation_checkpointing,
+        offload_activations=setup.offload_activations,
+        offload_window_bytes=offload_window(shape, setup),
+        reshard_after_forward=setup.reshard_after_forward,
+        offload_embedding=setup.offload_embedding,
+        offload_layers=setup.offload_layers,
+        gpu_memory_bytes=allowed if enforced else None,
+        compute_dtype=compute_dtype(run.model, machine),
+        num_steps=total_steps(run.train, num_rows=num_rows),
+    )
+
+
+def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
+    setup = candidate.setup
+    return TriedPlan(
+        micro_batch_size=setup.micro_batch_size,
+        activation_checkpointing=setup.activation_checkpointing,
+        recomputation=candidate.recomputation,
+        offload_activations=setup.offload_activations,
+        offload_layers=setup.offload_layers,
+        reshard_after_forward=setup.reshard_after_forward,
+        host_bytes=candidate.host_bytes,
+        peak_bytes=candidate.prediction.peak_bytes,
+        relative_time=candidate.step_s / chosen.step_s,
+        fits=candidate.fits,
+        why=explain(candidate, chosen),
+    )

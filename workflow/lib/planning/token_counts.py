@@ -1,0 +1,23 @@
+"""The counts of a tokens folder that predictions depend on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """What a run trains on and measures, in packed rows and tokens."""
+
+    seq_len: int
+    """Tokens of a packed row."""
+    vocab_size: int
+    """Of the tokenizer."""
+    heldout_tokens: int
+    packed_rows: int
+    """Of the training split, at least 1."""
+    trained_tokens: int
+    """Tokens of the training split that reach the loss."""
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the training rows' tokens that reach the loss."""
+        return min(1.0, self.trained_tokens / (self.packed_rows * self.seq_len))

@@ -1,0 +1,183 @@
+"""One process of the evaluation: it checks the files, prepares the questions, and puts them to each
+model.
+
+`evaluate_run` starts it, alone or as several processes that share the work. The packages imported
+here read environment variables when they are imported, so `evaluate_run` sets those before.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
+from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
+from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
+from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
+from workflow.lib.distributed.work_sharing import check_recorded, main_first
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.evaluation import evaluated_models
+from workflow.lib.evaluation.measurement_cache import Archive
+from workflow.lib.evaluation.questions import (
+    Measurement,
+    Questions,
+    Subject,
+    measure,
+    parts,
+    prepare,
+)
+from workflow.lib.evaluation.results import Evaluations, evaluations, summary_lines
+from workflow.lib.model.backends import choose_device
+from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.system.checksums import listed_files
+from workflow.lib.system.environment import is_worker
+from workflow.lib.system.files import write_json
+
+logger = logging.getLogger("workflow")
+
+TIMEOUT_S = 24 * 3600.0  # a process may wait this long for the share of another, if that moves
+PREPARING_S = 3600.0  # of tasks, whose data may be downloaded
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process. `world`: those that share the work, None if it is alone; `sharded`: they share
+    the weights too.
+    """
+
+    device: torch.device
+    world: World | None
+    pulse: Pulse
+    sharded: bool
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the one that writes and tells."""
+        return self.world is None or self.world.is_main
+
+
+def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -> None:
+    """Be one process of the evaluation."""
+    with ExitStack() as stack:
+        process = join(stack, sharded=sharded)
+        store = TokenStore.open(args.tokens)
+        check_inputs(args, store, process)
+        options = evaluated_models.load_options(
+            args.base,
+            device=process.device,
+            settings=ModelConfig.model_validate(args.config["model"]),
+        )
+        process.pulse.phase("preparing the questions", least_s=PREPARING_S)
+        with main_first(process.world):
+            questions = prepare_questions(args, settings, store)
+            models = evaluated_models.subjects(
+                base=args.base,
+                adapter=args.adapter,
+                merged=args.merged,
+                options=options,
+                shards=process.world if sharded else None,
+            )
+        logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
+        machine = evaluated_models.machine_facts(options)
+        log_questions(questions, store, machine, process)
+        measured = measure_all(args, models, questions, machine, process)
+        if process.is_main:
+            write(args, evaluations(measured, questions, run=args.run))
+
+
+def join(stack: ExitStack, *, sharded: bool) -> Process:
+    """Return this process, which has joined the others until `stack` closes."""
+    pulse = stack.enter_context(
+        Pulse(rank=int(os.environ.get("RANK", 0)), start_s=JOIN_S, step_s=JOIN_S)
+    )
+    device = choose_device()
+    if not is_worker():
+        return Process(device, None, pulse, sharded)
+    world = stack.enter_context(process_group(device.type, timeout_s=TIMEOUT_S))
+    if not world.is_main:
+        logger.setLevel(logging.CRITICAL)  # what the settings break is told once
+    return Process(world.device, world, pulse, sharded)
+
+
+def model_folders(args: argparse.Namespace) -> list[Path]:
+    """Return the folders of base, adapter and, if there is one, merged model."""
+    return [folder for folder in (args.base, args.adapter, args.merged) if folder]
+
+
+def check_inputs(args: argparse.Namespace, store: TokenStore, process: Process) -> None:
+    """Hold models and tokens to their recorded checksums. Collective."""
+    process.pulse.phase("checking the files")
+    recorded = [file for folder in model_folders(args) for file in listed_files(folder)]
+    recorded += recorded_arrays(args.tokens, store.manifest)
+    check_recorded(recorded, world=process.world, moved=process.pulse.moved)
+
+
+def prepare_questions(
+    args: argparse.Namespace, settings: EvaluateConfig, store: TokenStore
+) -> Questions:
+    """Return what all models are asked, written by the chat template that was trained with."""
+    tokenizer = load_tokenizer(args.base)
+    if args.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
+    return prepare(store, tokenizer=tokenizer, settings=settings)
+
+
+def log_questions(
+    questions: Questions, store: TokenStore, machine: dict[str, Any], process: Process
+) -> None:
+    """Tell what is asked, and what computes the answers."""
+    logger.info(
+        "%s, %s, %s, %d process(es)%s: loss of %d of %d held-out documents, %d samples, tasks: %s",
+        machine["device"],
+        machine["compute_dtype"],
+        machine["attention"],
+        process.world.size if process.world else 1,
+        " that share the weights" if process.sharded else "",
+        len(questions.losses_of),
+        store.num_heldout_documents,
+        len(questions.prompts),
+        ", ".join(questions.tasks) or "none",
+    )
+
+
+def measure_all(
+    args: argparse.Namespace,
+    models: Sequence[Subject],
+    questions: Questions,
+    machine: dict[str, Any],
+    process: Process,
+) -> dict[str, Measurement]:
+    """Return what each model answers, by its name. Collective."""
+    asked = parts(questions, world=process.world)
+    archive, folders = Archive(args.archive), model_folders(args)
+    measured = {}
+    for model in models:
+        measured[model.name], new = measure(
+            evaluated_models.watched(model, pulse=process.pulse, folders=folders),
+            asked,
+            archive=archive,
+            machine=machine,
+            world=process.world,
+        )
+        logger.info(
+            "%s: measured %s, %d of %d parts known before",
+            SUBJECT_LABELS[model.name],
+            ", ".join(new) or "nothing",
+            len(asked) - len(new),
+            len(asked),
+        )
+    return measured
+
+
+def write(args: argparse.Namespace, results: Evaluations) -> None:
+    """Write one file a subject, and tell what came out."""
+    for subject, evaluation in results.by_subject().items():
+        write_json(getattr(args, f"output_{subject}"), evaluation.as_json())
+    for line in summary_lines(results):
+        logger.info("%s", line)
