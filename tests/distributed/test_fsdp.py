@@ -22,7 +22,7 @@ from workflow.lib.model.nf4_model import build_on_meta, local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES = 3
@@ -45,7 +45,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     """
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = build_training_model(
-            base, CONFIG, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
+            base, CONFIG, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
         )
         params = dict(model.training.named_parameters())
         report: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_units_are_the_layers_and_the_rest(reports: list[dict[str, Any]]) -> Non
 
 def test_intact_model_passes_the_checks(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert [check["passed"] for check in report["checks"]] == [True] * 4
+        assert [check.passed for check in report["checks"]] == [True] * 4
         assert report["afterwards"] == []
 
 
@@ -201,18 +201,18 @@ def keep_gathered(base: Path) -> dict[str, Any]:
     """Run a forward without backward where layers stay gathered, first as FSDP leaves it."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         plan = make_plan(reshard_after_forward=False)
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.float32, "sdpa")}
         training = build_training_model(base, CONFIG, plan, world, **build).training
         before, held = trainable_parameters(training), local_bytes(training)
         ids = torch.arange(11)[None]
         with torch.no_grad():
-            training(ids, ids, ids[0], None)
+            training.logits(ids, ids, ids[0])
         try:
             found: Any = trainable_parameters(training)
         except AssertionError as error:
             found = str(error)
         with forward_only(training):
-            training(ids, ids, ids[0], None)
+            training.logits(ids, ids, ids[0])
         after = trainable_parameters(training)
         same = before.keys() == after.keys() and all(after[n] is before[n] for n in before)
         return {"gathered": found, "same": same, "freed": local_bytes(training) == held}

@@ -21,7 +21,7 @@ from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 LAYERS = 4
@@ -43,7 +43,7 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
     plan = make_plan(offload_layers=count, activation_checkpointing=level)
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
     model = build_training_model(
-        base, config, plan, world, compute_dtype=torch.float32, attention="sdpa"
+        base, config, plan, world, numerics=Numerics(torch.float32, "sdpa")
     )
     store = random_store(rows=7, seq_len=23)
     checks = startup_checks(model, store, base, world)
@@ -54,7 +54,7 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
     losses = []
     for number in (0, 1):
         loss = model.training(
-            *batch_of(slice(2 * world.rank + number, 2 * world.rank + number + 1), trained=True)
+            batch_of(slice(2 * world.rank + number, 2 * world.rank + number + 1), trained=True)
         )
         loss.backward()
         losses.append(float(loss))
@@ -62,7 +62,7 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
     summed = torch.tensor(sizes)
     dist.all_reduce(summed)
     return {
-        "checks": [check["passed"] for check in checks],
+        "checks": [check.passed for check in checks],
         "losses": losses,
         "gradients": {name: whole(p.grad) for name, p in params.items()},
         "most there": max(there),

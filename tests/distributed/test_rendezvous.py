@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from workflow.lib.distributed.rendezvous import INTERFACE, loopback_store, use_loopback
-from workflow.lib.training.launch import launch_workers
+from workflow.lib.training.launch import Workers, launch_workers
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launcher_and_workers_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
-    launch_workers("tests.support.rendezvous_worker", [str(tmp_path)], processes=2)
+    launch_workers(Workers("tests.support.rendezvous_worker", [str(tmp_path)], processes=2))
     listening = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert [set(addresses) for addresses in listening] == [{"127.0.0.1"}] * 2
     assert min(map(len, listening)) >= 2, "the launcher's store and the worker's gloo"

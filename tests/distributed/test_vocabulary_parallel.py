@@ -32,10 +32,11 @@ from workflow.lib.model.architecture.vocabulary_slices import (
 )
 from workflow.lib.model.chunked_loss import OutputHead
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.startup_checks import startup_checks
 
 PROCESSES, HIDDEN, ROWS, SEQ_LEN = 4, 13, 8, 17
@@ -136,7 +137,7 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
     """
     plan = make_plan(offload_embedding=offload_embedding)
     model = build_training_model(
-        base, CONFIG, plan, world, compute_dtype=torch.float32, attention="sdpa"
+        base, CONFIG, plan, world, numerics=Numerics(torch.float32, "sdpa")
     )
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     checks = startup_checks(model, store, base, world)
@@ -146,12 +147,12 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
     mine = slice(2 * world.rank, 2 * world.rank + 2)
     mode = LargestTensor()
     with mode:
-        loss = model.training(*batch_of(mine, trained=world.rank % 2 == 0))
+        loss = model.training(batch_of(mine, trained=world.rank % 2 == 0))
         loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
     return {
-        "checks": [check["passed"] for check in checks],
+        "checks": [check.passed for check in checks],
         "counted": model.num_parameters(),
         "loss": total,
         "gradients": {name: p.grad.full_tensor() for name, p in params.items()},
@@ -168,13 +169,14 @@ def fill_(params: dict[str, torch.Tensor]) -> None:
             local(param).copy_((0.1 * torch.randn(param.shape, generator=generator))[start:stop])
 
 
-def batch_of(rows: slice, *, trained: bool, device: str | torch.device = "cpu") -> tuple[Any, ...]:
+def batch_of(rows: slice, *, trained: bool, device: str | torch.device = "cpu") -> MicroBatch:
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    batch = make_batch(
-        store.input_ids[rows].astype("int64"), store.position_ids[rows].astype("int64"),
-        store.loss_mask[rows] & trained, device=torch.device(device),
-    )  # fmt: skip
-    return batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
+    return make_batch(
+        store.input_ids[rows].astype("int64"),
+        store.position_ids[rows].astype("int64"),
+        store.loss_mask[rows] & trained,
+        device=torch.device(device),
+    )
 
 
 def survey(base: Path) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def expected(base: Path) -> dict[str, Any]:
     fill_(params)
     total = torch.zeros(())
     for rank in range(0, PROCESSES, 2):
-        loss = training(*batch_of(slice(2 * rank, 2 * rank + 2), trained=True))
+        loss = training(batch_of(slice(2 * rank, 2 * rank + 2), trained=True))
         loss.backward()
         total += loss.detach()
     gradients = {name: p.grad for name, p in params.items()}

@@ -91,7 +91,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     """
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.backends import FLASH_AVAILABLE
-    from workflow.lib.training.build import build_training_model
+    from workflow.lib.training.build import Numerics, build_training_model
 
     names = ["sdpa", "eager"] + ["varlen"] * (device == "cuda")
     names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
@@ -104,7 +104,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
         for name in names:
             model = build_training_model(
                 base, settings(), plan(processes=1, micro_batch_size=2, device=device), world,
-                compute_dtype=torch.bfloat16 if device == "cuda" else torch.float32, attention=name,
+                numerics=Numerics(torch.bfloat16 if device == "cuda" else torch.float32, name),
             ).training.eval()  # fmt: skip
             every = torch.arange(ids.numel(), device=device)
             with torch.no_grad():
@@ -269,12 +269,12 @@ def resident_bytes(base: Path, count: int) -> int:
     """Return what lies on the GPU after a step with `count` layers on the host."""
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from workflow.lib.distributed.world import process_group
-    from workflow.lib.training.build import build_training_model
+    from workflow.lib.training.build import Numerics, build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
-        build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.bfloat16, "sdpa")}
         model = build_training_model(base, CONFIG, make_plan(offload_layers=count), world, **build)
-        model.training(*batch_of(slice(0, 1), trained=True, device=world.device)).backward()
+        model.training(batch_of(slice(0, 1), trained=True, device=world.device)).backward()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
@@ -300,19 +300,19 @@ def step_memory(base: Path) -> dict[str, int]:
     """
     from tests.distributed.test_vocabulary_parallel import CONFIG, batch_of
     from workflow.lib.distributed.world import process_group
-    from workflow.lib.training.build import build_training_model
+    from workflow.lib.training.build import Numerics, build_training_model
 
     with process_group("cuda", timeout_s=120) as world:
-        build = {"compute_dtype": torch.bfloat16, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.bfloat16, "sdpa")}
         model = build_training_model(
             base, CONFIG, make_plan(offload_embedding=True), world, **build
         )
         rows = batch_of(slice(world.rank, world.rank + 1), trained=True, device=world.device)
-        model.training(*rows).backward()  # sets FSDP up
+        model.training(rows).backward()  # sets FSDP up
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        model.training(*rows).backward()
+        model.training(rows).backward()
         return {"step": torch.cuda.max_memory_allocated() - before}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.launch_worker import NCCL
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.launch import launch_workers
+from workflow.lib.training.launch import Workers, launch_workers
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ def test_process_that_fails_beside_nccl_is_named_with_its_cause(
 ) -> None:
     with pytest.raises(UserError) as caught:
         launch_workers(
-            "tests.support.launch_worker", [NCCL + behaviour, str(tmp_path)], processes=2
+            Workers("tests.support.launch_worker", [NCCL + behaviour, str(tmp_path)], processes=2)
         )
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(cause)

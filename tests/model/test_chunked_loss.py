@@ -8,6 +8,8 @@ from transformers import PretrainedConfig
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, output_head
+from workflow.lib.model.layers.packed_attention import document_bounds
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 
 HIDDEN = 13
@@ -141,6 +143,19 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, places
 
 
+def loss(
+    training: CausalLMForTraining,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    chosen: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    summed: torch.Tensor = training(
+        MicroBatch(ids, places, chosen, targets, document_bounds(places))
+    )
+    return summed
+
+
 @torch.no_grad()
 def test_loss_is_that_of_the_chosen_positions_alone(training: CausalLMForTraining) -> None:
     ids, places = batch()
@@ -148,10 +163,10 @@ def test_loss_is_that_of_the_chosen_positions_alone(training: CausalLMForTrainin
     targets = ids.flatten()[chosen + 1]
     logits = training.family_logits(ids[:1], places[:1])
     first = nn.functional.cross_entropy(logits[[0, 4]], targets[:2], reduction="sum")
-    second = training(ids[1:], places[1:], chosen[2:] - 19, targets[2:])
+    second = loss(training, ids[1:], places[1:], chosen[2:] - 19, targets[2:])
     # another batch shape, so other kernels; fp32
     torch.testing.assert_close(
-        training(ids, places, chosen, targets), first + second, rtol=1e-5, atol=0
+        loss(training, ids, places, chosen, targets), first + second, rtol=1e-5, atol=0
     )
 
 
@@ -161,18 +176,18 @@ def test_tokens_after_the_last_chosen_position_have_no_influence(
 ) -> None:
     ids, places = batch()
     chosen, targets = torch.tensor([3, 21]), torch.tensor([5, 9])
-    before = training(ids, places, chosen, targets)
+    before = loss(training, ids, places, chosen, targets)
     ids[:, 12:] = 0
-    assert torch.equal(training(ids, places, chosen, targets), before)
+    assert torch.equal(loss(training, ids, places, chosen, targets), before)
 
 
 @torch.no_grad()
 def test_another_document_of_the_row_has_no_influence(training: CausalLMForTraining) -> None:
     ids, places = batch()
     chosen, targets = torch.arange(19 + 7, 38), torch.arange(12)
-    before = training(ids, places, chosen, targets)
+    before = loss(training, ids, places, chosen, targets)
     ids[1, :7] = 0
-    assert torch.equal(training(ids, places, chosen, targets), before)
+    assert torch.equal(loss(training, ids, places, chosen, targets), before)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

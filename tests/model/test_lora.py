@@ -17,6 +17,7 @@ from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
+from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.lora import (
     FusedLoraLinear,
     init_adapters_,
@@ -24,6 +25,7 @@ from workflow.lib.model.lora import (
     lora_config,
     trainable_parameters,
 )
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings
@@ -137,8 +139,7 @@ def randomized(training: CausalLMForTraining) -> CausalLMForTraining:
 def logits(training: CausalLMForTraining) -> torch.Tensor:
     ids = torch.randint(0, VOCAB, (1, 13), generator=torch.Generator().manual_seed(0))
     places = torch.arange(13)
-    out: torch.Tensor = training(ids, places[None], places, None)
-    return out
+    return training.logits(ids, places[None], places)
 
 
 @pytest.fixture
@@ -234,7 +235,8 @@ def test_backward_makes_no_gradients_for_what_needs_none(base: Path, fused: bool
     if fused:
         fuse_layers_(training.peft_model.get_base_model())  # type: ignore[operator]
     ids = torch.arange(8)[None]
-    loss = training(ids, ids, torch.arange(8), torch.arange(8))
+    batch = MicroBatch(ids, ids, torch.arange(8), torch.arange(8), document_bounds(ids))
+    loss = training(batch)
     with MadeZeros() as seen:
         loss.backward()
     assert not [shape for shape in seen.shapes if len(shape) == 2]

@@ -16,9 +16,9 @@ from tests.support.training_loops import STEPS, full, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 
 IDENTITY = "0123456789ab-cdef01234567"
 FAR_TOO_LARGE = (
@@ -44,7 +44,7 @@ def trained(
     resume in `folder`.
     """
     config = settings(dropout=0.2, max_grad_norm=0.5)
-    build = {"compute_dtype": dtype, "attention": "sdpa"}
+    build = {"numerics": Numerics(dtype, "sdpa")}
     training = build_training_model(base, config, make_plan(), world, **build).training
     if factor is not None:
         training.loss_scale = LossScale()
@@ -56,17 +56,14 @@ def trained(
         lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
     )
     metrics = list(
-        steps(
+        Trainer(
             training,
             optimizer,
             random_store(rows=13, seq_len=31),
             config.train,
-            first_step=0,
-            num_steps=STEPS,
             micro_batch_size=1,
-            elapsed_s=0.0,
             world=world,
-        )
+        ).steps(first_step=0, num_steps=STEPS)
     )
     found: dict[str, Any] = {
         "losses": [m.loss for m in metrics],

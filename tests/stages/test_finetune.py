@@ -67,16 +67,14 @@ def ours(
     """
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.lora import trainable_parameters
-    from workflow.lib.training.build import build_training_model
-    from workflow.lib.training.loop import make_optimizer, steps
+    from workflow.lib.training.build import Numerics, build_training_model
+    from workflow.lib.training.loop import Trainer, make_optimizer
     from workflow.lib.training.startup_checks import startup_checks
 
     torch.set_num_threads(1)
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     with process_group(plan.device, timeout_s=TIMEOUT_S, shard_size=plan.shard_size) as world:
-        model = build_training_model(
-            base, config, plan, world, compute_dtype=dtype, attention=attention
-        )
+        model = build_training_model(base, config, plan, world, numerics=Numerics(dtype, attention))
         startup_checks(model, store, base, world)
         optimizer = make_optimizer(model.training, config.train)
         gradients: list[dict[str, torch.Tensor]] = []
@@ -87,11 +85,15 @@ def ours(
         )
         initial = {n: full(p) for n, p in trainable_parameters(model.training).items()}
         metrics = list(
-            steps(
-                model.training, optimizer, store, config.train, first_step=0, num_steps=STEPS,
-                micro_batch_size=plan.micro_batch_size, elapsed_s=0.0, world=world,
-            )
-        )  # fmt: skip
+            Trainer(
+                model.training,
+                optimizer,
+                store,
+                config.train,
+                micro_batch_size=plan.micro_batch_size,
+                world=world,
+            ).steps(first_step=0, num_steps=STEPS)
+        )
         final = {n: full(p) for n, p in trainable_parameters(model.training).items()}
     return {
         "losses": [m.loss for m in metrics],

@@ -10,9 +10,9 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import Resumed, resume_
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS, SAVED = 5, 3
 CONFIG = RunConfig(
@@ -42,22 +42,19 @@ class Run:
 
     def __init__(self, base: Path, world: World, config: RunConfig = CONFIG) -> None:
         self.world, self.config = world, config
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.float32, "sdpa")}
         self.training = build_training_model(base, config, make_plan(), world, **build).training
         self.optimizer = make_optimizer(self.training, config.train)
 
     def train(self, *, first: int, last: int = STEPS) -> list[float]:
-        loop = steps(
+        loop = Trainer(
             self.training,
             self.optimizer,
             random_store(rows=13, seq_len=23),
             self.config.train,
-            first_step=first,
-            num_steps=self.config.train.max_steps,
             micro_batch_size=1,
-            elapsed_s=0.0,
             world=self.world,
-        )
+        ).steps(first_step=first, num_steps=self.config.train.max_steps)
         return [next(loop).loss for _ in range(first, last)]
 
     def resume(self, folder: Path, *, identity: str = IDENTITY) -> Resumed:

@@ -101,7 +101,7 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
     from tests.support.models import random_store
     from workflow.lib.settings.config import RunConfig
     from workflow.lib.training.best_adapter import HeldOut
-    from workflow.lib.training.build import build_training_model
+    from workflow.lib.training.build import Numerics, build_training_model
 
     def stop() -> None:
         if rank == 1:
@@ -113,7 +113,7 @@ def stop_in(phase: str, rank: int, base: Path) -> None:
     ):
         pulse.phase("loading the model", least_s=600)
         model = build_training_model(
-            base, RunConfig(), PLAN, world, compute_dtype=torch.float32, attention="sdpa",
+            base, RunConfig(), PLAN, world, numerics=Numerics(torch.float32, "sdpa"),
             moved=stop if phase == "loading" else pulse.moved,
         )  # fmt: skip
         pulse.phase("held-out loss", least_s=600)

@@ -19,9 +19,9 @@ from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import startup_checks
 
 STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 3, 12, 13, 23, 0.5
@@ -48,10 +48,12 @@ def config(kind: str, **train: Any) -> RunConfig:
     return RunConfig(lora=lora, train=TRAIN.model_copy(update=train))
 
 
-def build(base: Path, kind: str, world: World, **options: Any) -> Any:
-    options = {"compute_dtype": torch.float32, "attention": "sdpa"} | options
+def build(
+    base: Path, kind: str, world: World, *, compute_dtype: torch.dtype = torch.float32
+) -> Any:
+    numerics = Numerics(compute_dtype, "sdpa")
     plan = make_plan(activation_checkpointing=2)
-    return build_training_model(base, config(kind), plan, world, **options)
+    return build_training_model(base, config(kind), plan, world, numerics=numerics)
 
 
 def full(tensor: Any) -> torch.Tensor:
@@ -63,17 +65,14 @@ def take(
     model: Any, optimizer: Any, world: World, *, first: int = 0, count: int = STEPS
 ) -> list[Any]:
     """Make up to `count` steps of two micro-batches, from step `first` on."""
-    found = steps(
+    found = Trainer(
         model.training,
         optimizer,
         random_store(rows=ROWS, seq_len=SEQ_LEN),
         TRAIN,
-        first_step=first,
-        num_steps=STEPS,
         micro_batch_size=BATCH // world.size // 2,
-        elapsed_s=0.0,
         world=world,
-    )
+    ).steps(first_step=first, num_steps=STEPS)
     return list(islice(found, count))
 
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from tests.support.models import adapted, random_store
+from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
 CLIP = 0.05
@@ -34,6 +36,19 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().clone()
 
 
+def trainer(
+    training: CausalLMForTraining, config: RunConfig, world: World, *, micro_batch_size: int
+) -> Trainer:
+    return Trainer(
+        training,
+        make_optimizer(training, config.train),
+        random_store(rows=ROWS, seq_len=SEQ_LEN),
+        config.train,
+        micro_batch_size,
+        world,
+    )
+
+
 def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = None) -> Any:
     """Return the generator of `steps` over a fresh model whose adapter holds `fill`, if given."""
     config = settings()
@@ -41,8 +56,6 @@ def loop(base: Path, world: Any, *, first_step: int = 0, fill: float | None = No
     for param in trainable_parameters(training).values():
         if fill is not None:
             param.data.fill_(fill)
-    return steps(
-        training, make_optimizer(training, config.train),
-        random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=first_step,
-        num_steps=STEPS, micro_batch_size=3, elapsed_s=0.0, world=world,
-    )  # fmt: skip
+    return trainer(training, config, world, micro_batch_size=3).steps(
+        first_step=first_step, num_steps=STEPS
+    )

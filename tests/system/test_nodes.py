@@ -50,12 +50,12 @@ def launch_at(port: int, *arguments: str, processes: int, log: Path) -> list[int
     launchers' exit status.
     """
     program = (
-        "import os; from workflow.lib.training.launch import launch_workers; from "
+        "import os; from workflow.lib.training.launch import Workers, launch_workers; from "
         "workflow.lib.system.nodes import find_place;"
         "from workflow.scripts.command import run, stage_parser;"
-        "work = lambda args: launch_workers('tests.support.launch_worker', "
+        "work = lambda args: launch_workers(Workers('tests.support.launch_worker', "
         f"{[*arguments, '--log', str(log)]!r}, processes={processes}, "
-        "place=find_place(2, os.environ)); run(work, stage_parser('', config_required=False), "
+        "place=find_place(2, os.environ))); run(work, stage_parser('', config_required=False), "
         "locks_itself=True)"
     )
     step = STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(port - FIRST_PORT)}

@@ -34,9 +34,9 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 
 STEPS, BATCH, ROWS, SEQ_LEN = 2, 15, 15, 11
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def train_kinds(base: Path, folder: Path) -> dict[str, Any]:
 def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]:
     config = RunConfig(lora=lora(kind), train=TRAIN)
     model = build_training_model(
-        base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
+        base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
     )
     params = trainable_parameters(model.training)
     initial = {name: full(p) for name, p in params.items()}
@@ -82,11 +82,15 @@ def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]
     )
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     metrics = list(
-        steps(
-            model.training, optimizer, store, TRAIN, first_step=0, num_steps=STEPS,
-            micro_batch_size=BATCH // world.size, elapsed_s=0.0, world=world,
-        )
-    )  # fmt: skip
+        Trainer(
+            model.training,
+            optimizer,
+            store,
+            TRAIN,
+            micro_batch_size=BATCH // world.size,
+            world=world,
+        ).steps(first_step=0, num_steps=STEPS)
+    )
     (folder / "adapter").mkdir(parents=True, exist_ok=True)
     save_sharded(model.training, folder / "adapter", world=world)
     logits = trained_logits(model.training, store, device=world.device)
@@ -281,7 +285,7 @@ def test_dora_with_dropout_is_pefts(folder: Path) -> None:
     torch.manual_seed(3)
     expected = theirs(input_ids=ids, position_ids=places[None], use_cache=False).logits[0]
     torch.manual_seed(3)
-    found = ours(ids, places[None], places, None)
+    found = ours.logits(ids, places[None], places)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -316,7 +320,7 @@ def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_pat
     theirs = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
     ids, places = torch.arange(13)[None], torch.arange(13)
     expected = theirs(input_ids=ids, use_cache=False).logits[0]
-    found = ours(ids, places[None], places, None)
+    found = ours.logits(ids, places[None], places)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 

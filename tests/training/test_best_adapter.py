@@ -22,7 +22,7 @@ from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, read_jsonl
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 
 BEST = CONFIG.train.model_dump() | {"evaluate_every_steps": 2, "select": "best"}
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))
@@ -140,7 +140,7 @@ def measure(base: Path) -> dict[int, float]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         model = build_training_model(
             base, RunConfig(lora=LoraSettings(r=3, dropout=0.5)), PLAN, world,
-            compute_dtype=torch.float32, attention="sdpa",
+            numerics=Numerics(torch.float32, "sdpa"),
         )  # fmt: skip
         model.training.train()
         found = {

@@ -15,7 +15,7 @@ from workflow.lib.model.chunked_loss import OutputHead
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.startup_checks import check_family, startup_checks
 
 
@@ -38,7 +38,7 @@ def checks(base: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = RunConfig(lora=LoraSettings(r=2, dropout=0.5))
         model = build_training_model(
-            base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
+            base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
         )
         found["passed"] = startup_checks(model, random_store(rows=3, seq_len=11), base, world)
         found["gradients"] = [
@@ -76,9 +76,9 @@ def test_sound_model_passes_every_check_and_says_what_was_compared(
 ) -> None:
     """With dropout too, the family's and the adapter's, which the checks switch off."""
     for result in found:
-        passed = {check["name"]: check for check in result["passed"]}
+        passed = {check.name: check for check in result["passed"]}
         assert len(passed) == 4
-        assert all(check["passed"] for check in passed.values())
+        assert all(check.passed for check in passed.values())
         assert any(
             "bytes equal checkpoint bytes" in name and f"{len(found)} processes" in name
             for name in passed
@@ -131,7 +131,7 @@ def wrong_target(base: Path) -> str:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         try:
             build_training_model(
-                base, config, make_plan(), world, compute_dtype=torch.float32, attention="sdpa"
+                base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
             )
         except UserError as error:
             return str(error)

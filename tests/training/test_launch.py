@@ -24,6 +24,7 @@ from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.training.launch import (
+    Workers,
     launch_workers,
     own_folder,
     stop_on_signals,
@@ -57,7 +58,7 @@ def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
     """Snakemake sets both variables to the threads of the rule, for every job."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
-    launch_workers(WORKER, ["note", str(tmp_path)], processes=3)
+    launch_workers(Workers(WORKER, ["note", str(tmp_path)], processes=3))
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {str(rank): f"3 {rank} 2 2" for rank in range(3)}
     assert os.environ["OMP_NUM_THREADS"] == "7", "the next workers may be of another number"
@@ -102,7 +103,7 @@ def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
     tmp_path: Path, behaviour: str, cause: str
 ) -> None:
     with pytest.raises(UserError) as caught:  # at once: the other process would sleep for an hour
-        launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
+        launch_workers(Workers(WORKER, [behaviour, str(tmp_path)], processes=2))
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(cause)
     if behaviour == "fail with memory":
@@ -113,7 +114,7 @@ def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
 
 def test_batch_that_was_too_large_is_named_by_its_size(tmp_path: Path) -> None:
     with pytest.raises(BatchMemoryError) as caught:
-        launch_workers(WORKER, ["fail with batch", str(tmp_path)], processes=2)
+        launch_workers(Workers(WORKER, ["fail with batch", str(tmp_path)], processes=2))
     assert caught.value.size == 6
 
 
@@ -135,7 +136,7 @@ def test_process_that_hangs_is_named_and_all_are_stopped(
 ) -> None:
     """Stopped as a whole, or asleep on the way to a collective that the other has begun."""
     with pytest.raises(UserError) as caught:
-        launch_workers(WORKER, [behaviour, str(tmp_path)], processes=2)
+        launch_workers(Workers(WORKER, [behaviour, str(tmp_path)], processes=2))
     message = str(caught.value)
     assert message.startswith("process 1 of 2 hangs in step 4: nothing has moved for ")
     assert re.search(f"process 1 of 2 {state}", message)
@@ -159,7 +160,7 @@ def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
     before.
     """
     with pytest.raises(UserError) as caught:
-        launch_workers(WORKER, [f"stop in {where}", str(base)], processes=2)
+        launch_workers(Workers(WORKER, [f"stop in {where}", str(base)], processes=2))
     message = str(caught.value)
     assert message.startswith(f"process 1 of 2 hangs in {phase}: nothing has moved for ")
     assert "process 1 of 2 does not run (no sign of life for" in message
@@ -169,16 +170,14 @@ def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
 def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^killed by SIGKILL: the tokens folder is damaged"):
         launch_workers(
-            WORKER,
-            ["kill 1", str(tmp_path)],
-            processes=2,
+            Workers(WORKER, ["kill 1", str(tmp_path)], processes=2),
             inspect_inputs=lambda: ["the tokens folder is damaged"],
         )
 
 
 def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
-        launch_workers(WORKER, ["stopped", str(tmp_path)], processes=2)
+        launch_workers(Workers(WORKER, ["stopped", str(tmp_path)], processes=2))
 
 
 def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing() -> None:
@@ -203,8 +202,8 @@ def test_signal_that_is_told_twice_stops_once_and_an_ignored_one_stops_nothing()
 @contextmanager
 def launched(folder: Path, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher as a process, whose two workers wait and have told their ids in `folder`."""
-    call = f"launch_workers({WORKER!r}, ['wait', {str(folder)!r}], processes=2)"
-    script = f"from workflow.lib.training.launch import launch_workers, worker_environment; {call}"
+    call = f"launch_workers(Workers({WORKER!r}, ['wait', {str(folder)!r}], processes=2))"
+    script = f"from workflow.lib.training.launch import Workers, launch_workers; {call}"
     environment = os.environ | {"TMPDIR": str(temporary)}
     launcher = subprocess.Popen([sys.executable, "-c", script], env=environment)
     try:

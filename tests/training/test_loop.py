@@ -30,8 +30,8 @@ from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.schedule import learning_rate
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import build_training_model
-from workflow.lib.training.loop import StepMetrics, make_optimizer, steps
+from workflow.lib.training.build import Numerics, build_training_model
+from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 
 STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
@@ -87,7 +87,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
     plan = make_plan(**{k: v for k, v in changes.items() if k in Plan.model_fields})
     config = settings(**{k: v for k, v in changes.items() if k not in Plan.model_fields})
     model = build_training_model(
-        base, config, plan, world, compute_dtype=torch.float32, attention="sdpa"
+        base, config, plan, world, numerics=Numerics(torch.float32, "sdpa")
     )
     optimizer = make_optimizer(model.training, config.train)
     params = trainable_parameters(model.training)
@@ -96,17 +96,14 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
         lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
     )
     metrics = list(
-        steps(
+        Trainer(
             model.training,
             optimizer,
             random_store(rows=ROWS, seq_len=SEQ_LEN),
             config.train,
-            first_step=0,
-            num_steps=STEPS,
             micro_batch_size=plan.micro_batch_size,
-            elapsed_s=100.0,
             world=world,
-        )
+        ).steps(first_step=0, num_steps=STEPS, elapsed_s=100.0)
     )
     return {
         "metrics": metrics,
@@ -297,9 +294,7 @@ def row_loss(training: torch.nn.Module, store: TokenStore, rows: list[int]) -> t
         store.loss_mask[rows],
         device=torch.device("cpu"),
     )
-    loss: torch.Tensor = training(
-        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
-    )
+    loss: torch.Tensor = training(batch)
     return loss
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import random_store
 from tests.support.plans import make_plan
-from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, loop, settings
+from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import build_training_model
-from workflow.lib.training.loop import check_step, make_optimizer, steps
+from workflow.lib.training.build import Numerics, build_training_model
+from workflow.lib.training.loop import check_step
 
 
 def messages(base: Path) -> dict[str, str]:
@@ -69,7 +68,7 @@ def poisoned(base: Path, reshard_after_forward: bool) -> str:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         config = settings()
         plan = make_plan(reshard_after_forward=reshard_after_forward)
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.float32, "sdpa")}
         training = build_training_model(base, config, plan, world, **build).training
         before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
         for name, param in trainable_parameters(training).items():
@@ -77,11 +76,9 @@ def poisoned(base: Path, reshard_after_forward: bool) -> str:
                 with torch.no_grad():
                     local(param).fill_(math.inf)
                     before[name] = local(param).clone()
-        loop = steps(
-            training, make_optimizer(training, config.train),
-            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
-            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
-        )  # fmt: skip
+        loop = trainer(training, config, world, micro_batch_size=1).steps(
+            first_step=0, num_steps=STEPS
+        )
         try:
             next(loop)
         except UserError as error:
@@ -122,18 +119,16 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, A
             "reshard_after_forward": reshard_after_forward,
             "activation_checkpointing": False,
         }
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.float32, "sdpa")}
         training = build_training_model(base, config, make_plan(**changes), world, **build).training
         (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
         layer.mlp.register_forward_hook(poison)
         layer.self_attn.q_proj.lora_dropout.default.register_forward_hook(
             lambda module, inputs, output: dropped.append(output.detach() == 0)
         )
-        loop = steps(
-            training, make_optimizer(training, config.train),
-            random_store(rows=ROWS, seq_len=SEQ_LEN), config.train, first_step=0,
-            num_steps=STEPS, micro_batch_size=1, elapsed_s=0.0, world=world,
-        )  # fmt: skip
+        loop = trainer(training, config, world, micro_batch_size=1).steps(
+            first_step=0, num_steps=STEPS
+        )
         with pytest.raises(UserError) as caught:
             next(loop)
     passes = BATCH // world.size

@@ -15,9 +15,9 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
-from workflow.lib.training.loop import make_optimizer, steps
+from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.optimizers import BITS_AND_PAGED, ShardwiseAdam
 
 KINDS = ["adamw", *BITS_AND_PAGED]
@@ -91,23 +91,20 @@ class Run:
     """A run in this process's group."""
 
     def __init__(self, base: Path, world: World) -> None:
-        build = {"compute_dtype": torch.float32, "attention": "sdpa"}
+        build = {"numerics": Numerics(torch.float32, "sdpa")}
         self.training = build_training_model(base, CONFIG, make_plan(), world, **build).training
         self.optimizer = make_optimizer(self.training, CONFIG.train)
         self.world = world
 
     def train(self, *, first: int, last: int) -> list[float]:
-        loop = steps(
+        loop = Trainer(
             self.training,
             self.optimizer,
             random_store(rows=13, seq_len=23),
             CONFIG.train,
-            first_step=first,
-            num_steps=STEPS,
             micro_batch_size=1,
-            elapsed_s=0.0,
             world=self.world,
-        )
+        ).steps(first_step=first, num_steps=STEPS)
         return [next(loop).loss for _ in range(first, last)]
 
     def moments(self) -> dict[str, torch.Tensor]:

@@ -34,6 +34,13 @@ def test_line_cut_by_a_kill_is_dropped(tmp_path: Path, cut: str) -> None:
     assert rewind_metrics(path, step=99) == METRICS
 
 
+def test_lines_behind_a_cut_one_are_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second, *others = (json.dumps(row) + "\n" for row in METRICS)
+    path.write_text(first + second + '{"step": 3, "lo' + "".join(others))
+    assert rewind_metrics(path, step=99) == METRICS[:2]
+
+
 def test_metrics_of_a_fresh_run_are_empty(tmp_path: Path) -> None:
     assert rewind_metrics(tmp_path / "metrics.jsonl", step=0) == []
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -51,7 +51,7 @@ from workflow.lib.system.files import (
 from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
 from workflow.lib.system.number_formats import size
-from workflow.lib.training.launch import launch_workers
+from workflow.lib.training.launch import Workers, launch_workers
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -243,7 +243,7 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
         write_json(folder / "jobs.json", jobs)
         options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
         options += ["--log", str(args.log)] if args.log else []
-        launch_workers(module, options, processes=first.processes, what=first.label)
+        launch_workers(Workers(module, options, first.processes, what=first.label))
     except (UserError, OSError, RuntimeError) as error:
         return error
     if all((folder / f"{key}.json").is_file() for key in ready):

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     from workflow.lib.distributed.work_sharing import divide
     from workflow.lib.evaluation.batch_size import restarting
     from workflow.lib.model.backends import choose_device
-    from workflow.lib.training.launch import launch_workers
+    from workflow.lib.training.launch import Workers, launch_workers
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
     division = divide(
@@ -46,12 +46,13 @@ def main(args: argparse.Namespace) -> None:
         return
 
     def launch(most: int | None) -> None:
-        launch_workers(
+        workers = Workers(
             "workflow.scripts.evaluate_run",
             [*sys.argv[1:], *([] if most is None else ["--batch-size", str(most)])],
             processes=division.processes,
             what="evaluation",
         )
+        launch_workers(workers)
 
     restarting(launch)
 

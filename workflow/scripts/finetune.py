@@ -15,7 +15,7 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.system.nodes import find_place
 from workflow.lib.training.failure_causes import damaged_tokens
-from workflow.lib.training.launch import launch_workers
+from workflow.lib.training.launch import Workers, launch_workers
 from workflow.lib.training.live_view import check_tracking
 from workflow.scripts.command import run, stage_parser
 
@@ -23,15 +23,15 @@ from workflow.scripts.command import run, stage_parser
 def main(args: argparse.Namespace) -> None:
     check_tracking(tracking_settings(args))
     plan, train = read_record(args.preflight, Preflight).plan, args.config["train"]
-    launch_workers(
+    workers = Workers(
         "workflow.scripts.finetune_worker",
         sys.argv[1:],
         processes=plan.processes,
         place=find_place(plan.nodes, os.environ),
         grace_s=train["grace_seconds"],
         deterministic=train["deterministic"],
-        inspect_inputs=lambda: damaged_tokens(args.tokens),
     )
+    launch_workers(workers, inspect_inputs=lambda: damaged_tokens(args.tokens))
 
 
 def tracking_settings(args: argparse.Namespace) -> TrackingConfig:

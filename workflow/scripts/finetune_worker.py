@@ -12,14 +12,16 @@ import os
 import shutil
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from tqdm import tqdm
 
 from workflow.lib.artifacts.preflight_record import Plan, Preflight
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pulse
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
@@ -32,11 +34,12 @@ from workflow.lib.model.backends import (
     softcaps_attention,
 )
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.train import ModelConfig
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import provenance, put_in_place, write_json
 from workflow.lib.system.locks import exclusive
-from workflow.lib.training.best_adapter import BestAdapter, open_best, open_heldout
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.best_adapter import BestAdapter, HeldOut, open_best, open_heldout
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import (
     Cadence,
     CheckpointWriter,
@@ -46,8 +49,8 @@ from workflow.lib.training.checkpoint import (
 )
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
-from workflow.lib.training.loop import make_optimizer, peak_bytes, steps
-from workflow.lib.training.run_record import Journal, summarize
+from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
+from workflow.lib.training.run_record import Journal, TrainingRun, summarize
 from workflow.lib.training.startup_checks import check_inputs, startup_checks
 from workflow.scripts.command import run
 from workflow.scripts.finetune import command_line, tracking_settings
@@ -71,10 +74,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
     with ExitStack() as stack:
         pulse = stack.enter_context(Pulse(rank=rank, start_s=args.timeout_s, step_s=step_s))
         if rank == 0:
-            lock, wait_s = args.checkpoints / ".lock", config.train.grace_seconds
-            killed = stack.enter_context(exclusive(lock, doing="training this run", wait_s=wait_s))
-            if killed is not None:
-                logger.info("%s", left_by(killed, args.checkpoints))
+            lock_checkpoints(args.checkpoints, stack, wait_s=config.train.grace_seconds)
         else:
             logger.setLevel(logging.ERROR)
         pulse.phase(JOINING, least_s=JOIN_S)
@@ -86,107 +86,157 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         pulse.phase("checking the files")
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
-        logger.info("%s: %s", checks[0]["name"], checks[0]["detail"])
-        dtype = resolve_dtype(config.model.compute_dtype, world.device)
-        attention = resolve_training_attention(
-            config.model.attention,
-            world.device,
-            compute_dtype=dtype,
-            softcapped=softcaps_attention(args.base),
-            dropout=attention_dropout(args.base),
-        )
+        logger.info("%s: %s", checks[0].name, checks[0].detail)
+        numerics = resolve_numerics(args.base, config.model, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
         model = build_training_model(
-            args.base,
-            config,
-            plan,
-            world,
-            compute_dtype=dtype,
-            attention=attention,
-            moved=pulse.moved,
+            args.base, config, plan, world, numerics=numerics, moved=pulse.moved
         )
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
-        journal, selected_step = train(args, config, plan, world, store, model, pulse)
+        training_run = TrainingRun(args.run, run_identity(args), config, plan, world, store, model)
+        journal, selected_step = train(args, training_run, pulse)
         pulse.phase("writing the results", num_bytes=model.state_bytes())
-        write_results(args, config, plan, world, store, model, journal, checks, selected_step)
+        write_results(args, training_run, journal, checks=checks, selected_step=selected_step)
 
 
-def train(
-    args: argparse.Namespace,
-    config: RunConfig,
-    plan: Plan,
-    world: World,
-    store: TokenStore,
-    model: TrainingModel,
-    pulse: Pulse,
-) -> tuple[Journal, int]:
+def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> None:
+    """Lock the run's checkpoints as long as `stack` is open; log what a killed process has left."""
+    lock = exclusive(checkpoints / ".lock", doing="training this run", wait_s=wait_s)
+    killed_process = stack.enter_context(lock)
+    if killed_process is not None:
+        logger.info("%s", left_by(killed_process, checkpoints))
+
+
+def resolve_numerics(base: Path, settings: ModelConfig, world: World) -> Numerics:
+    """Return the type and the attention that the settings mean on this device."""
+    dtype = resolve_dtype(settings.compute_dtype, world.device)
+    attention = resolve_training_attention(
+        settings.attention,
+        world.device,
+        compute_dtype=dtype,
+        softcapped=softcaps_attention(base),
+        dropout=attention_dropout(base),
+    )
+    return Numerics(dtype, attention)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run under way: what takes its steps, measures them and records them."""
+
+    trainer: Trainer
+    first_step: int
+    num_steps: int
+    journal: Journal
+    writer: CheckpointWriter
+    cadence: Cadence
+    heldout: HeldOut | None
+    best: BestAdapter | None
+    state_bytes: int
+    """Of a checkpoint, over all processes."""
+    pulse: Pulse
+
+
+def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Journal, int]:
     """Train from the newest checkpoint to the end, and leave the selected adapter in the model;
     return its step too.
 
     A signal saves one more checkpoint and stops.
     """
-    settings, identity = config.train, run_identity(args)
-    optimizer = make_optimizer(model.training, settings)
-    state_bytes = model.state_bytes()
+    course = continued(args.checkpoints, run, pulse)
+    first_step, num_steps, journal = course.first_step, course.num_steps, course.journal
+    training = run.model.training
+    bar = progress_bar(args.run, done=first_step, num_steps=num_steps, world=run.world)
+    pulse.step(first_step + 1)
+    with (
+        StopRequest() as stop,
+        course.writer.finishing(),
+        bar,
+        shown(args, run.config, journal, run.world) as show,
+    ):
+        for metrics in course.trainer.steps(
+            first_step=first_step, num_steps=num_steps, elapsed_s=journal.elapsed_s
+        ):
+            metrics = with_heldout_loss(metrics, course)
+            if journal.add(metrics):
+                show(metrics.as_dict())
+            if course.best is not None and metrics.heldout_loss is not None:
+                course.best.offer(training, loss=metrics.heldout_loss, step=metrics.step)
+            bar.update()
+            bar.set_postfix_str(journal.line(metrics), refresh=False)
+            save_or_stop(course, step=metrics.step, asked=stop.asked, tokens=args.tokens)
+            pulse.step(metrics.step + 1)
+        pulse.phase("saving", num_bytes=course.state_bytes)
+    return journal, select_adapter(run.model, course.best, last_step=num_steps)
+
+
+def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
+    """Load the run's newest checkpoint, if there is one, and open what records its further steps.
+    Collective.
+    """
+    settings, training, world = run.config.train, run.model.training, run.world
+    num_steps, micro_batch_size = run.plan.num_steps, run.plan.micro_batch_size
+    state_bytes = run.model.state_bytes()
+    optimizer = make_optimizer(training, settings)
     pulse.phase("looking for a checkpoint", num_bytes=(settings.keep_checkpoints + 1) * state_bytes)
-    resumed = resume_(args.checkpoints, model.training, optimizer, identity=identity, world=world)
-    journal = Journal(
-        args.checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world
-    )
+    resumed = resume_(checkpoints, training, optimizer, identity=run.identity, world=world)
+    journal = Journal(checkpoints, resumed=resumed, log_every=settings.log_every_steps, world=world)
     writer = CheckpointWriter(
-        args.checkpoints,
+        checkpoints,
         keep=settings.keep_checkpoints,
-        identity=identity,
+        identity=run.identity,
         world=world,
         newest=resumed.step,
     )
     cadence = Cadence(settings.checkpoint_every_steps, settings.checkpoint_every_minutes)
-    num_steps = plan.num_steps
     heldout = open_heldout(
-        store, settings, num_steps=num_steps, micro_batch_size=plan.micro_batch_size
+        run.store, settings, num_steps=num_steps, micro_batch_size=micro_batch_size
     )
-    best = open_best(args.checkpoints, settings, journal.rows, world=world)
+    best = open_best(checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
-    bar = progress_bar(args.run, done=resumed.step, num_steps=num_steps, world=world)
-    stepping = steps(
-        model.training, optimizer, store, settings,
-        first_step=resumed.step, num_steps=num_steps, micro_batch_size=plan.micro_batch_size,
-        elapsed_s=journal.elapsed_s, world=world,
-    )  # fmt: skip
-    pulse.step(resumed.step + 1)
-    with (
-        StopRequest() as stop,
-        writer.finishing(),
-        bar,
-        shown(args, config, journal, world) as show,
-    ):
-        for metrics in stepping:
-            step, last = metrics.step, metrics.step == num_steps
-            if heldout is not None and heldout.due(step):
-                pulse.phase("held-out loss")
-                loss = heldout.loss(model.training, world=world, moved=pulse.moved)
-                metrics = replace(metrics, heldout_loss=loss)
-            if journal.add(metrics):
-                show(metrics.as_dict())
-            if best is not None and metrics.heldout_loss is not None:
-                best.offer(model.training, loss=metrics.heldout_loss, step=step)
-            bar.update()
-            bar.set_postfix_str(journal.line(metrics), refresh=False)
-            due = last or cadence.due(step=step, last_saved_s=writer.last_saved_s)
-            stopping, saving = on_any((stop.asked, due), group=world.io_group)
-            if saving or stopping:
-                pulse.phase("saving", num_bytes=state_bytes)
-                TokenStore.open(args.tokens)  # what was cut off a mapped file reads as zeros
-                writer.save(model.training, optimizer, step=step)
-            if stopping and not last:
-                stop_as_asked(writer, step=step, num_steps=num_steps)
-            pulse.step(step + 1)
-        pulse.phase("saving", num_bytes=state_bytes)
-    return journal, select_adapter(model, best, last_step=num_steps)
+    trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world)
+    return Course(
+        trainer=trainer,
+        first_step=resumed.step,
+        num_steps=num_steps,
+        journal=journal,
+        writer=writer,
+        cadence=cadence,
+        heldout=heldout,
+        best=best,
+        state_bytes=state_bytes,
+        pulse=pulse,
+    )
+
+
+def with_heldout_loss(metrics: StepMetrics, course: Course) -> StepMetrics:
+    """Return a step's metrics with the held-out loss where it is due. Collective."""
+    if course.heldout is None or not course.heldout.due(metrics.step):
+        return metrics
+    course.pulse.phase("held-out loss")
+    trainer = course.trainer
+    loss = course.heldout.loss(trainer.training, world=trainer.world, moved=course.pulse.moved)
+    return replace(metrics, heldout_loss=loss)
+
+
+def save_or_stop(course: Course, *, step: int, asked: bool, tokens: Path) -> None:
+    """Start a checkpoint after `step` if it is due on any process, and stop if any is asked to.
+    Collective.
+    """
+    last = step == course.num_steps
+    due = last or course.cadence.due(step=step, last_saved_s=course.writer.last_saved_s)
+    # Clocks differ, and a signal may reach one process alone. But saving is collective.
+    stopping, saving = on_any((asked, due), group=course.trainer.world.io_group)
+    if saving or stopping:
+        course.pulse.phase("saving", num_bytes=course.state_bytes)
+        TokenStore.open(tokens)  # what was cut off a mapped file reads as zeros
+        course.writer.save(course.trainer.training, course.trainer.optimizer, step=step)
+    if stopping and not last:
+        stop_as_asked(course.writer, step=step, num_steps=course.num_steps)
 
 
 def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[NoReturn]":
@@ -194,9 +244,13 @@ def progress_bar(run: str, *, done: int, num_steps: int, world: World) -> "tqdm[
     nothing.
     """
     return tqdm(
-        total=num_steps, initial=done, desc=run, unit="step", file=sys.stderr,
+        total=num_steps,
+        initial=done,
+        desc=run,
+        unit="step",
+        file=sys.stderr,
         disable=None if world.is_main else True,
-    )  # fmt: skip
+    )
 
 
 def select_adapter(model: TrainingModel, best: BestAdapter | None, *, last_step: int) -> int:
@@ -243,40 +297,32 @@ def run_identity(args: argparse.Namespace) -> str:
 
 def write_results(
     args: argparse.Namespace,
-    config: RunConfig,
-    plan: Plan,
-    world: World,
-    store: TokenStore,
-    model: TrainingModel,
+    run: TrainingRun,
     journal: Journal,
-    checks: list[dict[str, Any]],
+    *,
+    checks: list[Check],
     selected_step: int,
 ) -> None:
     """Write the sharded adapter, the parity record, metrics and summary to a folder that appears as
     a whole.
     """
+    training, world = run.model.training, run.world
     partial = args.output.with_name(f".{args.output.name}.partial")
     if world.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "adapter").mkdir(parents=True)
-    torch.distributed.barrier(world.io_group)
-    save_adapter(model.training, partial / "adapter", world=world)
-    logits = trained_logits(model.training, store, device=world.device)
+    torch.distributed.barrier(world.io_group)  # the others write into the folder, too
+    save_adapter(training, partial / "adapter", world=world)
+    logits = trained_logits(training, run.store, device=world.device)
     peak = journal.peak_over_processes()
     if not world.is_main:
         return
     save_logits(logits, partial / "parity.safetensors")
-    write_json(partial / "adapter_config.json", model.adapter_config())
+    write_json(partial / "adapter_config.json", run.model.adapter_config())
     journal.copy_to(partial / "metrics.jsonl")
     summary = summarize(
+        run,
         journal,
-        run=args.run,
-        fingerprint=run_identity(args),
-        config=config,
-        plan=plan,
-        store=store,
-        model=model,
-        world=world,
         predicted_bytes=read_record(args.preflight, Preflight).peak_bytes,
         peak_bytes=peak,
         checks=checks,
@@ -286,11 +332,13 @@ def write_results(
     put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",
-        plan.num_steps, journal.elapsed_s, summary["first_loss"], summary["final_loss"],
-    )  # fmt: skip
+        run.plan.num_steps,
+        journal.elapsed_s,
+        summary["first_loss"],
+        summary["final_loss"],
+    )
 
 
 if __name__ == "__main__":
-    run(
-        main, command_line(__doc__), locks_itself=True
-    )  # the checkpoints, by the worker that writes them
+    # locks the checkpoints itself: only the worker that writes them does
+    run(main, command_line(__doc__), locks_itself=True)

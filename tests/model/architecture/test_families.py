@@ -28,7 +28,7 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.build import build_training_model
+from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.startup_checks import check_family
 
 ROWS, SEQ_LEN = 3, 29
@@ -174,9 +174,7 @@ def trained(training: Any, store: TokenStore) -> dict[str, Any]:
         store.loss_mask.copy(),
         device=CPU,
     )
-    loss = training(
-        batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
-    )
+    loss = training(batch)
     loss.backward()
     return {
         "loss": loss.detach(),
@@ -206,7 +204,7 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
             )
             config = RunConfig(lora=LoraSettings(r=4, alpha=8))
             model = build_training_model(
-                base, config, plan, world, compute_dtype=torch.float32, attention=attention_of(case)
+                base, config, plan, world, numerics=Numerics(torch.float32, attention_of(case))
             )
             result = trained(model.training.train(), two_rows(world.rank))
             check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)

@@ -118,7 +118,7 @@ def logits(training: CausalLMForTraining, ids: torch.Tensor, rows: torch.Tensor)
     """Return the logits (rows, seq_len, vocab) of packed rows, as training computes them."""
     everywhere = torch.arange(ids.numel())
     with torch.no_grad():
-        return training(ids, rows, everywhere, None).unflatten(0, ids.shape)
+        return training.logits(ids, rows, everywhere).unflatten(0, ids.shape)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

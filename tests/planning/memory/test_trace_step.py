@@ -18,13 +18,14 @@ from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.model.decoder_layers import checkpoint_activations_
 from workflow.lib.model.lora import init_adapters_, inject_adapters
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import saved_activations
 from workflow.lib.planning.memory.trace_step import step_trace
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.training.batches import MicroBatch, make_batch
+from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import backward
 
 ROWS, SEQ_LEN = 2, 64
@@ -112,7 +113,7 @@ def recorded(
     batch = random_batch()
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
         for _ in range(batches):
-            loss = training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+            loss = training(batch)
             loss.backward()
             del loss
     return seen.peak
@@ -247,7 +248,7 @@ def saved_bytes(base: Path) -> int:
         lambda *_: last.append(sum(s.nbytes() for s in kept.values()))
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        training(batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+        training(batch)
     return last[0]
 
 

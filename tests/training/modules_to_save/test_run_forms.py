@@ -131,7 +131,7 @@ def in_sixteen_bits(base: Path, dtype: torch.dtype) -> dict[str, Any]:
         metrics = take(model, optimizer, world)
         params = trainable_parameters(model.training)
         return {
-            "checks": [check["passed"] for check in checks], "losses": [m.loss for m in metrics],
+            "checks": [check.passed for check in checks], "losses": [m.loss for m in metrics],
             "types": {p.dtype for p in params.values()}, "norms": [m.grad_norm for m in metrics],
         }  # fmt: skip
 

@@ -39,9 +39,9 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.build import TrainingModel, build_training_model
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter
-from workflow.lib.training.loop import StepMetrics, make_optimizer, steps
+from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 from workflow.lib.training.optimizers import ShardwiseAdam
 from workflow.lib.training.startup_checks import startup_checks
 
@@ -211,23 +211,13 @@ def _train(
     )
     model = _load(job, config, world, seen, dtype)
     if job.check_bytes:
-        checks = startup_checks(model, store, Path(job.base), world)
-        seen.checks = [Check.model_validate(check) for check in checks]
+        seen.checks = startup_checks(model, store, Path(job.base), world)
     optimizer = make_optimizer(model.training, config.train)
+    trainer = Trainer(model.training, optimizer, store, config.train, plan.micro_batch_size, world)
     count = plan.num_steps
 
     def training_steps(first: int, last: int) -> Iterator[StepMetrics]:
-        return steps(
-            model.training,
-            optimizer,
-            store,
-            config.train,
-            first_step=first,
-            num_steps=last,
-            micro_batch_size=plan.micro_batch_size,
-            elapsed_s=0.0,
-            world=world,
-        )
+        return trainer.steps(first_step=first, num_steps=last)
 
     training = training_steps(0, count + job.profile)
     _time_steps(islice(training, count), seen, pulse)
@@ -263,7 +253,7 @@ def _load(
     )
     began = time.monotonic()
     model = build_training_model(
-        base, config, job.plan, world, compute_dtype=dtype, attention=seen.attention
+        base, config, job.plan, world, numerics=Numerics(dtype, seen.attention)
     )
     synchronize(world.device)
     seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read

@@ -50,7 +50,8 @@ def shard_(
     units.append(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
-    register_fsdp_forward_method(training, "family_logits")
+    for method in ("logits", "family_logits"):  # FSDP gathers for `forward` alone unless told
+        register_fsdp_forward_method(training, method)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # plain SUM: gloo has no pre-multiplied one

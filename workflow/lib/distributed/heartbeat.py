@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 FOLDER_VARIABLE = "FINETUNE_HEARTBEATS"
 BEAT_S = 1.0
@@ -36,6 +36,32 @@ JOIN_S = 900.0  # for the slowest machine to start Python from a shared disk
 FIRST_PASS_S = 600.0  # the first forward pass, of a large model on a CPU
 WAITING = "all processes of this machine wait for those of others"  # who hangs is known there
 ENDED = frozenset("ZX")  # states of a process that has ended (proc(5))
+
+
+class Collective(TypedDict):
+    """One collective of a process: how many it has begun, and the name of this one."""
+
+    number: int
+    name: str
+
+
+class Facts(TypedDict):
+    """What a process tells of itself. The last three only once its phase has not moved for a while.
+
+    number: of phases begun; moves: in all phases; limit_s: how long the phase may go without a
+    move, silent_s: the process without a beat; at: the line of Python; waits: for others.
+    """
+
+    rank: int
+    pid: int
+    phase: str
+    number: int
+    moves: int
+    limit_s: float
+    silent_s: float
+    at: NotRequired[str]
+    waits: NotRequired[bool]
+    collective: NotRequired[Collective | None]
 
 
 class Pulse:
@@ -125,8 +151,8 @@ class Pulse:
             partial.write_text(json.dumps(self._facts()), encoding="utf-8")
             partial.replace(self._path)
 
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+    def _facts(self) -> Facts:
+        facts: Facts = {
             "rank": self._rank,
             "pid": os.getpid(),
             "phase": self._phase,
@@ -137,7 +163,8 @@ class Pulse:
         }
         if time.monotonic() - self._since_s >= LASTING_S:
             stack = _stack(self._main)
-            facts |= {"at": _place(stack), "waits": _waits(stack), "collective": last_collective()}
+            facts["at"], facts["waits"] = _position(stack), _waits(stack)
+            facts["collective"] = last_collective()
         return facts
 
 
@@ -146,7 +173,7 @@ def _stack(thread: int) -> list[traceback.FrameSummary]:
     return list(traceback.extract_stack(frame)) if frame else []
 
 
-def _place(stack: list[traceback.FrameSummary]) -> str:
+def _position(stack: list[traceback.FrameSummary]) -> str:
     """Return where a thread is: the innermost line of this workflow, and the innermost of all."""
     if not stack:
         return "nowhere"
@@ -162,7 +189,7 @@ def _waits(stack: list[traceback.FrameSummary]) -> bool:
     return bool(stack) and f"{os.sep}torch{os.sep}distributed{os.sep}" in stack[-1].filename
 
 
-def last_collective() -> dict[str, Any] | None:
+def last_collective() -> Collective | None:
     """Return number and name of the newest collective in torch's flight recorder, None without
     one.
     """
@@ -179,7 +206,7 @@ def last_collective() -> dict[str, Any] | None:
 
 @dataclass
 class _Seen:
-    facts: dict[str, Any]
+    facts: Facts
     mtime_ns: int
     beat_s: float = 0.0  # how long no new beat has come
     lasted_s: float = 0.0  # how long nothing has moved
@@ -234,12 +261,12 @@ class Watch:
                 continue
             if _has_ended(facts["pid"]):
                 continue
-            known = self._seen.get(rank)
-            if known is None or _progress(known.facts) != _progress(facts):
+            before = self._seen.get(rank)
+            if before is None or _progress(before.facts) != _progress(facts):
                 yield rank, _Seen(facts, mtime_ns)
                 continue
-            beat_s = 0.0 if known.mtime_ns != mtime_ns else known.beat_s + passed_s
-            yield rank, _Seen(facts, mtime_ns, beat_s, known.lasted_s + passed_s)
+            beat_s = 0.0 if before.mtime_ns != mtime_ns else before.beat_s + passed_s
+            yield rank, _Seen(facts, mtime_ns, beat_s, before.lasted_s + passed_s)
 
     def _verdict(self, late: _Seen) -> str:
         quiet_s = max(late.lasted_s, late.beat_s)
@@ -253,8 +280,8 @@ class Watch:
             )
         culprit = self._culprit()
         if len(self._ranks) < self._size and all(s.facts.get("waits") for s in self._seen.values()):
-            places = "; ".join(f"process {r} {_state(s)}" for r, s in sorted(self._seen.items()))
-            return f"{WAITING}: nothing has moved for {quiet_s:.0f} s. {places}"
+            states = "; ".join(f"process {r} {_state(s)}" for r, s in sorted(self._seen.items()))
+            return f"{WAITING}: nothing has moved for {quiet_s:.0f} s. {states}"
         who = f"process {culprit.facts['rank']} of {self._size}"
         head = f"{who} hangs in {culprit.facts['phase']}: nothing has moved for {quiet_s:.0f} s"
         if len(self._ranks) < self._size and not culprit.silent:
@@ -287,7 +314,7 @@ class Watch:
         return min(self._seen.values(), key=order)
 
 
-def _progress(facts: dict[str, Any]) -> tuple[int, int]:
+def _progress(facts: Facts) -> tuple[int, int]:
     return facts["number"], facts["moves"]
 
 

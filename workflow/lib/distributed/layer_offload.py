@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.distributed.vocabulary_parallel import ALL_GATHER
-from workflow.lib.distributed.weight_checks import different_parts, everyones
+from workflow.lib.distributed.weight_checks import different_parts, names_of_all
 from workflow.lib.distributed.world import World
 from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.decoder_layers import decoder_layers
@@ -97,22 +97,23 @@ class _HostedLayer:
         first = mesh.get_local_rank(mesh.ndim - 1) * self.slice_bytes
         pinned = self._stream is not None
         self._host = torch.zeros(self.slice_bytes, dtype=torch.uint8, pin_memory=pinned)
-        read = 0
+        bytes_read = 0
         for part in self._parts:
             start = max(first - part.start, 0)
             stop = min(first + self.slice_bytes - part.start, part.num_bytes)
             if start < stop:
                 data = read_bytes(part.linear, part.name, part.path, reader, start=start, stop=stop)
                 self._host[part.start + start - first :][: data.numel()].copy_(data)
-                read += data.numel()
-        return read
+                bytes_read += data.numel()
+        return bytes_read
 
     def fetch(self) -> None:
         """Start to bring the weights to the device, unless they are there. Collective."""
         if self._buffer is not None:
             return
-        # Memory of the computing stream, which waits for the copy before it uses the bytes or frees
-        # them.
+        # The allocator gives memory back to the stream on which it was allocated, as soon as no
+        # tensor has it. So the buffer is allocated on the computing stream, which waits for the
+        # copy before it uses the bytes or frees them: `record_stream` is not needed.
         device, shards = self._world.device, self._world.shard_size
         self._buffer = torch.empty(shards * self.slice_bytes, dtype=torch.uint8, device=device)
         self._mine = (
@@ -130,6 +131,7 @@ class _HostedLayer:
         if self._stream is None:
             yield
             return
+        # the buffer may be memory that queued work still reads
         self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
         with torch.cuda.stream(self._stream):
             yield
@@ -149,7 +151,7 @@ class _HostedLayer:
         """Free the weights on the device, if they are there."""
         if self._buffer is None:
             return
-        self._wait()
+        self._wait()  # a copy that is under way must not write to memory that others have got
         for part in self._parts:
             part.clear_()
         self._buffer = None
@@ -164,9 +166,7 @@ class _HostedLayer:
         the device.
         """
         linears = {part.path: part.linear for part in self._parts}
-        return [
-            name for path, x in linears.items() for name in different_parts(x, path, reader)
-        ]  # fmt: skip
+        return [name for path, x in linears.items() for name in different_parts(x, path, reader)]
 
 
 def _laid_out(linears: list[tuple[str, NF4Linear]]) -> Iterator[_Part]:
@@ -224,12 +224,12 @@ class HostedLayers:
         """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;
         return the bytes read.
         """
-        read = 0
+        bytes_read = 0
         with CheckpointReader(folder) as reader:
             for layer in self._hosted.values():
-                read += layer.load_(reader)
+                bytes_read += layer.load_(reader)
                 moved()
-        return read
+        return bytes_read
 
     def mismatched(
         self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
@@ -241,13 +241,13 @@ class HostedLayers:
         """
         self._keep()
         wrong = []
-        for place, layer in enumerate(self._hosted.values()):
+        for index, layer in enumerate(self._hosted.values()):
             layer.unshard()
-            if place % self._world.size == self._world.rank:
+            if index % self._world.size == self._world.rank:
                 wrong += layer.differences(reader)
             layer.reshard()
             moved()
-        return everyones(wrong, self._world)
+        return names_of_all(wrong, self._world)
 
     def _begin(self, *_: Any) -> None:
         """A forward pass begins, so no backward runs."""

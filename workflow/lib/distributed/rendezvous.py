@@ -43,8 +43,8 @@ class LoopbackRendezvous(RendezvousHandler):
         """Return the store and this agent's place: the first of one."""
         if self._store is None:
             self._store = loopback_store()
-        place = RendezvousStoreInfo(master_addr=ADDRESS, master_port=self._store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, place)
+        address = RendezvousStoreInfo(master_addr=ADDRESS, master_port=self._store.port)
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
 
     def is_closed(self) -> bool:
         """Tell that it may always be used again."""

@@ -68,8 +68,8 @@ def piece_of(tensor: torch.Tensor, *, rank: int) -> Piece:
     (chunk,) = tensor.__create_chunk_list__()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is in the mesh"
-    placed = zip(coordinate, tensor.placements, strict=True)
-    first = all(place == 0 for place, placement in placed if placement.is_replicate())
+    axes = zip(coordinate, tensor.placements, strict=True)
+    first = all(index == 0 for index, placement in axes if placement.is_replicate())
     local = tensor.to_local().detach()
     return Piece(local, tuple(chunk.offsets), tuple(tensor.shape), mine=first)
 
@@ -90,6 +90,7 @@ def write_sharded(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = f"shard-{rank:05d}-of-{size:05d}.safetensors"
+    # A failure travels as a value: a process that raised here would leave the others waiting.
     part = _attempt(lambda: _write_part(folder / name, pieces, companions if rank == 0 else ()))
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, part, group=group)
@@ -117,30 +118,30 @@ def _write_part(
     path: Path, pieces: Mapping[str, Piece], companions: Iterable[Path]
 ) -> dict[str, Any]:
     """Write this process's file; return the entries of the index."""
-    held = {n: piece for n, piece in pieces.items() if piece.mine and piece.local.numel()}
-    save_file({name: piece.local for name, piece in held.items()}, path)
+    written = {n: piece for n, piece in pieces.items() if piece.mine and piece.local.numel()}
+    save_file({name: piece.local for name, piece in written.items()}, path)
     path.chmod(0o644)  # safetensors keeps other users out
     files = [path, *companions]
     for file in files:
         sync(file)
     return {
         "files": {f.name: {"bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in files},
-        "tensors": {name: _entry(piece, path.name) for name, piece in held.items()},
+        "tensors": {name: _entry(piece, path.name) for name, piece in written.items()},
     }
 
 
 def _entry(piece: Piece, file: str) -> dict[str, Any]:
-    place = {"file": file, "offset": piece.offset, "shape": tuple(piece.local.shape)}
+    location = {"file": file, "offset": piece.offset, "shape": tuple(piece.local.shape)}
     dtype = str(piece.local.dtype).removeprefix("torch.")
-    return {"shape": piece.shape, "dtype": dtype, "pieces": [place]}
+    return {"shape": piece.shape, "dtype": dtype, "pieces": [location]}
 
 
 def _write_index(folder: Path, parts: list[dict[str, Any]], facts: Mapping[str, Any]) -> None:
     tensors: dict[str, Any] = {}
     for part in parts:
         for name, entry in part["tensors"].items():
-            known = tensors.setdefault(name, entry | {"pieces": []})
-            known["pieces"].extend(entry["pieces"])
+            whole_entry = tensors.setdefault(name, entry | {"pieces": []})
+            whole_entry["pieces"].extend(entry["pieces"])
     files = {name: facts for part in parts for name, facts in part["files"].items()}
     head = {"format_version": FORMAT_VERSION, "processes": len(parts), **facts}
     content = head | {"files": files, "tensors": dict(sorted(tensors.items()))}
@@ -217,19 +218,21 @@ def read_into_(folder: Path, index: dict[str, Any], targets: Mapping[str, Piece]
                 raise DamagedError(f"{name} is not covered by its pieces")
 
 
-def _values(file: Any, name: str, place: tuple[slice, ...]) -> torch.Tensor:
-    values: torch.Tensor = file.get_slice(name)[place] if place else file.get_tensor(name)
+def _values(file: Any, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+    values: torch.Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
     return values
 
 
 def _overlaps(
     name: str, entry: dict[str, Any], target: Piece
 ) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield file, place in the file's piece, and place in the target, wherever the two overlap."""
-    found = (tuple(entry["shape"]), entry["dtype"])
+    """Yield file, region of the file's piece, and region of the target, wherever the two
+    overlap.
+    """
+    stored = (tuple(entry["shape"]), entry["dtype"])
     expected = (target.shape, str(target.local.dtype).removeprefix("torch."))
-    if found != expected:
-        raise DamagedError(f"{name} is {found} instead of {expected}")
+    if stored != expected:
+        raise DamagedError(f"{name} is {stored} instead of {expected}")
     for piece in entry["pieces"]:
         bounds = [
             (max(a, b), min(a + m, b + n), a, b)

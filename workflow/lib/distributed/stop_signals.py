@@ -41,6 +41,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        # No more than a flag, at which all look together between two steps (`on_any`): a process
+        # that raised here would leave the others waiting in their next collective.
         self.asked = True
 
 

@@ -83,7 +83,7 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
         stride=table.stride(),
     )
     start, stop = local_range(whole)
-    mine = DTensor.from_local(
+    own_rows = DTensor.from_local(
         table.detach()[start:stop],
         mesh,
         placements,
@@ -91,7 +91,7 @@ def _sliced(table: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
         shape=table.shape,
         stride=table.stride(),
     )
-    return nn.Parameter(mine, requires_grad=table.requires_grad)
+    return nn.Parameter(own_rows, requires_grad=table.requires_grad)
 
 
 class SlicedHead(nn.Module):
@@ -119,14 +119,14 @@ class SlicedHead(nn.Module):
         without gradients. Collective.
         """
         size, vocab = self._group.size(), self.weight.shape[0]
-        mine = hidden.flatten(0, -2)
-        rows = agreed_most(len(mine))
-        part = self.slice_logits(_gathered(_padded(mine, rows, fill=0), self._group))
+        own_rows = hidden.flatten(0, -2)
+        rows = largest_count(len(own_rows))
+        part = self.slice_logits(_gathered(_padded(own_rows, rows, fill=0), self._group))
         part = nn.functional.pad(part, (0, -(-vocab // size) - part.shape[1]))
         slices = torch.empty_like(part)
         dist.all_to_all_single(slices, part, group=self._group)
         whole = slices.view(size, rows, -1).transpose(0, 1).flatten(1)
-        return whole[: len(mine), :vocab].reshape(*hidden.shape[:-1], vocab)
+        return whole[: len(own_rows), :vocab].reshape(*hidden.shape[:-1], vocab)
 
 
 class SlicedCrossEntropy(LinearCrossEntropy):
@@ -167,13 +167,20 @@ class _SlicedLoss(torch.autograd.Function):
         trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        most = agreed_most(len(targets))
+        # every process takes part in every chunk, so all make as many as the one with most rows
+        num_rows = largest_count(len(targets))
         size = chunk_rows(group.size(), vocab_size=head.vocab_size)
-        for start in range(0, most, size):
-            rows = slice(start, min(start + size, most))
+        for start in range(0, num_rows, size):
+            rows = slice(start, min(start + size, num_rows))
             count = rows.stop - start
-            given = _padded(hidden[rows], count, fill=0), _padded(targets[rows], count, fill=NOBODY)
-            loss, chunk_grad = _chunk(*given, head, group, trained=trained, wants_grad=wants_grad)
+            loss, chunk_grad = _chunk(
+                _padded(hidden[rows], count, fill=0),
+                _padded(targets[rows], count, fill=NOBODY),
+                head,
+                group,
+                trained=trained,
+                wants_grad=wants_grad,
+            )
             total += loss
             if grad is not None:
                 assert chunk_grad is not None
@@ -203,7 +210,7 @@ def _chunk(
     All processes give equally many rows.
     """
     assert isinstance(head.module, SlicedHead)
-    everyone = _gathered(targets, group)
+    all_targets = _gathered(targets, group)
     states = _gathered(hidden.detach(), group)
     with torch.set_grad_enabled(wants_grad):
         if trained is None:
@@ -212,27 +219,27 @@ def _chunk(
         else:
             leaf = trained.product(states)
             logits = head.finished(leaf)
-    places = _Places(everyone, local_range(head.module.weight))
-    log_sums, chosen = _over_slices(logits.detach(), places, group)
-    losses = (log_sums - chosen).masked_fill(everyone == NOBODY, 0.0)
+    columns = _TargetColumns(all_targets, local_range(head.module.weight))
+    log_sums, chosen = _over_slices(logits.detach(), columns, group)
+    losses = (log_sums - chosen).masked_fill(all_targets == NOBODY, 0.0)
     loss = losses[group.rank() * len(targets) :][: len(targets)].sum()
     if not wants_grad:
         return loss, None
     slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
-    places.subtract_one_(slope)
-    slope.masked_fill_((everyone == NOBODY)[:, None], 0.0)
+    columns.subtract_one_(slope)
+    slope.masked_fill_((all_targets == NOBODY)[:, None], 0.0)
     part = torch.autograd.grad(logits, leaf, slope)[0]
     if trained is not None:
         part = trained.backward(states, part)
     part = part.float()  # of this slice; added up in fp32
-    own = torch.empty_like(part[: len(targets)])
-    REDUCE_SCATTER(own, part, group=group)
-    return loss, own
+    own_grad = torch.empty_like(part[: len(targets)])
+    REDUCE_SCATTER(own_grad, part, group=group)
+    return loss, own_grad
 
 
-class _Places:
-    """Where this process's slice, rows `start` to `stop` of the vocabulary, has the targets (rows,)
-    of all processes.
+class _TargetColumns:
+    """The columns of the targets (rows,) of all processes in the logits of this process's slice,
+    rows `start` to `stop` of the vocabulary.
     """
 
     def __init__(self, targets: torch.Tensor, ranges: tuple[int, int]) -> None:
@@ -255,13 +262,13 @@ class _Places:
 
 
 def _over_slices(
-    logits: torch.Tensor, places: _Places, group: dist.ProcessGroup
+    logits: torch.Tensor, columns: _TargetColumns, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of
     which has `logits` of its own.
     """
-    mine = torch.stack([logits.logsumexp(dim=1), places.chosen(logits)])
-    parts = _gathered(mine, group).view(group.size(), *mine.shape)
+    part = torch.stack([logits.logsumexp(dim=1), columns.chosen(logits)])
+    parts = _gathered(part, group).view(group.size(), *part.shape)
     return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
 
 
@@ -305,16 +312,16 @@ class ExchangedRows:
         self, table: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
     ) -> torch.Tensor:
         start, stop = ranges
-        everyone = _gathered(ids, self._group)
-        rows = table.new_zeros(len(everyone), table.shape[1])
+        all_ids = _gathered(ids, self._group)
+        rows = table.new_zeros(len(all_ids), table.shape[1])
         if start < stop:
-            absent, places = _located(everyone, ranges)
-            torch.index_select(table, 0, places, out=rows)
+            absent, indices = _located(all_ids, ranges)
+            torch.index_select(table, 0, indices, out=rows)
             rows.masked_fill_(absent[:, None], 0.0)
         rows = rows.to(self._dtype)
-        own = torch.empty_like(rows[: len(ids)])
-        REDUCE_SCATTER(own, rows, group=self._group)  # exact: all but one are 0
-        return own
+        own_rows = torch.empty_like(rows[: len(ids)])
+        REDUCE_SCATTER(own_rows, rows, group=self._group)  # exact: all but one are 0
+        return own_rows
 
     def gradient(
         self, grad: torch.Tensor, ids: torch.Tensor, ranges: tuple[int, int]
@@ -326,14 +333,15 @@ class ExchangedRows:
         """
         start, stop = ranges
         total = grad.new_zeros(stop - start, grad.shape[1], dtype=torch.float32)
-        for some, own in zip(self._split(ids), self._split(grad), strict=True):
-            everyone, rows = _gathered(some, self._group), _gathered(own.contiguous(), self._group)
+        for own_ids, own_grad in zip(self._split(ids), self._split(grad), strict=True):
+            all_ids = _gathered(own_ids, self._group)
+            rows = _gathered(own_grad.contiguous(), self._group)
             if start == stop:
                 continue
-            absent, places = _located(everyone, ranges)
+            absent, indices = _located(all_ids, ranges)
             if self._padding is not None:  # torch gives its row no gradient
-                absent |= everyone == self._padding
-            _add_rows_(total, places, rows.float().masked_fill_(absent[:, None], 0.0))
+                absent |= all_ids == self._padding
+            _add_rows_(total, indices, rows.float().masked_fill_(absent[:, None], 0.0))
         return total
 
 
@@ -355,30 +363,29 @@ class _TrainedRows(torch.autograd.Function):
 
 
 def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which ids (n,) lie outside of the rows `ranges`, and the place of each among them
+    """Return which ids (n,) lie outside of the rows `ranges`, and the index of each among them
     (any, if outside).
     """
     start, stop = ranges
     return (ids < start) | (ids >= stop), (ids - start).clamp(0, stop - start - 1)
 
 
-def _add_rows_(total: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add each row at its place, duplicates in the same order every time."""
+def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each row at its index, duplicates in the same order every time."""
+    # Atomic additions would come in any order: index_add_ has them on a GPU, index_put_ on a CPU.
     if total.is_cuda:
-        total.index_put_(
-            (places,), rows, accumulate=True
-        )  # sorts first; index_add_ is atomic there
+        total.index_put_((indices,), rows, accumulate=True)  # sorts first
     else:
-        total.index_add_(0, places, rows)  # one after the other; index_put_ is atomic there
+        total.index_add_(0, indices, rows)  # one after the other
 
 
-def agreed_most(count: int) -> int:
+def largest_count(count: int) -> int:
     """Return the largest `count` of any process. Over the CPU, so that nobody waits for a GPU's
     queue. Collective over all processes.
     """
-    most = torch.tensor(count)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    largest = torch.tensor(count)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _padded(rows: torch.Tensor, count: int, *, fill: int) -> torch.Tensor:

@@ -29,8 +29,8 @@ from workflow.lib.model.training_module import CausalLMForTraining
 def local_bytes(training: nn.Module) -> tuple[int, int]:
     """Return the bytes of all parameters that this process holds, and of the whole model."""
     unique = {id(p): p for p in training.parameters()}.values()
-    held = sum(local(p).numel() * p.element_size() for p in unique)
-    return held, sum(p.numel() * p.element_size() for p in unique)
+    local_total = sum(local(p).numel() * p.element_size() for p in unique)
+    return local_total, sum(p.numel() * p.element_size() for p in unique)
 
 
 def fair_share(training: CausalLMForTraining, *, shards: int) -> float:
@@ -71,19 +71,19 @@ def mismatched_tensors(
         return _differences(model, reader)
     wrong = _different_slices(training, reader)
     for number, unit in enumerate(units):
-        unit.unshard()
+        unit.unshard()  # all gather, in the same order, also those that compare nothing
         if number % world.size == world.rank:
             wrong += _differences(model, reader)
         unit.reshard()
         moved()
-    return everyones(wrong, world)
+    return names_of_all(wrong, world)
 
 
-def everyones(names: list[str], world: World) -> list[str]:
+def names_of_all(names: list[str], world: World) -> list[str]:
     """Return the names that any process has, sorted. Collective."""
-    everyone: list[list[str]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(everyone, names, group=world.io_group)
-    return sorted(set(chain.from_iterable(everyone)))
+    lists: list[list[str]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(lists, names, group=world.io_group)
+    return sorted(set(chain.from_iterable(lists)))
 
 
 def _differences(model: PreTrainedModel, reader: CheckpointReader) -> list[str]:
@@ -111,11 +111,11 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
     """
     wrong = []
     for part, size in linear.spec.sizes.items():
-        held = linear.get_parameter(part)
-        if type(held.data) is not torch.Tensor or not held.numel():
+        packed = linear.get_parameter(part)
+        if type(packed.data) is not torch.Tensor or not packed.numel():
             continue
         stored = read_bytes(linear, part, path, reader, start=0, stop=size)
-        if not torch.equal(held.data.view(torch.uint8)[:size].cpu(), stored):
+        if not torch.equal(packed.data.view(torch.uint8)[:size].cpu(), stored):
             wrong.append(f"{path}.{part}")
     return wrong
 

@@ -1,8 +1,8 @@
 """Several processes that share one evaluation, or the hashing of files: every n-th item each.
 
-In an evaluation each process has a whole copy of the model, or a slice of one.
-Answers are gathered in the order of the items, so what is computed from them cannot depend on the
-number of processes. A model larger than one GPU is sharded over all of them (`sharded`), and then
+In an evaluation each process has a whole copy of the model, or a slice of one. Answers are gathered
+in the order of the items, so what is computed from them cannot depend on the number of processes. A
+model larger than one GPU is sharded over all of them (`sharded`), and then
 every forward is collective: `in_step` has each process announce its forwards, and one that has done
 its share forwards a single token, for nobody, as long as another still works.
 """
@@ -51,11 +51,9 @@ def divide(
     """Return how an evaluation is divided; `processes` and `shard` are the settings of these names.
 
     `auto` is one process a GPU, sharded only if the models do not fit on one; on the CPU one, as
-    all cores work for one
-    process already. folders: the models, in safetensors files; gpu_bytes: the memory of each GPU,
-    none for the CPU.
-    Raises `UserError` if a number asks for more than the GPUs or for copies that do not fit on one,
-    and if there is nothing to shard over, or too little.
+    all cores work for one process already. folders: the models, in safetensors files; gpu_bytes:
+    the memory of each GPU, none for the CPU. Raises `UserError` if a number asks for more than the
+    GPUs or for copies that do not fit on one, and if there is nothing to shard over, or too little.
     """
     largest = max(sum(f.stat().st_size for f in folder.glob("*.safetensors")) for folder in folders)
     fits = all(largest <= WEIGHTS_SHARE * total for total in gpu_bytes)
@@ -110,9 +108,9 @@ def shared_out(
     if world is None or world.size == 1:
         return list(compute(list(items)))
     with in_step(model, world=world):
-        mine = list(compute(list(items[world.rank :: world.size])))
+        own_part = list(compute(list(items[world.rank :: world.size])))
     parts: list[Any] = [None] * world.size
-    dist.all_gather_object(parts, mine, group=world.io_group)
+    dist.all_gather_object(parts, own_part, group=world.io_group)
     results: list[Any] = [None] * len(items)
     for rank, part in enumerate(parts):
         results[rank :: world.size] = part
@@ -135,20 +133,19 @@ def in_step(model: nn.Module | None, *, world: World | None) -> Iterator[None]:
         yield
         return
 
-    def tell(*_: object) -> None:
+    def announce(*_: object) -> None:
         _announce(world, working=True)
 
-    hook = model.register_forward_pre_hook(
-        tell, prepend=True
-    )  # before FSDP's, which gathers weights
+    # before FSDP's hook, which gathers weights: all must know by then that they are to take part
+    hook = model.register_forward_pre_hook(announce, prepend=True)
     try:
         yield
     finally:
         hook.remove()
-    nothing = torch.zeros((1, 1), dtype=torch.long, device=world.device)
+    one_token = torch.zeros((1, 1), dtype=torch.long, device=world.device)
     while _announce(world, working=False):
         with torch.no_grad():
-            model(input_ids=nothing, use_cache=False)
+            model(input_ids=one_token, use_cache=False)
 
 
 def _announce(world: World, *, working: bool) -> bool:
@@ -162,9 +159,9 @@ def agreed(value: ItemT, *, world: World | None) -> ItemT:
     """Return the main process's `value` on every process. Collective; None = alone."""
     if world is None or world.size == 1:
         return value
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0, group=world.io_group)
-    result: ItemT = box[0]
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, src=0, group=world.io_group)
+    result: ItemT = values[0]
     return result
 
 

@@ -27,7 +27,9 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh  # ("shard",), or with several replicas ("replicate", "shard")
-    io_group: dist.ProcessGroup  # gloo, for checkpoint traffic beside the training's collectives
+    io_group: dist.ProcessGroup
+    """gloo, for decisions and the traffic of checkpoints: beside the collectives of the training,
+    without waiting for a GPU."""
 
     @property
     def shard_size(self) -> int:

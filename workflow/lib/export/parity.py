@@ -49,7 +49,7 @@ def trained_logits(
         for number, (ids, _) in enumerate(store.heldout_documents()[:DOCUMENTS]):
             row = torch.from_numpy(ids.astype("int64")).to(device)
             places = torch.arange(len(row), device=device)
-            logits = training(row[None], places[None], places[-POSITIONS:], None).cpu()
+            logits = training.logits(row[None], places[None], places[-POSITIONS:]).cpu()
             tensors |= {f"input_ids.{number}": row.cpu(), f"logits.{number}": logits.contiguous()}
     return tensors
 

@@ -15,6 +15,7 @@ from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.loss_scale import LossScale
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import MasterRows
 
 
@@ -22,7 +23,8 @@ class CausalLMForTraining(nn.Module):
     """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
 
     Forward runs the decoder, picks the hidden states that predict a trained token, and returns
-    their summed loss.
+    their summed loss. The other methods return logits, for checks. Sharding wraps all three: they
+    gather weights, so they are collective.
     """
 
     def __init__(self, peft_model: nn.Module) -> None:
@@ -41,35 +43,43 @@ class CausalLMForTraining(nn.Module):
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
 
-    def forward(
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the summed loss () fp32 of a micro-batch's targets."""
+        hidden = self._hidden_states(
+            batch.input_ids, batch.position_ids, bounds=batch.bounds, embedded=batch.embedded
+        )
+        loss: torch.Tensor = self.head_loss(hidden.index_select(0, batch.positions), batch.targets)
+        return loss
+
+    def logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits (n, vocab) fp32 at `positions` (n,) of the flattened rows.
+
+        input_ids, position_ids: (rows, seq_len) int64.
+        """
+        hidden = self._hidden_states(input_ids, position_ids, bounds=None, embedded=None)
+        logits: torch.Tensor = self.head_loss(hidden.index_select(0, positions), None)
+        return logits
+
+    def _hidden_states(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        positions: torch.Tensor,
-        targets: torch.Tensor | None,
-        bounds: tuple[torch.Tensor, int] | None = None,
-        embedded: torch.Tensor | None = None,
+        *,
+        bounds: tuple[torch.Tensor, int] | None,
+        embedded: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the summed loss () fp32 over `positions`, or their logits (n, vocab) fp32 if
-        `targets` is None.
+        """Return the decoder's last hidden states (rows * seq_len, hidden).
 
-        input_ids, position_ids: (rows, seq_len) int64; a position 0 starts a document, which
-        attention does not leave.
-        bounds: `packed_attention.document_bounds(position_ids)`, if it is known already (it waits
-        for the device).
-        embedded: the embedding rows (rows * seq_len, hidden) of input_ids, if they have been looked
-        up already.
-        positions: (n,) int64 into the flattened (rows * seq_len) hidden states; targets: (n,)
-        int64, the tokens predicted there.
+        bounds and embedded as in `MicroBatch`; None: they are not known yet.
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
         inputs = self._embedded(inputs, embedded)
         with self._saving():
-            hidden = decoder(**inputs).last_hidden_state
-        chosen = hidden.flatten(0, 1).index_select(0, positions)
-        loss: torch.Tensor = self.head_loss(chosen, targets)
-        return loss
+            hidden: torch.Tensor = decoder(**inputs).last_hidden_state
+        return hidden.flatten(0, 1)
 
     def _saving(self) -> AbstractContextManager[None]:
         wanted = self.stash is not None and torch.is_grad_enabled()

@@ -6,7 +6,7 @@ does not wait for it.
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,42 +14,7 @@ import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.layers.packed_attention import document_bounds
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward pass: input_ids, position_ids (rows, seq_len); positions, targets (trained
-    tokens,). All int64.
-
-    bounds: `packed_attention.document_bounds` of the rows. embedded: the tokens' embedding rows
-    (rows * seq_len, hidden), where they are looked up outside of the model.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    positions: torch.Tensor
-    targets: torch.Tensor
-    bounds: tuple[torch.Tensor, int]
-    embedded: torch.Tensor | None = None
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Return the same on `device`; from page-locked memory without waiting."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "MicroBatch":
-        """Return the same in page-locked memory."""
-        return self._each(torch.Tensor.pin_memory)
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
-        bounds, longest = self.bounds
-        return MicroBatch(
-            input_ids=change(self.input_ids),
-            position_ids=change(self.position_ids),
-            positions=change(self.positions),
-            targets=change(self.targets),
-            bounds=(change(bounds), longest),
-            embedded=None if self.embedded is None else change(self.embedded),
-        )
+from workflow.lib.model.micro_batch import MicroBatch
 
 
 def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -71,9 +36,8 @@ def process_rows(
     which it does.
 
     All processes wait for the slowest at every micro-batch. So the rows are dealt like cards, the
-    costliest
-    first and every second round backwards: the processes take rows of neighbouring cost at the same
-    time.
+    costliest first and every second round backwards: the processes take rows of neighbouring cost
+    at the same time.
     """
     assert len(rows) % size == 0, f"{len(rows)} rows cannot be shared equally by {size} processes"
     rounds = rows[np.argsort(-costs, kind="stable")].reshape(-1, size)
@@ -94,7 +58,7 @@ def micro_batches(
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
     """
 
-    def made(group: npt.NDArray[np.int64]) -> MicroBatch:
+    def load(group: npt.NDArray[np.int64]) -> MicroBatch:
         batch = stored_batch(store, group)
         if look_up is not None:
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
@@ -103,8 +67,9 @@ def micro_batches(
     ahead: Future[MicroBatch] | None = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         for group in groups:
-            current, ahead = ahead, thread.submit(made, group)
+            current, ahead = ahead, thread.submit(load, group)
             if current is not None:
+                # copied by the computing stream: the step that uses it comes after it in the queue
                 yield current.result().to(device)
         if ahead is not None:
             yield ahead.result().to(device)

@@ -20,9 +20,10 @@ from torch import nn
 from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import MicroBatch, make_batch
+from workflow.lib.training.batches import make_batch
 from workflow.lib.training.checkpoint import discard, load_adapter_, save_adapter, saved_steps
 
 
@@ -59,17 +60,17 @@ class HeldOut:
     ) -> None:
         self._every, self._num_steps = every, num_steps
         documents = store.heldout_documents()
-        chosen = choose_documents(documents, at_most=at_most, seed=seed)
-        if not chosen:
+        numbers = choose_documents(documents, at_most=at_most, seed=seed)
+        if not numbers:
             raise UserError(
                 "train.evaluate_every_steps asks for the held-out loss, and no held-out document "
                 "has a trained token. "
                 "Set it to null, or give held-out data (data.heldout, data.heldout_share)."
             )
-        taken = [documents[number] for number in chosen]
-        self._seq_len = max(store.seq_len, *(len(ids) for ids, _ in taken))
+        chosen = [documents[number] for number in numbers]
+        self._seq_len = max(store.seq_len, *(len(ids) for ids, _ in chosen))
         self._micro_batch_size = micro_batch_size
-        self._rows = heldout_rows(taken, seq_len=self._seq_len)
+        self._rows = heldout_rows(chosen, seq_len=self._seq_len)
 
     def due(self, step: int) -> bool:
         """Tell whether the loss is to be measured after `step` (1-based): every so many steps, and
@@ -90,13 +91,7 @@ class HeldOut:
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         with forward_only(training):
             for batch in self._batches(world):
-                total[0] += training(
-                    batch.input_ids,
-                    batch.position_ids,
-                    batch.positions,
-                    batch.targets,
-                    batch.bounds,
-                )
+                total[0] += training(batch)
                 total[1] += len(batch.targets)
                 moved()
         training.train(was_training)
@@ -107,27 +102,27 @@ class HeldOut:
         """Yield this process's rows. All processes have as many batches, because each gathers the
         weights.
         """
-        mine = self._rows[world.rank :: world.size]
-        most = -(-len(self._rows) // world.size)
-        for start in range(0, most, self._micro_batch_size):
-            count = min(self._micro_batch_size, most - start)
-            rows = mine[start : start + count]
+        own_rows = self._rows[world.rank :: world.size]
+        num_rows = math.ceil(len(self._rows) / world.size)  # of the process that has most
+        for start in range(0, num_rows, self._micro_batch_size):
+            count = min(self._micro_batch_size, num_rows - start)
+            rows = own_rows[start : start + count]
             yield self._batch([*rows, *([] for _ in range(count - len(rows)))], world.device)
 
     def _batch(self, rows: Sequence[Sequence[Document]], device: torch.device) -> MicroBatch:
         """Pad rows at the end; the padding is one more document without a trained token."""
         shape = (len(rows), self._seq_len)
-        ids, places = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.bool_)
         for number, documents in enumerate(rows):
             start = 0
             for document_ids, document_mask in documents:
                 span = slice(start, start + len(document_ids))
                 ids[number, span], mask[number, span] = document_ids, document_mask
-                places[number, span] = np.arange(len(document_ids))
+                position_ids[number, span] = np.arange(len(document_ids))
                 start = span.stop
-            places[number, start:] = np.arange(self._seq_len - start)
-        return make_batch(ids, places, mask, device=device)
+            position_ids[number, start:] = np.arange(self._seq_len - start)
+        return make_batch(ids, position_ids, mask, device=device)
 
 
 def open_heldout(
@@ -184,12 +179,13 @@ class BestAdapter:
         if self._world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        dist.barrier(self._world.io_group)
+        dist.barrier(self._world.io_group)  # all write into the folder
         save_adapter(training, partial, world=self._world)
         if self._world.is_main:
             shutil.rmtree(best_dir(self._folder, step), ignore_errors=True)
             partial.rename(best_dir(self._folder, step))
             self._prune()
+        # From here on the others may read it (`load_`).
         dist.barrier(self._world.io_group)
 
     def load_(self, training: nn.Module) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
@@ -70,10 +69,18 @@ class TrainingModel:
         }
         plain = sum(p.numel() for p in model.parameters() if id(p) not in packed)
         embedding = model.get_input_embeddings()  # type: ignore[operator]
-        looked_up = (
-            0 if len(embedding.weight) else embedding.num_embeddings * embedding.embedding_dim
-        )
-        return trainable, linears + plain + looked_up
+        on_host = 0
+        if not len(embedding.weight):  # its rows are looked up in host memory
+            on_host = embedding.num_embeddings * embedding.embedding_dim
+        return trainable, linears + plain + on_host
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """In which type products are computed, and by which implementation of attention."""
+
+    compute_dtype: torch.dtype
+    attention: str
 
 
 def build_training_model(
@@ -82,8 +89,7 @@ def build_training_model(
     plan: Plan,
     world: World,
     *,
-    compute_dtype: torch.dtype,
-    attention: str,
+    numerics: Numerics,
     moved: Callable[[], None] = lambda: None,
 ) -> TrainingModel:
     """Build the run's model on this process. Collective.
@@ -91,12 +97,9 @@ def build_training_model(
     base: NF4 folder; plan: of `preflight.json`; moved: called after every tensor that was read.
     Raises `UserError` if the base does not fit its config or the targets.
     """
-    if world.device.type == "cuda" and plan.gpu_memory_bytes is not None:
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
-    model: PreTrainedModel = build_nf4_on_meta(
-        base, compute_dtype=compute_dtype, attention=attention
-    )
+    _limit_memory(plan, world.device)
+    dtype = numerics.compute_dtype
+    model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
     training = CausalLMForTraining(inject_adapters(model, config.lora))
     if config.train.fused_layers:
         fuse_layers_(model)
@@ -107,18 +110,14 @@ def build_training_model(
         checkpoint_activations_(model, every=int(plan.activation_checkpointing))
     layers = decoder_layers(model)  # FSDP2 changes their classes
     hosted = host_layers(model, count=plan.offload_layers, world=world)
-    units: list[FSDPModule] = []
-    if world.size > 1:
-        ignored = hosted.parameters() if hosted else None
-        reshard = plan.reshard_after_forward
-        units = shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
+    units = _sharded(training, hosted, plan, world)
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
     bytes_read += hosted.load_(base, moved=moved) if hosted else 0
     if plan.offload_embedding:
-        training.rows_of = StoredRows(model, base, device=world.device, dtype=compute_dtype)
+        training.rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
-    if compute_dtype == torch.float16:
+    if dtype == torch.float16:
         training.loss_scale = LossScale()
     if plan.offload_window_bytes is not None:
         training.stash = Stash(world.device, window_bytes=plan.offload_window_bytes)
@@ -126,10 +125,31 @@ def build_training_model(
     return TrainingModel(training, units, bytes_read, hosted)
 
 
+def _limit_memory(plan: Plan, device: torch.device) -> None:
+    """Let torch's allocator take as much of a GPU as the plan counts on."""
+    if device.type == "cuda" and plan.gpu_memory_bytes is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.gpu_memory_bytes / total))
+
+
+def _sharded(
+    training: CausalLMForTraining,
+    hosted: HostedLayers | None,
+    plan: Plan,
+    world: World,
+) -> list[FSDPModule]:
+    """Shard the model over all processes; return its units: none if there is one process."""
+    if world.size == 1:
+        return []
+    ignored = hosted.parameters() if hosted else None
+    reshard = plan.reshard_after_forward
+    return shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
+
+
 def _choose_stashed(stash: Stash, layers: list[nn.Module], plan: Plan) -> None:
     """Have the stash take what the plan's layers save alone, if the plan names a number of them."""
-    wanted = plan.offload_activations
-    if wanted is not True:
+    num_stashed = plan.offload_activations
+    if num_stashed is not True:
         every = int(plan.activation_checkpointing)
-        numbers = stashed_layers(wanted, recomputed_every=every, num_layers=len(layers))
+        numbers = stashed_layers(num_stashed, recomputed_every=every, num_layers=len(layers))
         stash.follow_(layers, numbers)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,8 @@ class CheckpointWriter:
         self.wait()
         if step == self._newest:
             return
+        # Copied now, and the host waits for it: the next step changes the tensors while the thread
+        # writes.
         pieces = {name: piece.staged() for name, piece in _pieces(training, optimizer).items()}
         self._newest, self.last_saved_s = step, time.monotonic()
         self._orders.put((pieces, step))
@@ -139,8 +141,8 @@ class CheckpointWriter:
         self._written.clear()
         self._writing = False
         if self._failure is not None:
-            kept = saved_steps(self._folder)
-            remains = f"that of step {kept[-1]} is kept" if kept else "there is none before it"
+            steps = saved_steps(self._folder)
+            remains = f"that of step {steps[-1]} is kept" if steps else "there is none before it"
             raise UserError(
                 f"the checkpoint after step {self._newest} cannot be written to {self._folder} "
                 f"({self._failure}); "
@@ -160,10 +162,12 @@ class CheckpointWriter:
             self._on_main(lambda: self._prepare(partial))
             metrics = partial / METRICS
             write_sharded(
-                partial, pieces, group=self._group,
+                partial,
+                pieces,
+                group=self._group,
                 facts={"identity": self._identity, "step": step},
                 companions=[metrics] if self._world.is_main and metrics.exists() else [],
-            )  # fmt: skip
+            )
             self._on_main(lambda: self._publish(partial, step))
         except WriteError as error:
             self._failure = error
@@ -201,8 +205,10 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning(
                 "checkpoint %s is saved; what is older stays (%s: %s)",
-                final, type(error).__name__, error,
-            )  # fmt: skip
+                final,
+                type(error).__name__,
+                error,
+            )
 
     def _prune(self) -> None:
         for path in self._folder.iterdir():
@@ -241,6 +247,13 @@ def _pieces(training: nn.Module, optimizer: ShardwiseAdam) -> dict[str, Piece]:
     }
 
 
+class SkippedCheckpoint(TypedDict):
+    """A checkpoint that was not whole, as the history and the summary list it."""
+
+    step: int
+    reason: str
+
+
 @dataclass(frozen=True)
 class Resumed:
     """Where a run continues: after `step` steps (0: at the beginning), and the checkpoints that
@@ -248,8 +261,9 @@ class Resumed:
     """
 
     step: int
-    skipped: list[dict[str, Any]]  # {"step", "reason"}
-    metrics: Path | None  # the checkpoint's own copy of metrics.jsonl
+    skipped: list[SkippedCheckpoint]
+    metrics: Path | None
+    """The checkpoint's own copy of metrics.jsonl."""
 
 
 def resume_(
@@ -265,10 +279,8 @@ def resume_(
     A damaged one is set aside and the one before it taken. Raises `UserError` for a checkpoint of
     another run.
     """
-    found: list[Any] = [saved_steps(folder) if world.is_main else None]
-    dist.broadcast_object_list(found, src=0, group=world.io_group)
-    skipped: list[dict[str, Any]] = []
-    for step in reversed(found[0]):
+    skipped: list[SkippedCheckpoint] = []
+    for step in reversed(_steps_on_main(folder, world)):
         path = step_dir(folder, step)
         problem = _problem(path, world=world)
         if problem is None:
@@ -286,18 +298,28 @@ def resume_(
     return Resumed(0, skipped, None)
 
 
+def _steps_on_main(folder: Path, world: World) -> list[int]:
+    """Return the saved steps as the main process sees them, on all: a shared disk may show others
+    an older list. Collective.
+    """
+    steps: list[Any] = [saved_steps(folder) if world.is_main else None]
+    dist.broadcast_object_list(steps, src=0, group=world.io_group)
+    result: list[int] = steps[0]
+    return result
+
+
 def _problem(path: Path, *, world: World) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing; each process reads its
     share. Collective.
     """
-    mine: str | None = None
+    problem: str | None = None
     try:
         check_files(path, read_index(path), share=slice(world.rank, None, world.size))
     except DamagedError as error:
-        mine = str(error)
-    everyone: list[str | None] = [None] * world.size
-    dist.all_gather_object(everyone, mine, group=world.io_group)
-    return next((problem for problem in everyone if problem is not None), None)
+        problem = str(error)
+    problems: list[str | None] = [None] * world.size
+    dist.all_gather_object(problems, problem, group=world.io_group)
+    return next((text for text in problems if text is not None), None)
 
 
 def _set_aside(path: Path) -> None:
@@ -325,13 +347,13 @@ def _load_(
         )
     try:
         pieces = _pieces(training, optimizer)  # the live tensors, not copies
-        whole = _cut_otherwise(index, pieces)
-        read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in whole.items()})
-        if whole:
+        moments = _cut_otherwise(index, pieces)
+        read_into_(path, index, pieces | {n: piece_of(t, rank=0) for n, t in moments.items()})
+        if moments:
             for name in trainable_parameters(training):
                 start = f"optimizer/{name}/"
-                mine = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(start)}
-                optimizer.requantize_(name, mine)
+                named = {n.removeprefix(start): moments[n] for n in moments if n.startswith(start)}
+                optimizer.requantize_(name, named)
     except (OSError, DamagedError) as error:
         raise UserError(
             f"checkpoint {path} does not fit this run ({error}). Delete this folder to continue "
@@ -390,16 +412,21 @@ def load_adapter_(training: nn.Module, folder: Path) -> None:
 
 
 def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list[dict[str, Any]]:
-    """Make a metrics file from the lines of `source` (default: itself) up to `step`; return them.
-
-    A line that a kill has cut, and what follows it, is dropped.
+    """Make a metrics file from the whole rows of `source` (default: itself) up to `step`; return
+    them.
     """
-    kept = [row for row in _whole_rows(source or path) if row["step"] <= step]
-    write_jsonl(path, kept)
-    return kept
+    rows = [row for row in whole_rows(source or path) if row["step"] <= step]
+    write_jsonl(path, rows)
+    return rows
 
 
-def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSON Lines file up to the first line that is cut; none of no file.
+
+    A process that is killed while it appends leaves its last line cut, and this line is ignored.
+    Where lines follow a cut one, a disk has lost what was written there, or a later process has
+    appended without reading. They need not continue the rows before them, so they are ignored too.
+    """
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -413,7 +440,7 @@ def left_by(killed: str, folder: Path) -> str:
     """Say how far the process `killed` (its id) had come that trained with this folder of
     checkpoints, and what it has left.
     """
-    reached = max((row["step"] for row in _whole_rows(folder / METRICS)), default=0)
+    reached = max((row["step"] for row in whole_rows(folder / METRICS)), default=0)
     when = f"after step {reached}" if reached else "before its first step"
     newest = max(saved_steps(folder), default=0)
     left = f"its newest checkpoint is that of step {newest}" if newest else "it left no checkpoint"

@@ -101,8 +101,9 @@ def _ends(error: BaseException) -> str:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    told = isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(told)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and bool(NO_MEMORY.search(str(error)))
 
 
 def out_of_memory(error: BaseException, *, run: str, preflight: Forecast, measured: int) -> str:

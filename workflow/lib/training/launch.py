@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,63 +49,53 @@ DEFAULTS = {  # unless the user has set them
 }
 
 
-def launch_workers(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    processes: int,
-    place: Place = ALONE,
-    grace_s: float = 60.0,
-    deterministic: bool = False,
-    what: str = "training",
-    inspect_inputs: Callable[[], list[str]] = list,
-) -> None:
-    """Run `python -m module arguments` in `processes` torchrun workers; return when all have ended
-    well.
+@dataclass(frozen=True)
+class Workers:
+    """`python -m module arguments` in `processes` torchrun workers.
 
-    `place` says which share of them this machine starts, and where all meet. Every node of the run
-    calls this.
-
-    what: the work, for the message. inspect_inputs: called after a worker was killed; tells what is
-    wrong with the files that it read. Raises `UserError` with the cause of the process that failed
-    first, `BatchMemoryError` if that is it, `PeerLostError` if that process is on another node, and
-    `StoppedError` if stopped by a signal (workers get the signal and `grace_s` to save a
-    checkpoint).
+    place: which share of them this machine starts, and where all meet. grace_s: how long they may
+    go on after a signal, to save a checkpoint. what: their work, for the message.
     """
-    local = processes // place.nodes
+
+    module: str
+    arguments: Sequence[str]
+    processes: int
+    place: Place = ALONE
+    grace_s: float = 60.0
+    deterministic: bool = False
+    what: str = "training"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that this machine starts."""
+        local = self.processes // self.place.nodes
+        return range(self.place.index * local, (self.place.index + 1) * local)
+
+
+def launch_workers(workers: Workers, *, inspect_inputs: Callable[[], list[str]] = list) -> None:
+    """Run workers; return when all have ended well. Every node of the run calls this.
+
+    inspect_inputs: called after a worker was killed; tells what is wrong with the files that it
+    read. Raises `UserError` with the cause of the process that failed first, `BatchMemoryError` if
+    that is it, `PeerLostError` if that process is on another node, and `StoppedError` if stopped by
+    a signal, which the workers get too.
+    """
     stop_on_signals()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below
     memory_kills_before = memory_kills()
-    mine = range(place.index * local, (place.index + 1) * local)
-    inherited = worker_environment(local, grace_s=grace_s, deterministic=deterministic)
     hung: list[str] = []
     try:
-        with own_folder() as folder, changed_environment(inherited):
-            config = LaunchConfig(
-                min_nodes=place.nodes,
-                max_nodes=place.nodes,
-                nproc_per_node=local,
-                max_restarts=0,
-                monitor_interval=0.2,
-                signals_to_handle="SIGQUIT",  # the others: `stop_on_signals`
-                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
-                **_rendezvous(place),
-            )
-            with watched(mine, size=processes, folder=folder / "heartbeats", hung=hung):
-                elastic_launch(config, sys.executable)("-m", module, *arguments)
+        _run_workers(workers, hung)
     except ChildFailedError as error:
         if any(f.exitcode == os.EX_TEMPFAIL for f in error.failures.values()):
             raise StoppedError(STOPPED) from None
         rank, failure = first_cause(error.failures)
-        cause = hung[0] if hung else _cause(failure, memory_kills_before, inspect_inputs)
-        if place.nodes > 1 and (followed(failure) if not hung else hung[0].startswith(WAITING)):
-            raise PeerLostError(f"{cause.rstrip()}\n({what}: {ELSEWHERE} {REPEAT})") from None
-        if cause.startswith(TOO_LARGE):
-            raise BatchMemoryError(int(cause.removeprefix(TOO_LARGE))) from None
-        raise UserError(
-            f"{cause.rstrip()}\n({what}: process {rank} of {processes}, the first to fail; "
-            f"the log says more. {REPEAT})"
-        ) from None
+        if hung:
+            cause, elsewhere = hung[0], hung[0].startswith(WAITING)
+        else:
+            cause = _cause(failure, memory_kills_before, inspect_inputs)
+            elsewhere = followed(failure)
+        raise _explained(cause, workers, rank=rank, elsewhere=elsewhere) from None
     except SignalException:
         raise StoppedError(STOPPED) from None
     except json.JSONDecodeError:
@@ -112,6 +103,42 @@ def launch_workers(
             f"a process failed, and its message is cut: is {tempfile.gettempdir()} full? "
             f"The log may have it. {REPEAT}"
         ) from None
+
+
+def _run_workers(workers: Workers, hung: list[str]) -> None:
+    """Run this machine's workers under torchrun, watched. Who hangs is put into `hung`."""
+    inherited = worker_environment(
+        len(workers.ranks), grace_s=workers.grace_s, deterministic=workers.deterministic
+    )
+    with own_folder() as folder, changed_environment(inherited):
+        config = LaunchConfig(
+            min_nodes=workers.place.nodes,
+            max_nodes=workers.place.nodes,
+            nproc_per_node=len(workers.ranks),
+            max_restarts=0,
+            monitor_interval=0.2,
+            signals_to_handle="SIGQUIT",  # the others: `stop_on_signals`
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
+            **_rendezvous(workers.place),
+        )
+        heartbeats = folder / "heartbeats"
+        with watched(workers.ranks, size=workers.processes, folder=heartbeats, hung=hung):
+            elastic_launch(config, sys.executable)("-m", workers.module, *workers.arguments)
+
+
+def _explained(cause: str, workers: Workers, *, rank: int, elsewhere: bool) -> Exception:
+    """Return the exception for the cause of process `rank`, the first to fail.
+
+    elsewhere: it only waited for another one, or lost it, so another machine may know the cause.
+    """
+    if elsewhere and workers.place.nodes > 1:
+        return PeerLostError(f"{cause.rstrip()}\n({workers.what}: {ELSEWHERE} {REPEAT})")
+    if cause.startswith(TOO_LARGE):
+        return BatchMemoryError(int(cause.removeprefix(TOO_LARGE)))
+    return UserError(
+        f"{cause.rstrip()}\n({workers.what}: process {rank} of {workers.processes}, the first to "
+        f"fail; the log says more. {REPEAT})"
+    )
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """The live view of a training: TensorBoard files, and on request Weights & Biases.
 
 Both show the lines of `metrics.jsonl` and are never read again. At every start they get what the
-rewound journal holds
-before what comes: TensorBoard's files are written anew, Weights & Biases is sent what it has not
-got. So resuming, after whatever end, neither doubles nor loses a point. Called on the main process
-alone.
+rewound journal holds before what comes: TensorBoard's files are written anew, Weights & Biases is
+sent what it has not got. So resuming, after whatever end, neither doubles nor loses a point. Called
+on the main process alone.
 """
 
 import importlib
@@ -32,16 +31,20 @@ def check_tracking(settings: TrackingConfig) -> None:
     """Raise `UserError` if a view is asked for whose package, or whose key, is missing."""
     if settings.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise setting_error(
-            "tracking.tensorboard", True, "the package tensorboardX is not installed",
+            "tracking.tensorboard",
+            True,
+            "the package tensorboardX is not installed",
             "Install it (pip install -r envs/torch.txt), or set false",
-        )  # fmt: skip
+        )
     if settings.wandb_project is None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise setting_error(
-            "tracking.wandb_project", settings.wandb_project, "the package wandb is not installed",
+            "tracking.wandb_project",
+            settings.wandb_project,
+            "the package wandb is not installed",
             "Install it (pip install -r envs/wandb.txt), or set null",
-        )  # fmt: skip
+        )
     if os.environ.get("WANDB_MODE", "online") == "online" and not os.environ.get("WANDB_API_KEY"):
         raise setting_error(
             "tracking.wandb_project",
@@ -73,7 +76,7 @@ def live_view(
         if settings.tensorboard:
             views.append(stack.enter_context(_tensorboard(folder / "tensorboard" / run, rows)))
         if settings.wandb_project is not None:
-            sent = _wandb(
+            wandb_view = _wandb(
                 settings.wandb_project,
                 folder=folder,
                 run=run,
@@ -81,7 +84,7 @@ def live_view(
                 rows=rows,
                 config=config,
             )
-            views.append(stack.enter_context(sent))
+            views.append(stack.enter_context(wandb_view))
 
         def show(row: Row) -> None:
             for view in views:
@@ -140,31 +143,30 @@ def _wandb(
     os.environ.update(WANDB_ENVIRONMENT)  # before the import, which reads them
     wandb = importlib.import_module("wandb")
     folder.mkdir(parents=True, exist_ok=True)
-    quiet = wandb.Settings(
+    wandb_settings = wandb.Settings(
         console="off", disable_code=True, disable_git=True, x_disable_stats=True, silent=True
     )
     try:
-        started = wandb.init(
+        wandb_run = wandb.init(
             project=project,
             name=run,
             id=identity,
             resume="allow",
             dir=str(folder),
             config=dict(config),
-            settings=quiet,
+            settings=wandb_settings,
         )
     except wandb.Error as error:
         raise UserError(
             f"tracking.wandb_project = {project!r}: Weights & Biases refuses the run ({error}). "
             "Check the key and the project, or set null."
         ) from None
-    known = (
-        started.step
-    )  # the next step that it would count: 0 for a new run, one past the last for a resumed one
+    # the step that it would count next: 0 of a new run, one past the last of a resumed one
+    next_step = wandb_run.step
 
     def show(row: Row) -> None:
-        if row["step"] >= known:
-            started.log(curves(row), step=row["step"])
+        if row["step"] >= next_step:
+            wandb_run.log(curves(row), step=row["step"])
 
     failed = True
     try:
@@ -173,4 +175,4 @@ def _wandb(
         yield show
         failed = False
     finally:
-        started.finish(exit_code=int(failed))
+        wandb_run.finish(exit_code=int(failed))

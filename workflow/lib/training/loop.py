@@ -1,4 +1,4 @@
-"""The optimization loop: one function per step, and a generator that yields the state after each.
+"""The optimization loop: `Trainer.steps` takes steps and yields the metrics after each.
 
 Loss of a step = sum over its trained tokens of -log p, divided by their number over all
 micro-batches and processes. That number is known beforehand on every process (data order is a pure
@@ -6,12 +6,11 @@ function), so each micro-batch's backward is already scaled, and gradients are s
 processes.
 """
 
-import functools
 import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
@@ -28,13 +27,15 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.loss_scale import loss_scale_of
+from workflow.lib.model.loss_scale import LossScale, loss_scale_of
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
-from workflow.lib.training.batches import MicroBatch, attention_costs, micro_batches, process_rows
+from workflow.lib.training.batches import attention_costs, micro_batches, process_rows
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -62,7 +63,7 @@ class StepMetrics:
     heldout_loss: float | None = None
     """Measured after the step; None where it was not, and then not in the line."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, float]:
         """Return the line as a JSON object."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
@@ -88,66 +89,153 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def steps(
-    training: nn.Module,
-    optimizer: ShardwiseAdam,
-    store: TokenStore,
-    train: TrainConfig,
-    *,
-    first_step: int,
-    num_steps: int,
-    micro_batch_size: int,
-    elapsed_s: float,
-    world: World,
-) -> Iterator[StepMetrics]:
-    """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
-    processes. Collective.
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of the tokens folder that a step trains on."""
 
-    elapsed_s: seconds that earlier invocations of this run have trained. Raises `UserError` if the
-    loss or the gradient is not finite, or the gradient is zero.
+    step: int
+    """Counts from 0."""
+    numbers: npt.NDArray[np.int64]
+    """(global_batch_size,), the same on all processes."""
+    groups: list[npt.NDArray[np.int64]]
+    """(micro_batch_size,) each, of this process's micro-batches."""
+    trained_tokens: int
+    """Over all processes."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What takes steps: a model and its optimizer, over tokens, on this process among others.
+
+    Steps are collective.
     """
-    training.train()
-    taken = _Taken(store, train, micro_batch_size=micro_batch_size, world=world)
-    rows_of = training.rows_of
-    batches = micro_batches(
-        store,
-        chain.from_iterable(taken.groups(step) for step in range(first_step, num_steps)),
-        device=world.device,
-        look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
-    )
-    for step in range(first_step, num_steps):
-        began = time.monotonic()
-        rows, groups = taken.rows(step), taken.groups(step)
-        rate = learning_rate(train, step=step, num_steps=num_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        trained = int(store.trained_tokens_per_row[rows].sum())
-        loss, norm = optimizer_step(
-            training,
-            optimizer,
-            islice(batches, len(groups)),
-            trained_tokens=trained,
-            max_norm=train.max_grad_norm,
-            seed=train.seed,
+
+    training: CausalLMForTraining
+    optimizer: ShardwiseAdam
+    store: TokenStore
+    settings: TrainConfig
+    micro_batch_size: int
+    world: World
+
+    def steps(
+        self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0
+    ) -> Iterator[StepMetrics]:
+        """Train from `first_step` (0-based) to `num_steps`; yield each step's metrics, equal on all
+        processes.
+
+        elapsed_s: seconds that earlier invocations of this run have trained. Raises `UserError` if
+        the loss or the gradient is not finite, or the gradient is zero.
+        """
+        self.training.train()
+        batches = self._batches_ahead(range(first_step, num_steps))
+        for step in range(first_step, num_steps):
+            began = time.monotonic()
+            rows = self._rows_of(step)
+            rate = learning_rate(self.settings, step=step, num_steps=num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            loss, norm = self._update(rows, islice(batches, len(rows.groups)))
+            seconds = time.monotonic() - began
+            elapsed_s += seconds
+            tokens = len(rows.numbers) * self.store.seq_len
+            scale = loss_scale_of(self.training)
+            yield StepMetrics(
+                step=step + 1,
+                loss=loss,
+                grad_norm=norm,
+                learning_rate=rate,
+                trained_tokens=rows.trained_tokens,
+                tokens=tokens,
+                tokens_per_s=tokens / seconds,
+                peak_bytes=peak_bytes(self.world.device),
+                elapsed_s=elapsed_s,
+                repeats=None if scale is None else scale.repeats,
+            )
+
+    def _batches_ahead(self, steps: range) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches of all steps; the next one is being made meanwhile."""
+        rows_of = self.training.rows_of
+        return micro_batches(
+            self.store,
+            chain.from_iterable(self._rows_of(step).groups for step in steps),
+            device=self.world.device,
+            look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
+        )
+
+    def _rows_of(self, step: int) -> StepRows:
+        """Return the rows of a step, a pure function of settings and process."""
+        numbers = step_rows(
+            num_rows=self.store.num_rows,
+            global_batch_size=self.settings.global_batch_size,
+            seed=self.settings.seed,
             step=step,
-            world=world,
-            again=functools.partial(_again, store, groups, world),
         )
-        scale = loss_scale_of(training)
-        seconds = time.monotonic() - began
-        elapsed_s += seconds
-        yield StepMetrics(
-            step=step + 1,
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            trained_tokens=trained,
-            tokens=len(rows) * store.seq_len,
-            tokens_per_s=len(rows) * store.seq_len / seconds,
-            peak_bytes=peak_bytes(world.device),
-            elapsed_s=elapsed_s,
-            repeats=None if scale is None else scale.repeats,
+        costs = attention_costs(self.store.position_ids[numbers])
+        own_numbers = process_rows(numbers, costs, rank=self.world.rank, size=self.world.size)
+        size = self.micro_batch_size
+        groups = [own_numbers[start : start + size] for start in range(0, len(own_numbers), size)]
+        trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
+        return StepRows(step, numbers, groups, trained_tokens)
+
+    def _update(self, rows: StepRows, batches: Iterable[MicroBatch]) -> tuple[float, float]:
+        """Take one step; return its loss and its gradient norm before clipping.
+
+        batches: this process's part of the step. Nothing is updated if `check_step` raises.
+        """
+        loss, norm = self._gradients(rows, batches)
+        origin = None
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._seed_dropout(rows)  # so that the search drops the same
+            origin = find_origin(self.training, self._made_again(rows), world=self.world)
+        check_step(loss, norm, step=rows.step, origin=origin)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def _gradients(self, rows: StepRows, batches: Iterable[MicroBatch]) -> tuple[float, float]:
+        """Make the gradients of a step and begin its update; return its loss and gradient norm.
+
+        In float16 they may overflow; they are made once more then, with a smaller loss scale.
+        """
+        scale = loss_scale_of(self.training)
+        while True:
+            loss, norm = self._attempt(rows, batches, scale)
+            if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
+                return loss, norm
+            self.optimizer.zero_grad(set_to_none=True)
+            batches = (batch for _, batch in self._made_again(rows))
+
+    def _attempt(
+        self, rows: StepRows, batches: Iterable[MicroBatch], scale: LossScale | None
+    ) -> tuple[float, float]:
+        """Forward, backward, clip, and begin the update; return loss and gradient norm."""
+        self._seed_dropout(rows)
+        loss = backward(
+            self.training,
+            batches,
+            trained_tokens=rows.trained_tokens,
+            factor=1.0 if scale is None else scale.factor,
+            device=self.world.device,
         )
+        sum_copies_(self.training)
+        if scale is not None:
+            scale.unscale_(self.training)
+        norm = clip_gradients(self.optimizer, max_norm=self.settings.max_grad_norm)
+        dist.all_reduce(loss)  # all processes judge the step by the same numbers, so alike
+        # The device itself decides whether it updates. So the update is queued before `float` has
+        # the host wait for the step, and the device need not wait for the host.
+        healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
+        self.optimizer.begin(unless=~healthy)
+        return float(loss), float(norm)
+
+    def _seed_dropout(self, rows: StepRows) -> None:
+        seed_dropout(self.settings.seed, step=rows.step, rank=self.world.rank)
+
+    def _made_again(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
+        """Yield the row numbers and the micro-batch of each group of a step."""
+        numbers = ([int(number) for number in group] for group in rows.groups)
+        batches = micro_batches(self.store, rows.groups, device=self.world.device)
+        yield from zip(numbers, batches, strict=True)
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
@@ -155,88 +243,6 @@ def seed_dropout(seed: int, *, step: int, rank: int) -> None:
     state.
     """
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
-
-
-def _again(
-    store: TokenStore, groups: list[npt.NDArray[np.int64]], world: World
-) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield the row numbers and the micro-batch of each group."""
-    listed = ([int(row) for row in group] for group in groups)
-    yield from zip(listed, micro_batches(store, groups, device=world.device), strict=True)
-
-
-class _Taken:
-    """The rows that a step trains on, of all processes, and of this one by micro-batches."""
-
-    def __init__(
-        self, store: TokenStore, train: TrainConfig, *, micro_batch_size: int, world: World
-    ) -> None:
-        self._store, self._train, self._world = store, train, world
-        self._size = micro_batch_size
-
-    def rows(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the row numbers (global_batch_size,) of a step, the same on all processes."""
-        return step_rows(
-            num_rows=self._store.num_rows,
-            global_batch_size=self._train.global_batch_size,
-            seed=self._train.seed,
-            step=step,
-        )
-
-    def groups(self, step: int) -> list[npt.NDArray[np.int64]]:
-        """Return the row numbers (micro_batch_size,) of each of this process's micro-batches."""
-        rows = self.rows(step)
-        costs = attention_costs(self._store.position_ids[rows])
-        mine = process_rows(rows, costs, rank=self._world.rank, size=self._world.size)
-        return [mine[i : i + self._size] for i in range(0, len(mine), self._size)]
-
-
-def optimizer_step(
-    training: nn.Module,
-    optimizer: ShardwiseAdam,
-    batches: Iterable[MicroBatch],
-    *,
-    trained_tokens: int,
-    max_norm: float | None,
-    seed: int,
-    step: int,
-    world: World,
-    again: Callable[[], Iterable[tuple[list[int], MicroBatch]]],
-) -> tuple[float, float]:
-    """Forward, backward, clip, update over one global batch; return its loss and its gradient norm
-    before clipping.
-
-    batches: this process's part of it. again: the same with their row numbers, for a message that
-    says what went wrong, and for a step in float16 whose gradients overflow, which is made once
-    more with a smaller loss scale. Nothing is updated if `check_step` raises. Collective.
-    """
-    scale, pending = loss_scale_of(training), batches
-    while True:
-        seed_dropout(seed, step=step, rank=world.rank)
-        factor = 1.0 if scale is None else scale.factor
-        total = backward(
-            training, pending, trained_tokens=trained_tokens, factor=factor, device=world.device
-        )
-        sum_copies_(training)
-        if scale is not None:
-            scale.unscale_(training)
-        total_norm = clip_gradients(optimizer, max_norm=max_norm)
-        dist.all_reduce(total)
-        healthy = total.isfinite() & total_norm.isfinite() & (total_norm > 0)
-        optimizer.begin(unless=~healthy)
-        loss, norm = float(total), float(total_norm)
-        if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
-            break
-        optimizer.zero_grad(set_to_none=True)
-        pending = (batch for _, batch in again())
-    origin = None
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        seed_dropout(seed, step=step, rank=world.rank)  # so that the search drops the same
-        origin = find_origin(training, again(), world=world)
-    check_step(loss, norm, step=step, origin=origin)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss, norm
 
 
 def backward(
@@ -262,18 +268,9 @@ def _part(
     """Accumulate a micro-batch's gradients; return its part of the loss (). Its graph goes with
     this call: it holds hidden states.
     """
-    summed = training(
-        batch.input_ids,
-        batch.position_ids,
-        batch.positions,
-        batch.targets,
-        batch.bounds,
-        batch.embedded,
-    )
-    part = summed / trained_tokens
+    part: torch.Tensor = training(batch) / trained_tokens
     (part if factor == 1.0 else part * factor).backward()
-    found: torch.Tensor = part.detach()
-    return found
+    return part.detach()
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
@@ -304,6 +301,7 @@ def _by_mesh(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _total_norm(params: list[nn.Parameter]) -> torch.Tensor:
+    """Return the norm of all gradients together (). Collective: each process has its shards'."""
     norm = get_total_norm([p.grad for p in params if p.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

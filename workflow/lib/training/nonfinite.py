@@ -6,7 +6,7 @@ Called once a step has gone wrong, before its update and with its gradients as b
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from torch import nn
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
-from workflow.lib.training.batches import MicroBatch
+
+ValueT = TypeVar("ValueT")
 
 
 def find_origin(
@@ -28,30 +30,25 @@ def find_origin(
     are run forward once more. The step's gradients must still be there and not be clipped, which by
     NaN makes all NaN.
     """
-    mine: str | None = None
+    origin: str | None = None
     with forward_only(training):
-        for rows, batch in batches:
-            with first_module(training) as found:
-                loss = training(
-                    batch.input_ids,
-                    batch.position_ids,
-                    batch.positions,
-                    batch.targets,
-                    batch.bounds,
-                )
-            if mine is None and (found or not loss.isfinite()):
-                mine = (
-                    f"first in {found[0] if found else 'the loss'}, forward, rows {rows} of "
+        for rows, batch in batches:  # to the end: every forward gathers weights from all processes
+            with first_module(training) as names:
+                loss = training(batch)
+            if origin is None and (names or not loss.isfinite()):
+                origin = (
+                    f"first in {names[0] if names else 'the loss'}, forward, rows {rows} of "
                     f"the tokens, process {world.rank}"
                 )
-    forward = next((text for text in _everyones(mine, world) if text is not None), None)
+    forward = next((text for text in _gathered(origin, world) if text is not None), None)
     return forward or _first_gradient(training, world) or "in the sum"
 
 
-def _everyones(mine: Any, world: World) -> list[Any]:
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, mine, group=world.io_group)
-    return everyone
+def _gathered(value: ValueT, world: World) -> list[ValueT]:
+    """Return the value of every process. Collective."""
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=world.io_group)
+    return values
 
 
 def _first_gradient(training: nn.Module, world: World) -> str | None:
@@ -61,25 +58,28 @@ def _first_gradient(training: nn.Module, world: World) -> str | None:
     Each process looks at its shards. Collective.
     """
     params = trainable_parameters(training)
-    wrong = [
-        place
-        for place, param in enumerate(params.values())
+    indices = [
+        index
+        for index, param in enumerate(params.values())
         if param.grad is not None and not local(param.grad).isfinite().all()
     ]
-    last: int = max(_everyones(max(wrong, default=-1), world))
+    last = max(_gathered(max(indices, default=-1), world))
     return None if last < 0 else f"first in the gradient of {list(params)[last]}"
 
 
 @contextmanager
 def first_module(training: nn.Module) -> Iterator[list[str]]:
-    """Within the block note the first module whose output is not finite."""
-    found: list[str] = []
+    """Within the block note the name of the first module whose output is not finite.
+
+    The list that is yielded has no element, or this one.
+    """
+    names: list[str] = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
-            if not found and isinstance(first, torch.Tensor) and not first.isfinite().all():
-                found.append(name)
+            if not names and isinstance(first, torch.Tensor) and not first.isfinite().all():
+                names.append(name)
 
         return hook
 
@@ -89,7 +89,7 @@ def first_module(training: nn.Module) -> Iterator[list[str]]:
         if name
     ]
     try:
-        yield found
+        yield names
     finally:
         for handle in handles:
             handle.remove()

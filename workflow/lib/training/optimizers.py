@@ -11,7 +11,8 @@ code; everything else is exact.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypedDict
 
 import torch
 from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
@@ -22,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from workflow.lib.distributed.sharded_files import DamagedError, Piece, piece_of
 from workflow.lib.model.nf4_model import local, local_range
 
-BLOCK_SIZE = (
-    256  # elements that share a scale; bitsandbytes/optim/optimizer.py, Optimizer2State.init_state
-)
+# Elements that share a scale: bitsandbytes/optim/optimizer.py, Optimizer2State.init_state.
+BLOCK_SIZE = 256
 # Moment, which is its key in torch's state -> its key in that of bitsandbytes; its scales have
 # "absmax" in place of "state".
 MOMENTS = {"exp_avg": "state1", "exp_avg_sq": "state2"}
@@ -33,6 +33,15 @@ BITS_AND_PAGED = {
     "paged_adamw_8bit": (8, True),
     "paged_adamw": (32, True),
 }
+
+
+class AdamSettings(TypedDict):
+    """What both implementations call by the same names."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
 
 
 class ShardwiseAdam(torch.optim.Optimizer):
@@ -59,13 +68,13 @@ class ShardwiseAdam(torch.optim.Optimizer):
         self._begun = False
         self._params = dict(params)
         self._shards = {name: nn.Parameter(_shard(param)) for name, param in params.items()}
-        held = [shard for shard in self._shards.values() if shard.numel()]
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        shards = [shard for shard in self._shards.values() if shard.numel()]
+        settings = AdamSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._bits, paged = BITS_AND_PAGED.get(kind, (32, False))
         self._inner: _TorchAdamW | _BitsandbytesAdamW = (
-            _BitsandbytesAdamW(held, settings, bits=self._bits, paged=paged)
+            _BitsandbytesAdamW(shards, settings, bits=self._bits, paged=paged)
             if kind in BITS_AND_PAGED
-            else _TorchAdamW(held, settings)
+            else _TorchAdamW(shards, settings)
         )
         self._scales = {name: self._padded_scales(name) for name in params}
 
@@ -75,13 +84,13 @@ class ShardwiseAdam(torch.optim.Optimizer):
         """
         if self._bits != 8 or isinstance(self._inner, _TorchAdamW):
             return {}
-        param, shard, found = self._params[name], self._shards[name], {}
+        param, shard, buffers = self._params[name], self._shards[name], {}
         for moment, key in MOMENTS.items():
-            found[moment] = shard.new_zeros(_blocks(param.shape, cuts=_cuts(param)[0]))
+            buffers[moment] = shard.new_zeros(_blocks(param.shape, cuts=_cuts(param)[0]))
             if shard.numel():
                 state, scales = self._inner.state_of(shard), key.replace("state", "absmax")
-                state[scales] = found[moment][: len(state[scales])]
-        return found
+                state[scales] = buffers[moment][: len(state[scales])]
+        return buffers
 
     def begin(self, *, unless: torch.Tensor) -> None:
         """Start the update where the device can be told to leave it: torch's own, so that the
@@ -106,12 +115,12 @@ class ShardwiseAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, unless: torch.Tensor | None) -> None:
-        (own,) = self.param_groups
+        (group,) = self.param_groups
         for name, param in self._params.items():
             shard = self._shards[name]
             shard.data = _shard(param)
             shard.grad = None if param.grad is None else local(param.grad).contiguous()
-        self._inner.step(int(self.count), lr=own["lr"], unless=unless)
+        self._inner.step(int(self.count), lr=group["lr"], unless=unless)
 
     def pieces(self, name: str, *, rank: int) -> dict[str, Piece]:
         """Return this process's part of a parameter's moments, and of their scales.
@@ -119,15 +128,13 @@ class ShardwiseAdam(torch.optim.Optimizer):
         The scales are (processes, blocks). All are the live tensors.
         """
         param = self._params[name]
-        held = piece_of(param.detach(), rank=rank)
-        found: dict[str, Piece] = {}
+        weight = piece_of(param.detach(), rank=rank)
+        pieces = {moment: replace(weight, local=self._moment(name, moment)) for moment in MOMENTS}
         cuts, cut = _cuts(param)
-        for moment in MOMENTS:
-            found[moment] = Piece(self._moment(name, moment), held.offset, held.shape, held.mine)
         for moment, scales in self._scales[name].items():
-            line = scales.view(1, -1)
-            found[f"{moment}_absmax"] = Piece(line, (cut, 0), (cuts, len(scales)), held.mine)
-        return found
+            row = scales.view(1, -1)
+            pieces[f"{moment}_absmax"] = Piece(row, (cut, 0), (cuts, len(scales)), weight.mine)
+        return pieces
 
     def _moment(self, name: str, moment: str) -> torch.Tensor:
         """Return a moment of this process's shard."""
@@ -147,11 +154,11 @@ class ShardwiseAdam(torch.optim.Optimizer):
         start, stop = local_range(param)
         for moment in MOMENTS:
             code = create_dynamic_map(signed=moment == "exp_avg")
-            whole = _decoded(stored[moment], stored[f"{moment}_absmax"], code, shape=param.shape)
+            decoded = _decoded(stored[moment], stored[f"{moment}_absmax"], code, shape=param.shape)
             if start == stop:
                 continue
-            mine = whole[start:stop].contiguous()
-            quantized, state = quantize_blockwise(mine, code=code, blocksize=BLOCK_SIZE)
+            shard = decoded[start:stop].contiguous()
+            quantized, state = quantize_blockwise(shard, code=code, blocksize=BLOCK_SIZE)
             values = self._moment(name, moment)
             values.copy_(quantized.view_as(values))
             self._scales[name][moment][: len(state.absmax)].copy_(state.absmax)
@@ -160,7 +167,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
 class _TorchAdamW:
     """torch's own, fused."""
 
-    def __init__(self, shards: list[nn.Parameter], settings: dict[str, Any]) -> None:
+    def __init__(self, shards: list[nn.Parameter], settings: AdamSettings) -> None:
         self._adamw = torch.optim.AdamW(shards, **settings, fused=True)
         for shard in shards:
             step = torch.zeros((), device=shard.device)
@@ -194,12 +201,12 @@ class _BitsandbytesAdamW:
     """That of bitsandbytes."""
 
     def __init__(
-        self, shards: list[nn.Parameter], settings: dict[str, Any], *, bits: int, paged: bool
+        self, shards: list[nn.Parameter], settings: AdamSettings, *, bits: int, paged: bool
     ) -> None:
         self._adamw = AdamW(shards, **settings, optim_bits=bits, min_8bit_size=1, is_paged=paged)
         (group,) = self._adamw.param_groups
-        for place, shard in enumerate(shards):
-            self._adamw.init_state(group, shard, 0, place)
+        for index, shard in enumerate(shards):
+            self._adamw.init_state(group, shard, 0, index)
         if paged and torch.cuda.is_available():
             # filled with zeros by then: before a checkpoint is read into it
             torch.cuda.synchronize()

@@ -7,7 +7,7 @@ resuming, so without gaps or doubles) and `history.jsonl` (one line per start, n
 import json
 import logging
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,20 @@ import torch
 import torch.distributed as dist
 
 from workflow.lib.artifacts.preflight_record import Plan
+from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
 from workflow.lib.system.files import write_jsonl
 from workflow.lib.training.build import TrainingModel
-from workflow.lib.training.checkpoint import METRICS, Resumed, rewind_metrics
+from workflow.lib.training.checkpoint import (
+    METRICS,
+    Resumed,
+    SkippedCheckpoint,
+    rewind_metrics,
+    whole_rows,
+)
 from workflow.lib.training.loop import StepMetrics, peak_bytes
 
 logger = logging.getLogger("workflow")
@@ -38,12 +45,13 @@ class Journal:
         self._last_line_s = 0.0
         self.rows: list[dict[str, Any]] = []
         self.resumed_from: list[int] = []
-        self.skipped: list[dict[str, Any]] = []
+        self.skipped: list[SkippedCheckpoint] = []
         if world.is_main:
             self.rows = rewind_metrics(self._path, step=resumed.step, source=resumed.metrics)
             starts = _note_start(folder / "history.jsonl", resumed)
             self.resumed_from = [row["first_step"] for row in starts if row["first_step"] > 0]
             self.skipped = [skipped for row in starts for skipped in row.get("skipped", ())]
+        # Every process decides by them what it does next, and the processes must decide alike.
         shared: list[Any] = [self.rows, self.resumed_from, self.skipped]
         dist.broadcast_object_list(shared, src=0, group=world.io_group)
         self.rows, self.resumed_from, self.skipped = shared
@@ -92,7 +100,7 @@ class Journal:
 
 def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> int:
     """Return the prediction targets of a whole run."""
-    chosen = (
+    rows_of_steps = (
         step_rows(
             num_rows=store.num_rows,
             global_batch_size=train.global_batch_size,
@@ -101,84 +109,111 @@ def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> 
         )
         for step in range(num_steps)
     )
-    return sum(int(store.trained_tokens_per_row[rows].sum()) for rows in chosen)
+    return sum(int(store.trained_tokens_per_row[rows].sum()) for rows in rows_of_steps)
 
 
 def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
-    """Append this start to the history; return all of it, without lines that a kill has cut."""
+    """Append this start to the history; return the whole rows of it, and this one."""
     note = {"first_step": resumed.step, "skipped": resumed.skipped, "unix_s": round(time.time())}
-    starts = [*_whole_lines(path), note]
+    starts = [*whole_rows(path), note]
     write_jsonl(path, starts)
     return starts
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run on this process: what it is called, what it is to do, and what was opened for it."""
+
+    name: str
+    identity: str
+    """Names settings, data and base, whatever the run is called."""
+    config: RunConfig
+    plan: Plan
+    world: World
+    store: TokenStore
+    model: TrainingModel
 
 
 def summarize(
+    run: TrainingRun,
     journal: Journal,
     *,
-    run: str,
-    fingerprint: str,
-    config: RunConfig,
-    plan: Plan,
-    store: TokenStore,
-    model: TrainingModel,
-    world: World,
     predicted_bytes: int,
     peak_bytes: int,
-    checks: list[dict[str, Any]],
+    checks: list[Check],
     selected_step: int,
 ) -> dict[str, Any]:
-    """Return `summary.json` without its provenance. Called on the main process."""
-    losses = [row["loss"] for row in journal.rows]
-    tail = losses[-max(1, len(losses) // 10) :]
-    norms = [row["grad_norm"] for row in journal.rows]
-    trainable, total = model.num_parameters()
-    tokens = plan.num_steps * config.train.global_batch_size * store.seq_len
-    cuda = world.device.type == "cuda"
+    """Return `summary.json` without its provenance. Called on the main process.
+
+    predicted_bytes, peak_bytes: the peak of a process as planned and as measured.
+    """
     return {
-        "run": run,
-        "fingerprint": fingerprint,
-        "device": world.device.type,
-        "device_name": torch.cuda.get_device_name(world.device) if cuda else "CPU",
-        "processes": world.size,
-        "num_steps": plan.num_steps,
+        "run": run.name,
+        "fingerprint": run.identity,
+        **_device(run.world),
+        "num_steps": run.plan.num_steps,
         "resumed_from_steps": journal.resumed_from,
         "skipped_checkpoints": journal.skipped,
-        "settings": config.model_dump(mode="json", include={"model", "lora", "train"}),
-        "global_batch_size": config.train.global_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation_steps": plan.accumulation_steps,
-        "seq_len": store.seq_len,
-        "trainable_parameters": trainable,
-        "total_parameters": total,
-        "bytes_read_by_main_process": model.bytes_read,
-        "first_loss": losses[0],
-        "final_loss": sum(tail) / len(tail),
-        "tokens": tokens,
-        "trained_tokens": trained_tokens(store, config.train, num_steps=plan.num_steps),
-        "elapsed_s": journal.elapsed_s,
-        "tokens_per_s": tokens / journal.elapsed_s,
+        **_sizes(run),
+        **_losses(journal),
+        **_amounts(run, elapsed_s=journal.elapsed_s),
         "peak_bytes": {
             "predicted": predicted_bytes,
             "measured": peak_bytes,
-            "kind": "cuda_allocated" if cuda else "host_rss",
+            "kind": "cuda_allocated" if run.world.device.type == "cuda" else "host_rss",
         },
         "selected_step": selected_step,
-        "checks": [
-            *checks,
-            {
-                "name": "gradient norm above zero in every step",
-                "passed": min(norms) > 0,
-                "detail": f"smallest {min(norms):.3g}, largest {max(norms):.3g}",
-            },
-        ],
+        "checks": [check.model_dump() for check in (*checks, _check_gradient_norms(journal))],
     }
+
+
+def _device(world: World) -> dict[str, str | int]:
+    cuda = world.device.type == "cuda"
+    return {
+        "device": world.device.type,
+        "device_name": torch.cuda.get_device_name(world.device) if cuda else "CPU",
+        "processes": world.size,
+    }
+
+
+def _sizes(run: TrainingRun) -> dict[str, Any]:
+    """Return the settings, and the sizes of batches and model."""
+    trainable, total = run.model.num_parameters()
+    return {
+        "settings": run.config.model_dump(mode="json", include={"model", "lora", "train"}),
+        "global_batch_size": run.config.train.global_batch_size,
+        "micro_batch_size": run.plan.micro_batch_size,
+        "accumulation_steps": run.plan.accumulation_steps,
+        "seq_len": run.store.seq_len,
+        "trainable_parameters": trainable,
+        "total_parameters": total,
+        "bytes_read_by_main_process": run.model.bytes_read,
+    }
+
+
+def _losses(journal: Journal) -> dict[str, float]:
+    """Return the first loss, and the mean of the last tenth."""
+    losses = [row["loss"] for row in journal.rows]
+    tail = losses[-max(1, len(losses) // 10) :]
+    return {"first_loss": losses[0], "final_loss": sum(tail) / len(tail)}
+
+
+def _amounts(run: TrainingRun, *, elapsed_s: float) -> dict[str, float]:
+    """Return what was trained on, and how fast."""
+    train, num_steps = run.config.train, run.plan.num_steps
+    tokens = num_steps * train.global_batch_size * run.store.seq_len
+    return {
+        "tokens": tokens,
+        "trained_tokens": trained_tokens(run.store, train, num_steps=num_steps),
+        "elapsed_s": elapsed_s,
+        "tokens_per_s": tokens / elapsed_s,
+    }
+
+
+def _check_gradient_norms(journal: Journal) -> Check:
+    norms = [row["grad_norm"] for row in journal.rows]
+    return Check(
+        name="gradient norm above zero in every step",
+        passed=min(norms) > 0,
+        detail=f"smallest {min(norms):.3g}, largest {max(norms):.3g}",
+    )

@@ -3,10 +3,11 @@ the family's own forward, document by document."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
+from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
@@ -16,20 +17,17 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import TrainingModel
 
 FAMILY_TOKENS = 8  # compared with the family's own forward
-
-
-FAMILY_TOLERANCE = (
-    0.05  # of the largest logit: far above bf16's rounding, far below any scale or cap
-)
+# Of the largest logit: far above bf16's rounding, far below any scale or cap.
+FAMILY_TOLERANCE = 0.05
 
 
 def check_inputs(
     files: list[RecordedFile], world: World, *, moved: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+) -> Check:
     """Hash base and tokens, each file on one process; return the report's check. Collective.
 
     Raises `UserError` if one is not what the stage that made it has recorded.
@@ -37,7 +35,8 @@ def check_inputs(
     check_recorded(files, world=world, moved=moved)
     num_bytes = sum(file.path.stat().st_size for file in files)
     detail = f"{len(files)} files, {num_bytes:,} bytes"
-    return _check("base and tokens have their recorded SHA-256", True, detail)
+    name = "base and tokens have their recorded SHA-256"
+    return Check(name=name, passed=True, detail=detail)
 
 
 def startup_checks(
@@ -47,7 +46,7 @@ def startup_checks(
     world: World,
     *,
     moved: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> list[Check]:
     """Check what must hold before the first step; return the checks for the report. Calls `moved`
     on its way. Collective.
 
@@ -57,14 +56,28 @@ def startup_checks(
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
     moved()
-    with forward_only(model.training):  # one forward on the first row sets FSDP up
-        batch = make_batch(
-            store.input_ids[:1].astype("int64"), store.position_ids[:1].astype("int64"),
-            store.loss_mask[:1].copy(), device=world.device,
-        )  # fmt: skip
-        model.training(
-            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.bounds
-        )
+    _forward_first_row(model.training, store, world)
+    return [
+        same_logits,
+        _check_weights(model, base, world, moved=moved),
+        _check_share(model, world),
+        _check_rows(store),
+    ]
+
+
+def _forward_first_row(training: CausalLMForTraining, store: TokenStore, world: World) -> None:
+    """Set FSDP up, which it does in its first forward: units can be gathered by hand only then.
+    Collective.
+    """
+    batch = stored_batch(store, np.arange(1)).to(world.device)
+    with forward_only(training):
+        training(batch)
+
+
+def _check_weights(
+    model: TrainingModel, base: Path, world: World, *, moved: Callable[[], None]
+) -> Check:
+    """Compare all gathered weights with the checkpoint. Collective."""
     with CheckpointReader(base) as reader:
         wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
         wrong += model.hosted.mismatched(reader, moved=moved) if model.hosted else []
@@ -77,35 +90,42 @@ def startup_checks(
             f"{base} (SHA256SUMS); if they are whole, report this with your versions of torch and "
             "NCCL."
         )
-    held, total = local_bytes(model.training)
+    return Check(
+        name=f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
+        passed=True,
+        detail="0 differ",
+    )
+
+
+def _check_share(model: TrainingModel, world: World) -> Check:
+    """Compare the bytes that this process holds with its share of the model."""
+    held_bytes, total_bytes = local_bytes(model.training)
+    detail = (
+        f"{held_bytes:,} of {total_bytes:,} bytes on rank {world.rank}, {world.shard_size} "
+        "processes share a copy"
+    )
+    if model.hosted:
+        detail += (
+            f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
+        )
+    return Check(
+        name="every process holds its share of the parameters",
+        passed=held_bytes <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
+        detail=detail,
+    )
+
+
+def _check_rows(store: TokenStore) -> Check:
     fewest = int(store.trained_tokens_per_row.min())
     if fewest == 0:
         raise UserError(
             "a training row has no trained token. Check data.loss_on, and tokenize again."
         )
-    return [
-        same_logits,
-        _check(
-            f"gathered bytes equal checkpoint bytes ({count} tensors, {world.size} processes)",
-            True,
-            "0 differ",
-        ),
-        _check(
-            "every process holds its share of the parameters",
-            held <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
-            f"{held:,} of {total:,} bytes on rank {world.rank}, {world.shard_size} processes share "
-            "a copy"
-            + (
-                f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
-                if model.hosted
-                else ""
-            ),
-        ),
-        _check("every row has trained tokens", True, f"fewest {fewest} of {store.seq_len}"),
-    ]
+    detail = f"fewest {fewest} of {store.seq_len}"
+    return Check(name="every row has trained tokens", passed=True, detail=detail)
 
 
-def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> dict[str, Any]:
+def check_family(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
     """Compare our logits with those of the family's own forward, which may do more after its head
     than we know.
 
@@ -115,7 +135,7 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
     places = torch.arange(ids.shape[1], device=world.device)
     with forward_only(training):
         theirs = training.family_logits(ids, places[None])
-        ours = training(ids, places[None], places, None)
+        ours = training.logits(ids, places[None], places)
     difference = float((ours - theirs).abs().max())
     largest = float(theirs.abs().max())
     if not difference <= FAMILY_TOLERANCE * largest:
@@ -126,12 +146,8 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
             "hidden states and head, so the loss would be another model's. Choose another "
             "model.source."
         )
-    return _check(
-        "logits equal those of the model family's own forward",
-        True,
-        f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
+    return Check(
+        name="logits equal those of the model family's own forward",
+        passed=True,
+        detail=f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
     )
-
-
-def _check(name: str, passed: bool, detail: str) -> dict[str, Any]:
-    return {"name": name, "passed": passed, "detail": detail}

@@ -1,0 +1,46 @@
+"""The tensors of one forward pass of training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows, and the tokens that are predicted in them. All tensors of ids are int64.
+
+    input_ids, position_ids: (rows, seq_len); a position 0 starts a document, which attention does
+    not leave. positions: (trained tokens,), into the flattened (rows * seq_len) hidden states.
+    targets: (trained tokens,), the tokens predicted there.
+    bounds: `packed_attention.document_bounds(position_ids)`, found in host memory: on a device they
+    would have to be waited for.
+    embedded: the tokens' embedding rows (rows * seq_len, hidden), where they are looked up outside
+    of the model.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    bounds: tuple[torch.Tensor, int]
+    embedded: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the same on `device`; from page-locked memory without waiting."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "MicroBatch":
+        """Return the same in page-locked memory."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        bounds, longest = self.bounds
+        return MicroBatch(
+            input_ids=change(self.input_ids),
+            position_ids=change(self.position_ids),
+            positions=change(self.positions),
+            targets=change(self.targets),
+            bounds=(change(bounds), longest),
+            embedded=None if self.embedded is None else change(self.embedded),
+        )
