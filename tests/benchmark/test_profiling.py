@@ -16,7 +16,7 @@ from workflow.lib.benchmark.profiling import OTHER, kind, profiled, summed
         ("Memcpy HtoD (Pinned -> Device)", "host copies"),
         ("Memcpy DtoD (Device -> Device)", "device copies"),
         ("void at::native::CatArrayBatchedCopy", "device copies"),
-        ("gated_backward", OTHER),
+        ("act_and_mul_backward", OTHER),
     ],
 )
 def test_kernel_is_told_by_its_name(name: str, expected: str) -> None:

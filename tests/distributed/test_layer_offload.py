@@ -16,7 +16,7 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.architecture.layer_choice import spread, stashed_layers
+from workflow.lib.model.architecture.layer_choice import activation_offload_layers, spread
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
@@ -32,7 +32,7 @@ CHANGED = [(level, count) for level, counts in CASES.items() for count in counts
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hosted")
+    folder = tmp_path_factory.mktemp("offloaded_layers")
     return quantized(tiny_llama(folder / "original", num_hidden_layers=LAYERS), folder / "nf4")
 
 
@@ -58,7 +58,7 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
         )
         loss.backward()
         losses.append(float(loss))
-    sizes = [model.hosted.host_bytes if model.hosted else 0, model.bytes_read]
+    sizes = [model.offloaded_layers.host_bytes if model.offloaded_layers else 0, model.bytes_read]
     summed = torch.tensor(sizes)
     dist.all_reduce(summed)
     return {
@@ -85,7 +85,7 @@ def packed(layer: nn.Module) -> bool:
 
 
 def watched(model: TrainingModel) -> list[int]:
-    """Note whenever a layer computes, forward or again, how many of the hosted layers have their
+    """Note whenever a layer computes, forward or again, how many of the offloaded layers have their
     weights there.
     """
     layers = model.training.peft_model.get_base_model().get_decoder().layers
@@ -102,8 +102,8 @@ def watched(model: TrainingModel) -> list[int]:
 
 def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str:
     """Change one byte of this process's slice; return what the checks say."""
-    assert model.hosted is not None
-    for layer in model.hosted._hosted.values():
+    assert model.offloaded_layers is not None
+    for layer in model.offloaded_layers._layers.values():
         layer._host[:1] += 1
     try:
         startup_checks(model, store, base, world)
@@ -163,15 +163,15 @@ def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, A
     )
 
 
-def test_hosted_layers_are_spread_evenly() -> None:
+def test_offloaded_layers_are_spread_evenly() -> None:
     assert spread(2, 8) == [2, 6]
     assert spread(3, 7) == [1, 3, 5]
     assert spread(8, 8) == [*range(8)]
     assert spread(0, 8) == []
-    assert stashed_layers(3, recomputed_every=0, num_layers=8) == [0, 2, 5]
-    assert stashed_layers(2, recomputed_every=4, num_layers=8) == [1, 5]
-    assert stashed_layers(7, recomputed_every=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
-    assert stashed_layers(True, recomputed_every=1, num_layers=3) == [0, 1, 2]
+    assert activation_offload_layers(3, recomputed_every=0, num_layers=8) == [0, 2, 5]
+    assert activation_offload_layers(2, recomputed_every=4, num_layers=8) == [1, 5]
+    assert activation_offload_layers(7, recomputed_every=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
+    assert activation_offload_layers(True, recomputed_every=1, num_layers=3) == [0, 1, 2]
     for total in range(1, 90):
         for count in range(1, total + 1):
             chosen = spread(count, total)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.kernel_cases import ACTIVATIONS, SHAPES, decoded, gated_results, rotations
+from tests.support.kernel_cases import ACTIVATIONS, SHAPES, act_and_mul_results, decoded, rotations
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.packed_attention import varlen_attention
 
@@ -29,25 +29,25 @@ def usable() -> None:
 def test_decoding_equals_bitsandbytes_bit_by_bit(
     shape: tuple[int, int], block_size: int, double_quant: bool, dtype: torch.dtype
 ) -> None:
-    found, expected = decoded(
+    weights, expected = decoded(
         shape, block_size=block_size, double_quant=double_quant, dtype=dtype, device="cuda"
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_feed_forward_equals_autograd(activation: str) -> None:
-    product, again, of_gate, of_up, *expected = gated_results(
+def test_activation_and_product_equal_autograd(activation: str) -> None:
+    product, again, of_gate, of_up, *expected = act_and_mul_results(
         activation, dtype=torch.bfloat16, device="cuda"
     )
-    found = [x.float() for x in (product, of_gate, of_up)]
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    results = [x.float() for x in (product, of_gate, of_up)]
+    torch.testing.assert_close(results, expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(product, again)
 
 
 def test_rotation_equals_its_definition_and_turns_back() -> None:
-    found = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
-    torch.testing.assert_close(found[::2], found[1::2], rtol=2e-2, atol=2e-2)
+    results = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
+    torch.testing.assert_close(results[::2], results[1::2], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])
@@ -78,7 +78,7 @@ def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
     weights = torch.randn(output.shape, generator=draw).to("cuda")
     inputs = [*given.values()]
-    found, exact = (
+    gradients, exact = (
         torch.autograd.grad((y.float() * weights).sum(), inputs) for y in (output, expected)
     )
-    torch.testing.assert_close(found, exact, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from workflow.lib.model.activation_offload import Stash
+from workflow.lib.model.activation_offload import ActivationOffload
 
 CPU = torch.device("cpu")
 WIDE = 64
 
 
-def gradients(stash: Stash | None, *, strided: bool = False) -> torch.Tensor:
+def gradients(offload: ActivationOffload | None, *, strided: bool = False) -> torch.Tensor:
     """Gradient of a product of two nodes that save the same bytes, one as a matrix and one as a
     cube.
     """
@@ -23,10 +23,10 @@ def gradients(stash: Stash | None, *, strided: bool = False) -> torch.Tensor:
         wide = y.reshape(-1) if strided else y
         return (y.sin().sum() + wide.view(2, 3, -1).cos().square().sum()) * 2
 
-    if stash is None:
+    if offload is None:
         loss().backward()
     else:
-        with stash.forward():
+        with offload.forward():
             total = loss()
         total.backward()
     assert x.grad is not None
@@ -34,32 +34,32 @@ def gradients(stash: Stash | None, *, strided: bool = False) -> torch.Tensor:
 
 
 def test_bytes_that_two_nodes_save_travel_once() -> None:
-    stash = Stash(CPU, window_bytes=4096)
-    assert torch.equal(gradients(stash), gradients(None))
+    offload = ActivationOffload(CPU, window_bytes=4096)
+    assert torch.equal(gradients(offload), gradients(None))
     size = 6 * WIDE * 4
     assert (
-        stash.host_bytes == 2 * size
+        offload.host_bytes == 2 * size
     )  # of y, which sin and cos save, and of the cosine, which square saves
 
 
 def test_tensors_with_gaps_come_back_as_they_were() -> None:
-    stash = Stash(CPU, window_bytes=4096)
-    assert torch.equal(gradients(stash, strided=True), gradients(None, strided=True))
-    assert stash.host_bytes > 0
+    offload = ActivationOffload(CPU, window_bytes=4096)
+    assert torch.equal(gradients(offload, strided=True), gradients(None, strided=True))
+    assert offload.host_bytes > 0
 
 
 def test_buffers_are_used_again_by_the_next_pass() -> None:
-    stash = Stash(CPU, window_bytes=4096)
-    gradients(stash)
-    taken = stash.host_bytes
-    assert torch.equal(gradients(stash), gradients(None))
-    assert stash.host_bytes == taken
+    offload = ActivationOffload(CPU, window_bytes=4096)
+    gradients(offload)
+    host_bytes = offload.host_bytes
+    assert torch.equal(gradients(offload), gradients(None))
+    assert offload.host_bytes == host_bytes
 
 
 def test_a_tensor_changed_in_place_before_backward_is_an_error() -> None:
-    stash = Stash(CPU, window_bytes=4096)
+    offload = ActivationOffload(CPU, window_bytes=4096)
     x, other = torch.ones(WIDE, requires_grad=True), torch.linspace(0, 1, WIDE)
-    with stash.forward():
+    with offload.forward():
         first = (x * other).sum()  # saves `other`
         other.add_(1)
         second = (x * other).sum()  # and its new values

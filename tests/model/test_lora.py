@@ -223,10 +223,10 @@ class MadeZeros(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros.default:
-            self.shapes.append(tuple(made.shape))
-        return made
+            self.shapes.append(tuple(outputs.shape))
+        return outputs
 
 
 @pytest.mark.parametrize("fused", [True, False])

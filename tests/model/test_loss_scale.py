@@ -65,7 +65,7 @@ def trained(
             world=world,
         ).steps(first_step=0, num_steps=STEPS)
     )
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "losses": [m.loss for m in metrics],
         "repeats": [m.repeats for m in metrics],
         "gradients": gradients[0],
@@ -76,11 +76,11 @@ def trained(
         writer.save(training, optimizer, step=STEPS)
         writer.wait()
         assert training.loss_scale is not None
-        found["saved"] = training.loss_scale.values.clone()
+        outcome["saved"] = training.loss_scale.values.clone()
         training.loss_scale.values.zero_()
         resume_(folder, training, optimizer, identity=IDENTITY, world=world)
-        found["resumed"] = training.loss_scale.values
-    return found
+        outcome["resumed"] = training.loss_scale.values
+    return outcome
 
 
 def survey(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -95,36 +95,36 @@ def survey(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     return run_distributed(survey, base, folder, world_size=2)[0]
 
 
 @pytest.mark.parametrize("case", ["scaled", "overflowing"])
 def test_loss_scale_changes_no_loss_no_gradient_and_no_weight(
-    found: dict[str, dict[str, Any]], case: str
+    runs: dict[str, dict[str, Any]], case: str
 ) -> None:
     """It is a power of two, and a repeated step drops out what it dropped out before."""
-    assert found[case]["losses"] == found["plain"]["losses"]
+    assert runs[case]["losses"] == runs["plain"]["losses"]
     for key in ("gradients", "weights"):
-        torch.testing.assert_close(found[case][key], found["plain"][key], rtol=0, atol=0)
+        torch.testing.assert_close(runs[case][key], runs["plain"][key], rtol=0, atol=0)
 
 
 def test_steps_that_overflow_are_made_once_more_and_counted(
-    found: dict[str, dict[str, Any]],
+    runs: dict[str, dict[str, Any]],
 ) -> None:
-    assert found["plain"]["repeats"] == [None] * STEPS
-    assert found["scaled"]["repeats"] == [0] * STEPS
-    first, *later = found["overflowing"]["repeats"]
+    assert runs["plain"]["repeats"] == [None] * STEPS
+    assert runs["scaled"]["repeats"] == [0] * STEPS
+    first, *later = runs["overflowing"]["repeats"]
     assert first > 0
     assert later[-1] - first < 5, "the factor is kept from step to step"
 
 
 def test_float16_trains_with_a_scaled_loss_close_to_float32(
-    found: dict[str, dict[str, Any]],
+    runs: dict[str, dict[str, Any]],
 ) -> None:
     """11 bits of mantissa, through three layers."""
-    half, exact = found["float16"], found["plain"]
+    half, exact = runs["float16"], runs["plain"]
     assert half["repeats"] != [None] * STEPS
     torch.testing.assert_close(half["losses"], exact["losses"], rtol=2e-3, atol=0)
     for name, gradient in exact["gradients"].items():
@@ -132,9 +132,9 @@ def test_float16_trains_with_a_scaled_loss_close_to_float32(
         torch.testing.assert_close(half["gradients"][name], gradient, rtol=0, atol=atol)
 
 
-def test_checkpoint_holds_the_loss_scale(found: dict[str, dict[str, Any]]) -> None:
-    assert found["scaled"]["saved"].tolist() == [INITIAL, STEPS, 0]
-    assert torch.equal(found["scaled"]["resumed"], found["scaled"]["saved"])
+def test_checkpoint_holds_the_loss_scale(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["scaled"]["saved"].tolist() == [INITIAL, STEPS, 0]
+    assert torch.equal(runs["scaled"]["resumed"], runs["scaled"]["saved"])
 
 
 def test_factor_doubles_after_many_steps_without_overflow() -> None:

@@ -84,10 +84,11 @@ def test_stock_transformers_loads_the_checkpoint_whole_and_packed(
 
 def test_everything_but_the_linears_is_copied_bit_for_bit(original: Path, tmp_path: Path) -> None:
     ours, source = tensors(quantized(original, tmp_path / "nf4")), tensors(original)
-    kept = {name: t for name, t in source.items() if name.split(".")[-2] not in LINEARS}
-    assert len(kept) == 2 + 2 * 3 + 1  # embedding, head; two norms a layer; the last norm
+    unquantized = {name: t for name, t in source.items() if name.split(".")[-2] not in LINEARS}
+    assert len(unquantized) == 2 + 2 * 3 + 1  # embedding, head; two norms a layer; the last norm
     assert all(
-        torch.equal(ours[name], t) and ours[name].dtype == t.dtype for name, t in kept.items()
+        torch.equal(ours[name], t) and ours[name].dtype == t.dtype
+        for name, t in unquantized.items()
     )
 
 
@@ -153,10 +154,10 @@ def refusal(folder: Path) -> str:
 def rewritten(folder: Path, change: dict[str, torch.Tensor | None]) -> Path:
     """Save a tiny Llama with some tensors replaced, or left out (None)."""
     tiny_llama(folder)
-    kept = {
+    unquantized = {
         n: t for n, t in (load_file(folder / "model.safetensors") | change).items() if t is not None
     }
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(unquantized, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -28,25 +28,29 @@ def decoded(
     )
     assert isinstance(state, QuantState)
     nested = state.state2 if double_quant else None
-    found = kernels.dequantize(
-        torch.empty_like(weights), packed, state.absmax, nested.absmax if nested else None,
-        code=state.code, nested_code=nested.code if nested else state.code,
-        offset=state.offset if nested else state.code, block_size=block_size,
-    )  # fmt: skip
-    return found, nf4_linear.decoded(packed, state)
+    data = kernels.NF4Data(
+        packed,
+        state.absmax,
+        nested.absmax if nested else None,
+        code=state.code,
+        nested_code=nested.code if nested else state.code,
+        offset=state.offset if nested else state.code,
+        block_size=block_size,
+    )
+    return kernels.dequantize_nf4(torch.empty_like(weights), data), nf4_linear.decoded(
+        packed, state
+    )
 
 
-def gated_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return product and gradients of a gated feed-forward's middle: the kernels', then autograd's
-    in fp32.
-    """
+def act_and_mul_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return act(gate) * up and its gradients: the kernels', then autograd's in fp32."""
     draw = torch.Generator().manual_seed(0)
     gate, up, grad = (3 * torch.randn(50, 70, generator=draw).to(device, dtype) for _ in range(3))
     leaves = [x.float().clone().requires_grad_() for x in (gate, up)]
     expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
     expected.backward(grad.float().clone())
-    product = kernels.gated(gate, up, activation=activation)
-    kernels.gated_backward_(grad, gate, up, activation=activation)
+    product = kernels.act_and_mul(gate, up, activation=activation)
+    kernels.act_and_mul_backward_(grad, gate, up, activation=activation)
     assert all(x.grad is not None for x in leaves)
     return [
         product,
@@ -71,6 +75,7 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         first, second = x.float().chunk(2, dim=-1)
         around = torch.cat((-second, first), dim=-1)
         expected = x.float() * cos[:, :, None].float() + around * sin[:, :, None].float()
-        found = kernels.rotate(x, cos, sin)
-        results += [found, expected, kernels.rotate(found, cos, sin, back=True), x.float()]
+        turned = kernels.apply_rotary(x, cos, sin)
+        back = kernels.apply_rotary(turned, cos, sin, back=True)
+        results += [turned, expected, back, x.float()]
     return results

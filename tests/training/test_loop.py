@@ -105,6 +105,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
             world=world,
         ).steps(first_step=0, num_steps=STEPS, elapsed_s=100.0)
     )
+    offload = model.training.activation_offload
     return {
         "metrics": metrics,
         "losses": [m.loss for m in metrics],
@@ -112,7 +113,7 @@ def train_one(base: Path, changes: dict[str, Any], world: Any) -> dict[str, Any]
         "gradients": gradients[0],
         "gradients_left": sum(p.grad is not None for p in params.values()),
         "weights": {name: full(p) for name, p in params.items()},
-        "host_bytes": model.training.stash.host_bytes if model.training.stash else 0,
+        "host_bytes": offload.host_bytes if offload else 0,
     }
 
 

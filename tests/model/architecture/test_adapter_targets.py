@@ -45,8 +45,8 @@ def model() -> nn.Module:
 
 
 def linears(model: nn.Module) -> list[str]:
-    found = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return [name for name in found if name != "lm_head"]
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [name for name in linears if name != "lm_head"]
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)

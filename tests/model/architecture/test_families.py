@@ -19,7 +19,7 @@ from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
-from workflow.lib.model.activation_offload import Stash
+from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.families import FAMILIES
 from workflow.lib.model.decoder_layers import checkpoint_activations_
 from workflow.lib.model.fuse_layers import fuse_layers_
@@ -33,8 +33,14 @@ from workflow.lib.training.startup_checks import check_family
 
 ROWS, SEQ_LEN = 3, 29
 CPU = torch.device("cpu")
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0,
-           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -120,7 +126,7 @@ def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) 
     if fused:
         replaced = fuse_layers_(model)
         assert replaced == FUSED[model.config.model_type]
-        training.stash = Stash(CPU, window_bytes=4096)
+        training.activation_offload = ActivationOffload(CPU, window_bytes=4096)
     checkpoint_activations_(model, every=2)
     return trained(training, store)
 
@@ -130,9 +136,14 @@ def test_attention_that_turns_a_part_of_each_head_is_left_alone() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     for parameters, count in ((rope | {"partial_rotary_factor": 1.0}, 1), (rope, 0)):
         config = AutoConfig.for_model(
-            "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=VOCAB,
-            num_attention_heads=4, rope_parameters=parameters,
-        )  # fmt: skip
+            "llama",
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            vocab_size=VOCAB,
+            num_attention_heads=4,
+            rope_parameters=parameters,
+        )
         assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
 
 
@@ -192,7 +203,7 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """The same by the model of a run over two processes; embeddings sliced and on the host in
     turn.
     """
-    found = {}
+    results = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for number, (case, base) in enumerate(bases.items()):
             plan = make_plan(
@@ -209,8 +220,8 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
             result = trained(model.training.train(), two_rows(world.rank))
             check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)
             dist.all_reduce(result["loss"])
-            found[case] = {key: result[key] for key in ("loss", "gradients")}
-    return found
+            results[case] = {key: result[key] for key in ("loss", "gradients")}
+    return results
 
 
 def two_rows(rank: int) -> TokenStore:
@@ -292,14 +303,14 @@ def shared(bases: dict[str, Path]) -> list[dict[str, dict[str, Any]]]:
     return run_distributed(sharded, bases, world_size=2)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
-    assert found["gradients"].keys() == expected["gradients"].keys()
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(result["loss"], expected["loss"], rtol=1e-5, atol=0)
+    assert result["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
         # fp32, sums in another order: rows of documents here, documents there
         largest = float(gradient.abs().max())
         torch.testing.assert_close(
-            found["gradients"][name],
+            result["gradients"][name],
             gradient,
             rtol=1e-3,
             atol=1e-5 * largest,
@@ -324,22 +335,28 @@ def test_documents_stay_apart_in_eager_attention_with_windows_too(
 
 
 def plain_varlen_attn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *_: Any,
-    scale: float, window_size: tuple[int, int], **__: Any,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    *_: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    **__: Any,
+) -> torch.Tensor:
     """What torch's kernel does on a GPU: (tokens, heads, head_dim), document by document,
     `window_size[0]` tokens back.
     """
-    found = []
+    outputs = []
     for start, stop in itertools.pairwise(bounds.tolist()):
         heads = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
         back = window_size[0] if window_size[0] >= 0 else stop
         seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril().triu(-back)
-        made = torch.nn.functional.scaled_dot_product_attention(
+        output = torch.nn.functional.scaled_dot_product_attention(
             *heads, attn_mask=seen, scale=scale, enable_gqa=True
         )
-        found.append(made[0].transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -364,8 +381,8 @@ def test_fused_layers_and_offloaded_activations_change_neither(
     bases: dict[str, Path], reference: dict[str, dict[str, Any]], case: str
 ) -> None:
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    found = ours(bases[case], store, attention_of(case), fused=True)
-    assert_same(found, reference[case])
+    result = ours(bases[case], store, attention_of(case), fused=True)
+    assert_same(result, reference[case])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -49,11 +49,16 @@ def test_parameters_are_counted_as_in_the_file(tmp_path: Path) -> None:
 
 def test_linears_have_names_and_shapes(tmp_path: Path) -> None:
     shape = read_shape(write_checkpoint(tmp_path))
-    found = {x.name: (x.out_features, x.in_features) for x in shape.linears}
-    assert found == {
-        "q_proj": (30, 30), "k_proj": (10, 30), "v_proj": (10, 30), "o_proj": (30, 30),
-        "gate_proj": (46, 30), "up_proj": (46, 30), "down_proj": (30, 46),
-    }  # fmt: skip
+    sizes = {x.name: (x.out_features, x.in_features) for x in shape.linears}
+    assert sizes == {
+        "q_proj": (30, 30),
+        "k_proj": (10, 30),
+        "v_proj": (10, 30),
+        "o_proj": (30, 30),
+        "gate_proj": (46, 30),
+        "up_proj": (46, 30),
+        "down_proj": (30, 46),
+    }
 
 
 def save_tiny(folder: Path, family: str, **changes: Any) -> int:
@@ -263,8 +268,8 @@ def test_header_of_millions_of_dimensions_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "²"])
 def test_layer_of_a_number_that_no_model_has_is_ignored(tmp_path: Path, number: str) -> None:
-    found = read_shape(with_shapes(tmp_path, {f"model.layers.{number}.mlp.bias": (5,)}))
-    assert found.num_layers == 3
+    shape = read_shape(with_shapes(tmp_path, {f"model.layers.{number}.mlp.bias": (5,)}))
+    assert shape.num_layers == 3
 
 
 def test_index_too_large_to_be_one_is_not_read(

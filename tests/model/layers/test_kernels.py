@@ -20,28 +20,28 @@ import torch
 from tests.support.kernel_cases import SHAPES, decoded
 for shape in SHAPES:
     for block_size, double_quant in ((64, True), (64, False), (256, True)):
-        found, expected = decoded(
+        weights, expected = decoded(
             shape, block_size=block_size, double_quant=double_quant,
             dtype=torch.float32, device="cpu",
         )
-        assert torch.equal(found, expected), (shape, block_size, double_quant)
+        assert torch.equal(weights, expected), (shape, block_size, double_quant)
 """
-GATED = """
+ACT_AND_MUL = """
 import torch
-from tests.support.kernel_cases import ACTIVATIONS, gated_results
+from tests.support.kernel_cases import ACTIVATIONS, act_and_mul_results
 for activation in ACTIVATIONS:
-    results = gated_results(activation, dtype=torch.float32, device="cpu")
+    results = act_and_mul_results(activation, dtype=torch.float32, device="cpu")
     product, again, of_gate, of_up, *expected = results
     torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(product, again)
 """
 
 
-ROTATED = """
+ROTARY = """
 import torch
 from tests.support.kernel_cases import rotations
-found = rotations(dtype=torch.float32, device="cpu")
-torch.testing.assert_close(found[::2], found[1::2], rtol=1e-5, atol=1e-5)
+results = rotations(dtype=torch.float32, device="cpu")
+torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 """
 
 
@@ -49,7 +49,9 @@ torch.testing.assert_close(found[::2], found[1::2], rtol=1e-5, atol=1e-5)
     not kernels.INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none"
 )
 @pytest.mark.parametrize(
-    "claims", [DECODED, GATED, ROTATED], ids=["decoding", "gated feed-forward", "rotation"]
+    "claims",
+    [DECODED, ACT_AND_MUL, ROTARY],
+    ids=["decoding", "activation and product", "rotary positions"],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

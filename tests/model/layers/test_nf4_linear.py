@@ -94,8 +94,11 @@ def test_every_stored_part_is_a_frozen_float32_view_of_its_bytes(tmp_path: Path)
     linear = nf4_linear(tmp_path / "base", random(5, 37), bias=random(5))
     params = dict(linear.named_parameters())
     assert {name: tuple(p.shape) for name, p in params.items()} == {
-        "weight": (24,), "absmax": (1,), "nested_absmax": (1,), "bias": (5,),
-    }  # fmt: skip
+        "weight": (24,),
+        "absmax": (1,),
+        "nested_absmax": (1,),
+        "bias": (5,),
+    }
     assert all(p.dtype == torch.float32 and not p.requires_grad for p in params.values())
 
 
@@ -266,10 +269,10 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
     """
     norm = RmsNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
     x = random(2, 3, 13, seed=8).requires_grad_()
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     normed = norm(x)
@@ -278,16 +281,16 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
             ours = torch.cat(nf4_lora_matmuls(normed, [layer, layer]))
         else:
             ours = torch.cat([nf4_lora_matmul(normed, layer), nf4_lora_matmul(normed, layer)])
-    wide = [tensor for tensor in kept if tensor.shape == (6, 13)]
-    assert sum(tensor.numel() for tensor in kept) == 13 * 6 * len(wide) + 6 * 6
+    wide = [tensor for tensor in saved if tensor.shape == (6, 13)]
+    assert sum(tensor.numel() for tensor in saved) == 13 * 6 * len(wide) + 6 * 6
     assert all(tensor.data_ptr() == x.data_ptr() for tensor in wide)
     weight, wide = norm.weight.double(), x.double()
     by_hand = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
     reference = torch.cat([plain(by_hand, layer)] * 2)
     grad = random(4, 3, 7, seed=9)
-    found = torch.autograd.grad(ours, (x, *layer.weights), grad)
+    gradients = torch.autograd.grad(ours, (x, *layer.weights), grad)
     expected = torch.autograd.grad(reference, (x, *layer.weights), grad.double())
-    for name, one, other in zip(("dx", "dA", "dB"), found, expected, strict=True):
+    for name, one, other in zip(("dx", "dA", "dB"), gradients, expected, strict=True):
         torch.testing.assert_close(
             one.double(), other.double(), rtol=1e-5, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -296,6 +299,6 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
 def test_output_of_a_norm_that_was_changed_is_kept_itself(layer: Layer) -> None:
     norm = RmsNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
     normed = norm(random(2, 13, seed=8)).mul_(3.0)
-    found, kept = keepable(normed)
-    assert found is None
-    assert torch.equal(restored(found, kept), normed)
+    source_norm, source = keepable(normed)
+    assert source_norm is None
+    assert torch.equal(restored(source_norm, source), normed)

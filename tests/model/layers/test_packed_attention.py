@@ -89,15 +89,16 @@ def test_boundaries_carry_the_names_that_attention_layers_pass_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
-    [({"s_aux": torch.zeros(2)}, "s_aux"), ({"softcap": 50.0}, "softcap"), ({"is_causal": False}, (
-        "is_causal"
-    )),
-     ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"), ({"s_aux": 1, "softcap": 2.0}, (
-         "s_aux, softcap"
-     ))],
-)  # fmt: skip
-def test_varlen_refuses_whatever_it_would_leave_out(told: dict[str, Any], named: str) -> None:
+    ("arguments", "named"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_mask": torch.zeros(5, 5)}, "attention_mask"),
+        ({"s_aux": 1, "softcap": 2.0}, "s_aux, softcap"),
+    ],
+)
+def test_varlen_refuses_whatever_it_would_leave_out(arguments: dict[str, Any], named: str) -> None:
     """Sinks, for instance: the check of the family uses the same attention, so it would not
     notice.
     """
@@ -105,7 +106,11 @@ def test_varlen_refuses_whatever_it_would_leave_out(told: dict[str, Any], named:
     bounds = flash_arguments(torch.tensor([0, 5], dtype=torch.int32), 5)
     with pytest.raises(UserError) as caught:
         varlen_attention(
-            torch.nn.Linear(1, 1), heads, heads, heads, **({"attention_mask": None} | bounds | told)
+            torch.nn.Linear(1, 1),
+            heads,
+            heads,
+            heads,
+            **({"attention_mask": None} | bounds | arguments),
         )
     assert str(caught.value) == (
         f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "

@@ -57,7 +57,7 @@ class _Part:
         parameter.data = torch.empty(0, device=parameter.device)
 
 
-class _HostedLayer:
+class _OffloadedLayer:
     """The packed weights of one layer: this process's slice of them on the host, all of them on the
     device while in use.
     """
@@ -182,7 +182,7 @@ def _aligned(num_bytes: int) -> int:
     return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
 
 
-class HostedLayers:
+class OffloadedLayers:
     """`count` decoder layers of a model, spread evenly, whose packed weights wait in host memory.
 
     Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's),
@@ -194,11 +194,11 @@ class HostedLayers:
         layers = decoder_layers(model)
         stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
-        self._hosted: dict[int, _HostedLayer] = {}
+        self._layers: dict[int, _OffloadedLayer] = {}
         for number in spread(count, len(layers)):
             linears = [(paths[id(linear)], linear) for _, linear in nf4_linears(layers[number])]
-            self._hosted[number] = _HostedLayer(linears, world=world, stream=stream)
-            self._hosted[number].empty_()
+            self._layers[number] = _OffloadedLayer(linears, world=world, stream=stream)
+            self._layers[number].empty_()
         self._world = world
         self._backward: int | None = None  # the layer whose backward runs
         model.get_decoder().register_forward_pre_hook(self._begin)
@@ -209,16 +209,16 @@ class HostedLayers:
     @property
     def host_bytes(self) -> int:
         """Bytes that this process keeps in host memory."""
-        return sum(layer.slice_bytes for layer in self._hosted.values())
+        return sum(layer.slice_bytes for layer in self._layers.values())
 
     def __len__(self) -> int:
-        return len(self._hosted)
+        return len(self._layers)
 
     def parameters(self) -> set[nn.Parameter]:
         """Return the packed parameters of these layers, which hold nothing while they are not in
         use.
         """
-        return set().union(*(layer.parameters() for layer in self._hosted.values()))
+        return set().union(*(layer.parameters() for layer in self._layers.values()))
 
     def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
         """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;
@@ -226,7 +226,7 @@ class HostedLayers:
         """
         bytes_read = 0
         with CheckpointReader(folder) as reader:
-            for layer in self._hosted.values():
+            for layer in self._layers.values():
                 bytes_read += layer.load_(reader)
                 moved()
         return bytes_read
@@ -241,7 +241,7 @@ class HostedLayers:
         """
         self._keep()
         wrong = []
-        for index, layer in enumerate(self._hosted.values()):
+        for index, layer in enumerate(self._layers.values()):
             layer.unshard()
             if index % self._world.size == self._world.rank:
                 wrong += layer.differences(reader)
@@ -274,17 +274,17 @@ class HostedLayers:
         others.
         """
         self._keep(number, following)
-        if number in self._hosted:
-            self._hosted[number].unshard()
-        if following in self._hosted:
-            self._hosted[following].fetch()
+        if number in self._layers:
+            self._layers[number].unshard()
+        if following in self._layers:
+            self._layers[following].fetch()
 
     def _keep(self, *numbers: int) -> None:
-        for number, layer in self._hosted.items():
+        for number, layer in self._layers.items():
             if number not in numbers:
                 layer.reshard()
 
 
-def host_layers(model: PreTrainedModel, *, count: int, world: World) -> HostedLayers | None:
+def offload_layers_(model: PreTrainedModel, *, count: int, world: World) -> OffloadedLayers | None:
     """Take the packed weights of `count` layers out of a meta-device model; None for none."""
-    return HostedLayers(model, count=count, world=world) if count else None
+    return OffloadedLayers(model, count=count, world=world) if count else None

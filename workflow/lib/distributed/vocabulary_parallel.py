@@ -8,6 +8,7 @@ Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of processes that
 All functions that communicate are collective over `group`, the processes that share the vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from workflow.lib.model.architecture.vocabulary_slices import (
 )
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
 from workflow.lib.model.nf4_model import local, local_range
-from workflow.lib.model.trained_modules import trained_parts
 from workflow.lib.model.training_module import CausalLMForTraining
 
 # Named anew in torch 2.13; the old names warn there.
@@ -130,111 +130,61 @@ class SlicedHead(nn.Module):
 
 
 class SlicedCrossEntropy(LinearCrossEntropy):
-    """The same loss of this process's rows by a `SlicedHead`."""
+    """The same loss of this process's rows by a `SlicedHead`. Collective: the processes may have
+    different numbers of rows, or none.
+    """
 
     def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
         super().__init__(head)
         self._group = group
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor:
-        """Return the summed loss () fp32, or the fp32 logits (rows, vocab) if `targets` is None.
-        Collective.
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        """Yield the rows of each chunk of the loss of `num_rows` rows. Collective."""
+        # every process takes part in every chunk, so all make as many as the one with most rows
+        num_rows = largest_count(num_rows)
+        size = chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+        for start in range(0, num_rows, size):
+            yield slice(start, min(start + size, num_rows))
 
-        hidden: (rows, hidden_size); targets: (rows,) int64. Processes may have different numbers of
-        rows, or none.
-        """
-        if targets is None:
-            return self.head.logits(hidden)
-        loss: torch.Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, targets, self.head, self._group, *trained_parts(self.head.module)
-        )
-        return loss
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this process's part (rows, slice) of the frozen head's product."""
+        assert isinstance(self.head.module, SlicedHead)
+        return self.head.module.slice_logits(hidden)
 
-
-class _SlicedLoss(torch.autograd.Function):
-    """The gradient is computed in forward, as in `loss`; backward communicates nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def chunk_loss(
+        self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
-        head: OutputHead,
-        group: dist.ProcessGroup,
-        *masters: torch.Tensor,
-    ) -> torch.Tensor:
-        wants_grad = ctx.needs_input_grad[0]
-        trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
-        grad = torch.empty_like(hidden) if wants_grad else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # every process takes part in every chunk, so all make as many as the one with most rows
-        num_rows = largest_count(len(targets))
-        size = chunk_rows(group.size(), vocab_size=head.vocab_size)
-        for start in range(0, num_rows, size):
-            rows = slice(start, min(start + size, num_rows))
-            count = rows.stop - start
-            loss, chunk_grad = _chunk(
-                _padded(hidden[rows], count, fill=0),
-                _padded(targets[rows], count, fill=NOBODY),
-                head,
-                group,
-                trained=trained,
-                wants_grad=wants_grad,
-            )
-            total += loss
-            if grad is not None:
-                assert chunk_grad is not None
-                grad[rows] = chunk_grad[: len(grad[rows])]
-        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
-        return total
+        rows: slice,
+        trained: TrainedHead | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the summed loss () of this process's rows of a chunk, and their gradient.
+        Collective.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
-        of_head, ctx.of_head = ctx.of_head, []
-        return grad.mul_(grads[0]), None, None, None, *(x.mul_(grads[0]) for x in of_head)
-
-
-def _chunk(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: OutputHead,
-    group: dist.ProcessGroup,
-    *,
-    trained: TrainedHead | None,
-    wants_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed loss of this process's rows, and their gradient; add that of the head to
-    `trained`.
-
-    All processes give equally many rows.
-    """
-    assert isinstance(head.module, SlicedHead)
-    all_targets = _gathered(targets, group)
-    states = _gathered(hidden.detach(), group)
-    with torch.set_grad_enabled(wants_grad):
-        if trained is None:
-            leaf = states.requires_grad_(wants_grad)
-            logits = head.finished(head.module.slice_logits(leaf))
-        else:
-            leaf = trained.product(states)
-            logits = head.finished(leaf)
-    columns = _TargetColumns(all_targets, local_range(head.module.weight))
-    log_sums, chosen = _over_slices(logits.detach(), columns, group)
-    losses = (log_sums - chosen).masked_fill(all_targets == NOBODY, 0.0)
-    loss = losses[group.rank() * len(targets) :][: len(targets)].sum()
-    if not wants_grad:
-        return loss, None
-    slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
-    columns.subtract_one_(slope)
-    slope.masked_fill_((all_targets == NOBODY)[:, None], 0.0)
-    part = torch.autograd.grad(logits, leaf, slope)[0]
-    if trained is not None:
-        part = trained.backward(states, part)
-    part = part.float()  # of this slice; added up in fp32
-    own_grad = torch.empty_like(part[: len(targets)])
-    REDUCE_SCATTER(own_grad, part, group=group)
-    return loss, own_grad
+        The gradient is None where gradients are off. That of a trained head is added to `trained`.
+        """
+        count, group = rows.stop - rows.start, self._group
+        own_states = _padded(hidden[rows], count, fill=0)
+        all_targets = _gathered(_padded(targets[rows], count, fill=NOBODY), group)
+        states = _gathered(own_states, group)
+        leaf, logits = self.leaf_and_logits(states, trained)
+        assert isinstance(self.head.module, SlicedHead)
+        columns = _TargetColumns(all_targets, local_range(self.head.module.weight))
+        log_sums, chosen = _over_slices(logits.detach(), columns, group)
+        losses = (log_sums - chosen).masked_fill(all_targets == NOBODY, 0.0)
+        loss = losses[group.rank() * count :][:count].sum()
+        if not torch.is_grad_enabled():
+            return loss, None
+        slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
+        columns.subtract_one_(slope)
+        slope.masked_fill_((all_targets == NOBODY)[:, None], 0.0)
+        part = torch.autograd.grad(logits, leaf, slope)[0]
+        if trained is not None:
+            part = trained.backward(states, part)
+        part = part.float()  # of this slice; added up in fp32
+        own_grad = torch.empty_like(part[:count])
+        REDUCE_SCATTER(own_grad, part, group=group)
+        return loss, own_grad[: len(hidden[rows])]
 
 
 class _TargetColumns:

@@ -1,11 +1,11 @@
 """Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's
 idea, for activations).
 
-Autograd hands every tensor that it saves to `Stash`, which copies it to page-locked memory on a
-stream of its own, and fetches it back ahead of its use. Of the tensors that are on their way, and
-of those fetched but not yet used, at most `window_bytes` are on the device at a time each. With
-recomputation what is saved of a layer is its input alone. What several nodes save, in whatever
-shapes, travels once.
+Autograd hands every tensor that it saves to `ActivationOffload`, which copies it to page-locked
+memory on a stream of its own, and fetches it back ahead of its use. Of the tensors that are on
+their way, and of those fetched but not yet used, at most `window_bytes` are on the device at a time
+each. With recomputation what is saved of a layer is its input alone. What several nodes save, in
+whatever shapes, travels once.
 
 A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward
 wants them; the two never happen at once, so one stream orders them, and a host buffer can be used
@@ -24,8 +24,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-# of the window: smaller tensors (positions, statistics of rows) cost more to move than to keep
-SMALLEST_SHARE = 128
+# Smaller tensors (positions, statistics of rows) cost more to move than to keep. 1 / 128 of the
+# window is the least that is moved.
+WINDOW_TO_SMALLEST = 128
 
 
 @dataclass(eq=False)
@@ -72,13 +73,13 @@ class _View:
         return values.view(self.dtype).as_strided(self.shape, self.strides)
 
 
-class Stash:
+class ActivationOffload:
     """Takes what a forward pass saves and gives it back to the backward pass that follows."""
 
     def __init__(self, device: torch.device, *, window_bytes: int) -> None:
         """window_bytes: of what leaves, and later of what comes, on the device at a time."""
         self.device, self.host_bytes = device, 0
-        self._window, self._least = window_bytes, window_bytes // SMALLEST_SHARE
+        self._window, self._least = window_bytes, window_bytes // WINDOW_TO_SMALLEST
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: dict[int, list[torch.Tensor]] = {}
         self._saved: list[_Saved] = []
@@ -86,13 +87,14 @@ class Stash:
         self._leaving: deque[_Saved] = deque()
         self._next = -1  # the number to fetch next
         self._present = 0  # bytes on the device that backward has not used yet
-        self._begins = self._takes = True  # whether what is saved now is taken
+        # Whether what is saved is taken: at the beginning of a pass, and now.
+        self._takes_first = self._takes = True
 
     def follow_(self, layers: Sequence[nn.Module], numbers: Sequence[int]) -> None:
         """Take only what the layers of these numbers save, of layers that run one after the other;
         nothing before and after them.
         """
-        self._begins = 0 in numbers
+        self._takes_first = 0 in numbers
         for number, layer in enumerate(layers):
             layer.register_forward_hook(partial(self._layer_ends, number + 1 in numbers))
 
@@ -106,15 +108,21 @@ class Stash:
     def forward(self) -> Iterator[None]:
         """Within the block take what autograd saves, but for parameters and what is small."""
         self._begin()
-        self._takes = self._begins
+        self._takes = self._takes_first
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
+        # Its keys hold addresses of storages, which others may get from now on.
         self._known.clear()
+        # What has not left yet is on the device still, so it counts as if it were fetched.
         self._next = len(self._saved) - 1
         self._present = sum(saved.num_bytes for saved in self._leaving)
 
     def _begin(self) -> None:
-        """Take back the buffers of the pass before."""
+        """Take back the buffers of the pass before.
+
+        Its last copies from them may not have run yet. New ones into them come behind, on the same
+        stream.
+        """
         for saved in self._saved:
             self._free.setdefault(saved.num_bytes, []).append(saved.host)
         self._saved, self._known = [], {}
@@ -122,14 +130,17 @@ class Stash:
 
     def _pack(self, tensor: torch.Tensor) -> "_View | torch.Tensor":
         num_bytes, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
-        expanded = storage.nbytes() < num_bytes
+        expanded = storage.nbytes() < num_bytes  # it would be written out, and so grow
         if not self._takes or num_bytes < self._least or expanded or _is_parameter(tensor):
             return tensor
         tensor = tensor.detach()
+        # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-            tensor = tensor.contiguous()  # it had gaps
-        place = tensor.storage_offset() * tensor.element_size()
-        key = (tensor.untyped_storage()._cdata, place, num_bytes, tensor._version)
+            tensor = tensor.contiguous()
+        offset = tensor.storage_offset() * tensor.element_size()
+        # The same bytes in another shape or type are known by where they are. The version tells
+        # them from bytes that were written there since.
+        key = (tensor.untyped_storage()._cdata, offset, num_bytes, tensor._version)
         saved = self._known.get(key)
         if saved is None:
             saved = self._known[key] = self._send(tensor)
@@ -138,7 +149,11 @@ class Stash:
         return _View(saved, tensor.dtype, tensor.shape, tensor.stride())
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
-        """Start the copy of a tensor without gaps to the host; it stays until the copy is done."""
+        """Start the copy of a tensor without gaps to the host.
+
+        `values` holds its memory until `_make_room` has waited for the copy. So the allocator gives
+        it to nobody while it is read, without `record_stream`, which would return it late.
+        """
         values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = _Saved(
             len(self._saved), self._buffer(values.numel()), values=values, version=values._version
@@ -159,6 +174,7 @@ class Stash:
             self._wait(oldest.sent)
             oldest.check()
             oldest.values = None
+            # Another tensor may get its address.
             self._known = {key: saved for key, saved in self._known.items() if saved is not oldest}
 
     def _unpack(self, packed: "_View | torch.Tensor") -> torch.Tensor:
@@ -170,7 +186,7 @@ class Stash:
         assert saved.values is not None
         saved.check()
         tensor = packed.of(saved.values)
-        self._wait(saved.fetched)
+        self._wait(saved.fetched)  # the device does; the host goes on
         saved.uses -= 1
         if saved.uses == 0:
             saved.values = None
@@ -190,7 +206,10 @@ class Stash:
             self._next -= 1
 
     def _fetch(self, saved: _Saved) -> None:
-        """Start the copy to the device, into memory of the computing stream."""
+        """Start the copy to the device, into memory of the computing stream.
+
+        That stream waits for the copy before it uses the values, so also before it frees them.
+        """
         saved.values = torch.empty_like(saved.host, device=self.device, pin_memory=False)
         saved.fetched = self._copy(saved.values, saved.host)
         saved.version = saved.values._version
@@ -203,6 +222,8 @@ class Stash:
         if self._stream is None:
             target.copy_(source)
             return None
+        # To the host: the values must have been computed. To the device: work that is queued may
+        # still use the memory that the target was given.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -214,7 +235,9 @@ class Stash:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory (num_bytes,) uint8, page-locked if there is a GPU."""
+        """Return host memory (num_bytes,) uint8, page-locked if there is a GPU: copies to and from
+        any other memory are not asynchronous. Page-locking takes long, so buffers are kept.
+        """
         free = self._free.get(num_bytes)
         if free:
             return free.pop()

@@ -7,7 +7,7 @@ The idea is that of fused linear cross-entropy (Liger, arXiv 2410.10989); masked
 before the product (TRL's chunked_nll).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,11 @@ def _number(config: PretrainedConfig, key: str) -> float:
 
 
 class LinearCrossEntropy(nn.Module):
-    """Sum of -log softmax(logits)[target] over rows. Uses the model's own head."""
+    """Sum of -log softmax(logits)[target] over rows. Uses the model's own head.
+
+    `chunks`, `product` and `chunk_loss` are what a head that is divided among processes does in
+    another way.
+    """
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__()
@@ -82,59 +86,91 @@ class LinearCrossEntropy(nn.Module):
         if targets is None:
             return self.head.logits(hidden)
         loss: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, targets, self.head, *trained_parts(self.head.module)
+            hidden, targets, self, *trained_parts(self.head.module)
         )
         return loss
 
+    def chunks(self, num_rows: int) -> Iterator[slice]:
+        """Yield the rows of each chunk of the loss of `num_rows` rows."""
+        size = chunk_rows(1, vocab_size=self.head.vocab_size)
+        # The head runs even for no rows: FSDP counts on it.
+        for start in range(0, max(1, num_rows), size):
+            yield slice(start, start + size)
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the frozen head's product (rows, vocab) with hidden states (rows, hidden_size)."""
+        product: torch.Tensor = self.head.module(hidden)
+        return product
+
+    def leaf_and_logits(
+        self, hidden: torch.Tensor, trained: "TrainedHead | None"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensor with respect to which a chunk's loss is differentiated, and the fp32
+        logits that are computed from it.
+
+        It is the hidden states if the head is frozen. If the head is trained, it is the head's
+        product: `TrainedHead.backward` goes on from there.
+        """
+        if trained is None:
+            leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
+            return leaf, self.head.finished(self.product(leaf))
+        leaf = trained.product(hidden)
+        return leaf, self.head.finished(leaf)
+
+    def chunk_loss(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        rows: slice,
+        trained: "TrainedHead | None",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the summed loss () of a chunk and its gradient with respect to `hidden[rows]`.
+
+        The gradient is None where gradients are off. That of a trained head is added to `trained`.
+        """
+        states = hidden[rows]
+        leaf, logits = self.leaf_and_logits(states, trained)
+        loss = nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
+        del logits  # else they lie there in backward, which needs their log-softmax alone
+        if not torch.is_grad_enabled():
+            return loss, None
+        (grad,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), grad if trained is None else trained.backward(states, grad)
+
 
 class _ChunkedLoss(torch.autograd.Function):
+    """The loop over the chunks of a loss, whose gradients are computed in forward."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         targets: torch.Tensor,
-        head: OutputHead,
+        cross_entropy: LinearCrossEntropy,
         *masters: torch.Tensor,
     ) -> torch.Tensor:
         wants_grad = ctx.needs_input_grad[0]
         trained = TrainedHead(masters, hidden.dtype) if wants_grad and masters else None
         grad = torch.empty_like(hidden) if wants_grad else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = chunk_rows(1, vocab_size=head.vocab_size)
-        # The head runs even for no rows: FSDP counts on it.
-        for start in range(0, max(1, hidden.shape[0]), size):
-            rows = slice(start, start + size)
-            if trained is None:
-                loss, chunk_grad = _chunk(hidden[rows], targets[rows], head, wants_grad=wants_grad)
-            else:
-                loss, chunk_grad = _trained_chunk(hidden[rows], targets[rows], head, trained)
+        hidden = hidden.detach()
+        for rows in cross_entropy.chunks(len(targets)):
+            with torch.set_grad_enabled(wants_grad):
+                loss, chunk_grad = cross_entropy.chunk_loss(hidden, targets, rows, trained)
             total += loss
             if grad is not None:
                 assert chunk_grad is not None
                 grad[rows] = chunk_grad
-        ctx.grad, ctx.of_head = grad, trained.gradients if trained else []
+        # Not by `save_for_backward`: they are results, which backward scales in place and lets go.
+        ctx.grad, ctx.head_grads = grad, trained.gradients if trained else []
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, ctx.grad = ctx.grad, None  # else it lies there as long as the loss does
-        of_head, ctx.of_head = ctx.of_head, []
-        return grad.mul_(grads[0]), None, None, *(x.mul_(grads[0]) for x in of_head)
-
-
-def _chunk(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: OutputHead,
-    *,
-    wants_grad: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a chunk's summed loss and its gradient with respect to `hidden`."""
-    with torch.set_grad_enabled(wants_grad):
-        leaf = hidden.detach().requires_grad_(wants_grad)
-        loss = nn.functional.cross_entropy(head.logits(leaf), targets, reduction="sum")
-        grad = torch.autograd.grad(loss, leaf)[0] if wants_grad else None
-    return loss.detach(), grad
+        # The loss keeps this node alive: only what is taken from it is freed when it was used.
+        grad, ctx.grad = ctx.grad, None
+        head_grads, ctx.head_grads = ctx.head_grads, []
+        return grad.mul_(grads[0]), None, None, *(g.mul_(grads[0]) for g in head_grads)
 
 
 class TrainedHead:
@@ -143,7 +179,7 @@ class TrainedHead:
     """
 
     def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        self.weight, *self._bias = (master.to(dtype) for master in masters)
+        self.weight, *self._bias = (master.detach().to(dtype) for master in masters)
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -157,22 +193,11 @@ class TrainedHead:
         gradient of the hidden states.
         """
         weight, *bias = self.gradients
+        # By pieces of the vocabulary: one product for the whole weight would be as large as the
+        # head, for every chunk, before it is added in fp32.
         for start in range(0, len(weight), GRADIENT_ROWS):
             part = slice(start, start + GRADIENT_ROWS)
             weight[part] += slope[:, part].T @ hidden
         for gradient in bias:
             gradient += slope.sum(dim=0, dtype=torch.float32)
         return slope @ self.weight
-
-
-def _trained_chunk(
-    hidden: torch.Tensor, targets: torch.Tensor, head: OutputHead, trained: TrainedHead
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a chunk's summed loss and its gradient with respect to `hidden`; add that of the head
-    to `trained`.
-    """
-    product = trained.product(hidden)
-    with torch.enable_grad():
-        loss = nn.functional.cross_entropy(head.finished(product), targets, reduction="sum")
-        (slope,) = torch.autograd.grad(loss, product)
-    return loss.detach(), trained.backward(hidden, slope)

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.fused_attention import as_rotated
-from workflow.lib.model.fused_feed_forward import ACTIVATIONS, LINEARS, GatedFeedForward
+from workflow.lib.model.fused_attention import as_fused_attention
+from workflow.lib.model.fused_feed_forward import ACTIVATIONS, LINEARS, FusedFeedForward
 from workflow.lib.model.layers.rms_norm import RmsNorm
 
 WIDTH = 8  # of the values that a class is tried on
@@ -34,12 +34,12 @@ def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
                 norm = RmsNorm(module.get_parameter("weight"), eps=eps)
                 setattr(layer.get_submodule(parent), name, norm)
                 replaced["norms"] += 1
-            elif (attention := as_rotated(module)) is not None:
+            elif (attention := as_fused_attention(module)) is not None:
                 setattr(layer.get_submodule(parent), name, attention)
                 replaced["attentions"] += 1
-            elif (activation := _gating(module)) is not None:
-                gated = GatedFeedForward(module, activation=activation)
-                setattr(layer.get_submodule(parent), name, gated)
+            elif (activation := _gate_activation(module)) is not None:
+                feed_forward = FusedFeedForward(module, activation=activation)
+                setattr(layer.get_submodule(parent), name, feed_forward)
                 replaced["feed_forwards"] += 1
     return replaced
 
@@ -52,14 +52,14 @@ def _rms_eps(module: nn.Module) -> float | None:
         return None
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, WIDTH, generator=draw)
-    tried = nn.Module()
-    tried.weight = nn.Parameter(torch.rand(WIDTH, generator=draw) + 0.5)
+    stand_in = nn.Module()
+    stand_in.weight = nn.Parameter(torch.rand(WIDTH, generator=draw) + 0.5)
     for name in ("variance_epsilon", "eps"):
-        setattr(tried, name, eps)
-    return eps if _same(module, tried, x, RmsNorm(tried.weight, eps=eps)(x)) else None
+        setattr(stand_in, name, eps)
+    return eps if _same(module, stand_in, x, RmsNorm(stand_in.weight, eps=eps)(x)) else None
 
 
-def _gating(module: nn.Module) -> str | None:
+def _gate_activation(module: nn.Module) -> str | None:
     """Return the activation of a module that is a gated feed-forward, None of any other."""
     activation = getattr(module, "act_fn", None)
     children = {name for name, _ in module.named_children()}
@@ -67,24 +67,28 @@ def _gating(module: nn.Module) -> str | None:
         return None
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, WIDTH, generator=draw)
-    tried = nn.Module()
-    tried.act_fn = activation
+    stand_in = nn.Module()
+    stand_in.act_fn = activation
     gate, up, down = (nn.Linear(WIDTH, WIDTH) for _ in LINEARS)
     for name, linear in zip(LINEARS, (gate, up, down), strict=True):
         linear.weight.data = torch.randn(WIDTH, WIDTH, generator=draw)
-        setattr(tried, name, linear)
+        setattr(stand_in, name, linear)
     for name, (function, _) in ACTIVATIONS.items():
         expected = down(function(gate(x)) * up(x))
-        if _same(module, tried, x, expected):
+        if _same(module, stand_in, x, expected):
             return name
     return None
 
 
 @torch.no_grad()
-def _same(module: nn.Module, tried: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the forward of `module`'s class, on what `tried` holds, gives the expected values."""
+def _same(module: nn.Module, stand_in: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the forward of `module`'s class gives the expected values with the attributes of
+    `stand_in`.
+    """
     try:
-        found = type(module).forward(tried, x)
+        output = type(module).forward(stand_in, x)
     except (AttributeError, TypeError, RuntimeError):
         return False
-    return isinstance(found, torch.Tensor) and torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+    return isinstance(output, torch.Tensor) and torch.allclose(
+        output, expected, atol=1e-4, rtol=1e-4
+    )

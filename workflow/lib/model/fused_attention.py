@@ -3,8 +3,8 @@ families take ten.
 
 It takes the place of a family's module that projects, perhaps norms heads, rotates halves, calls an
 attention function and projects again. Found by what the family's class does with small random
-values (`fused`); what it tells the attention function (scale, window) is recorded then, and told by
-ours. For training: without a cache.
+values (`fuse_layers`). The arguments that the class hands to the attention function (scale, window)
+are recorded then, and handed on by ours. For training: without a cache.
 """
 
 import copy
@@ -27,12 +27,14 @@ RECORDER = "workflow_recorder"
 TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
 
 
-class RotatedAttention(nn.Module):
-    """The projections and norms keep their names; `passed` is what the attention function is told
-    besides.
+class FusedAttention(nn.Module):
+    """The projections and norms keep their names; `arguments` are what the attention function gets
+    besides queries, keys and values.
     """
 
-    def __init__(self, original: Any, *, passed: dict[str, Any], eager: Callable[..., Any]) -> None:
+    def __init__(
+        self, original: Any, *, arguments: dict[str, object], eager: Callable[..., Any]
+    ) -> None:
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":
@@ -40,7 +42,7 @@ class RotatedAttention(nn.Module):
         for name, child in original.named_children():
             self.add_module(name, child)
         self.head_dim: int = original.head_dim
-        self._passed, self._eager = passed, eager
+        self._arguments, self._eager = arguments, eager
 
     def forward(
         self,
@@ -55,15 +57,15 @@ class RotatedAttention(nn.Module):
         """
         assert past_key_values is None, "fused layers are for training, which has no cache"
         query, key, value = (
-            made.unflatten(-1, (-1, self.head_dim)) for made in self._projected(hidden_states)
+            x.unflatten(-1, (-1, self.head_dim)) for x in self._projected(hidden_states)
         )
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
-        query, key = rotated(query, key, *position_embeddings)
+        query, key = apply_rotary(query, key, *position_embeddings)
         config: Any = self.config
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, self._eager)
         heads = (x.transpose(1, 2) for x in (query, key, value))
-        output, weights = attend(self, *heads, attention_mask, **self._passed, **kwargs)
+        output, weights = attend(self, *heads, attention_mask, **self._arguments, **kwargs)
         output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.get_submodule(PROJECTIONS[3])(output), weights
 
@@ -75,7 +77,7 @@ class RotatedAttention(nn.Module):
         return tuple(layer(x) for layer in layers)
 
 
-def rotated(
+def apply_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x cos + rotate_half(x) sin of query and key (rows, seq_len, heads, head_dim).
@@ -83,11 +85,11 @@ def rotated(
     cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
     """
     assert cos.shape[-1] == query.shape[-1], "a part of each head: the kernel would read past cos"
-    turned: tuple[torch.Tensor, torch.Tensor] = _Rotation.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    rotated: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """Backward turns the other way; nothing is kept but cos and sin, which all layers share."""
 
     @staticmethod
@@ -95,41 +97,43 @@ class _Rotation(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(query, cos, sin), _turned(key, cos, sin)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        of_query, of_key = (_turned(grad, cos, sin, back=True) for grad in grads)
+        of_query, of_key = (_rotate(grad, cos, sin, back=True) for grad in grads)
         return of_query, of_key, None, None
 
 
-def _turned(
+def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
 ) -> torch.Tensor:
     if kernels.usable(x.device):
-        return kernels.rotate(x.contiguous(), cos.contiguous(), sin.contiguous(), back=back)
+        return kernels.apply_rotary(x.contiguous(), cos.contiguous(), sin.contiguous(), back=back)
     first, second = x.chunk(2, dim=-1)
     around = torch.cat((-second, first), dim=-1) * sin[:, :, None]
     return x * cos[:, :, None] + (-around if back else around)
 
 
-def as_rotated(module: nn.Module) -> RotatedAttention | None:
+def as_fused_attention(module: nn.Module) -> FusedAttention | None:
     """Return an attention that does what this module does, None for a module of any other kind."""
     children = {name for name, _ in module.named_children()}
-    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS} or _turns_a_part(module):
+    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS} or _is_partial_rotary(module):
         return None
+    # Transformers registers all attention functions but eager, which each family has in its file.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    # A class that wants other attributes or arguments, or makes other shapes, is none of ours.
     try:
-        passed = _agreed(module)
+        arguments = _agreed(module)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
-    if passed is None or eager is None:
+    if arguments is None or eager is None:
         return None
-    return RotatedAttention(module, passed=passed, eager=eager)
+    return FusedAttention(module, arguments=arguments, eager=eager)
 
 
-def _turns_a_part(module: Any) -> bool:
+def _is_partial_rotary(module: Any) -> bool:
     """Whether the model rotates a part of each head alone: its class, tried with whole ones, would
     not show that.
 
@@ -144,7 +148,7 @@ def _turns_a_part(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _agreed(module: Any) -> dict[str, Any] | None:
+def _agreed(module: Any) -> dict[str, object] | None:
     """Return what the module's class tells the attention function, if it and ours do the same; None
     otherwise.
     """
@@ -152,21 +156,23 @@ def _agreed(module: Any) -> dict[str, Any] | None:
     x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
     half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
-    tried = _stand_in(module, draw)
+    stand_in = _stand_in(module, draw)
     calls: list[tuple[Any, ...]] = []
+    # Both modes: arguments that differ (a dropout) cannot be recorded once and for all.
     for training in (True, False):
-        tried.train(training)
-        calls.append(_recorded(type(module), tried, x, (cos, sin)))
-    passed: dict[str, Any] = calls[0][-1]
-    if any(isinstance(value, torch.Tensor) for value in passed.values()):
+        stand_in.train(training)
+        calls.append(_recorded(type(module), stand_in, x, (cos, sin)))
+    arguments: dict[str, object] = calls[0][-1]
+    # A tensor is no constant: it may be a parameter (attention sinks) or depend on this call.
+    if any(isinstance(value, torch.Tensor) for value in arguments.values()):
         return None
-    ours: Any = RotatedAttention(tried, passed=passed, eager=_recorder)
-    calls.append(_recorded(RotatedAttention, ours, x, (cos, sin)))
-    *tensors, told = calls[0]
-    for *others, other in calls[1:]:
-        if other != told or not all(map(_close, tensors, others)):
+    ours: Any = FusedAttention(stand_in, arguments=arguments, eager=_recorder)
+    calls.append(_recorded(FusedAttention, ours, x, (cos, sin)))
+    *tensors, arguments = calls[0]
+    for *others, other_arguments in calls[1:]:
+        if other_arguments != arguments or not all(map(_close, tensors, others)):
             return None
-    return passed
+    return arguments
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -175,13 +181,13 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
     """Return a module with the attributes of `module`, and small random projections."""
-    tried = nn.Module()
+    stand_in = nn.Module()
     for name, value in vars(module).items():
         if not name.startswith("_") and name != "training":
-            setattr(tried, name, value)
+            setattr(stand_in, name, value)
     config = copy.copy(module.config)
     config._attn_implementation = RECORDER
-    tried.config = config
+    stand_in.config = config
     inner = module.head_dim * TRIED["heads"]
     outer = module.head_dim * TRIED["key_heads"]
     sizes = [
@@ -193,29 +199,31 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
     for name, (into, out) in zip(PROJECTIONS, sizes, strict=True):
         linear = nn.Linear(into, out, bias=False)
         linear.weight.copy_(torch.randn(out, into, generator=draw))
-        setattr(tried, name, linear)
+        setattr(stand_in, name, linear)
     for name in NORMS:
         if hasattr(module, name):
             norm = nn.RMSNorm(module.head_dim)
             norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)
-            setattr(tried, name, norm)
-    return tried
+            setattr(stand_in, name, norm)
+    return stand_in
 
 
 def _recorded(
     kind: type[nn.Module],
-    tried: nn.Module,
+    stand_in: nn.Module,
     x: torch.Tensor,
     turns: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Any, ...]:
     """Return what the class's forward hands to the attention function, its output, and what it
     tells besides.
     """
-    seen: list[tuple[Any, ...]] = []
-    tried.recorded = seen  # type: ignore[assignment]
-    output, _ = kind.forward(tried, hidden_states=x, position_embeddings=turns, attention_mask=None)
-    ((*heads, told),) = seen
-    return *heads, output, told
+    calls: list[tuple[Any, ...]] = []
+    stand_in.recorded = calls  # type: ignore[assignment]
+    output, _ = kind.forward(
+        stand_in, hidden_states=x, position_embeddings=turns, attention_mask=None
+    )
+    ((*heads, arguments),) = calls
+    return *heads, output, arguments
 
 
 def _recorder(
@@ -224,12 +232,12 @@ def _recorder(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: None,
-    **told: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function that writes down how it is called; its value depends on all that it is
     given.
     """
-    module.recorded.append((query, key, value, told))
+    module.recorded.append((query, key, value, arguments))
     groups = query.shape[1] // key.shape[1]
     mixed = query + (key * value).repeat_interleave(groups, dim=1)
     return mixed.transpose(1, 2), None

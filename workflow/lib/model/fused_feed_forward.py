@@ -1,9 +1,8 @@
 """A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
 
 Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
-`down` takes anew: two wide tensors (T, f) less than one node per linear. Like
-`nf4_lora_matmul.nf4_lora_matmul` it is two nodes, of which the second makes the value and keeps
-nothing: recomputation of a layer stops before it, so neither the product nor `down` is made again.
+`down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
+(`layers.two_nodes`), so recomputation of a layer makes neither the product nor `down` again.
 """
 
 from collections.abc import Callable
@@ -23,12 +22,13 @@ from workflow.lib.model.layers.lora_products import (
     values,
 )
 from workflow.lib.model.layers.rms_norm import keepable, restored
+from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 from workflow.lib.model.lora import FusedLoraLinear
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 
-class GatedFeedForward(nn.Module):
+class FusedFeedForward(nn.Module):
     """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they
     keep their names.
 
@@ -53,95 +53,75 @@ class GatedFeedForward(nn.Module):
             gate, up, down = layers
             return cast("torch.Tensor", down(self.act_fn(gate(x)) * up(x)))
         weights = [weight for layer in layers for weight in cast("Any", layer).fused_weights()]
-        placeholder, gated, upper = _Gated.apply(x, layers, self._activation, *weights)  # type: ignore[no-untyped-call]
-        y = _GatedValue.apply(placeholder, gated, upper, layers, self._activation)  # type: ignore[no-untyped-call]
-        return cast("torch.Tensor", y)
+
+        def output(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            product, down = _act_and_mul(gate, up, self._activation), adapted(layers[2:])
+            return value(down[0], product, low_rank(down, product))
+
+        return apply_two_nodes(
+            _FeedForwardGradient, x, layers, self._activation, *weights, value=output
+        )
 
 
-class _Gated(torch.autograd.Function):
-    """The gradient of the feed-forward. Returns a placeholder of the value's shape without memory,
-    gate(x) and up(x).
-    """
+class _FeedForwardGradient(torch.autograd.Function):
+    """The gradient of the feed-forward. Its intermediates are gate(x) and up(x)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, layers: Any, activation: str, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         rows = x.reshape(-1, x.shape[-1])
         into = adapted(layers[:2])
         low = low_rank(into, rows)
         gate, up = values(into, rows, low)
-        ctx.norm, kept = keepable(x)
+        ctx.norm, source = keepable(x)
         ctx.layers, ctx.activation = layers, activation
-        ctx.save_for_backward(kept, gate, up, low)
-        ctx.mark_non_differentiable(gate, up)
-        ctx.set_materialize_grads(False)  # else backward gets zeros (T, f) for gate and up each
+        ctx.save_for_backward(source, gate, up, low)
         out_features = layers[2].get_base_layer().out_features
-        return x.new_empty(()).expand(*x.shape[:-1], out_features), gate, up
+        return first_outputs(ctx, x, gate, up, out_features=out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, gate, up, low = ctx.saved_tensors
+        # A GPU's kernel overwrites gate and up, which nobody else needs.
+        source, gate, up, low = ctx.saved_tensors
         linears = adapted(ctx.layers)
         into, down = linears[:2], linears[2:]
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
         # The gradient of the product first, so that one kernel can make the product and both
         # gradients from it.
         of_low = low_gradient(down, grad)
-        parts, product = _through_activation(
+        parts, product = _act_and_mul_backward_(
             input_gradient(down, grad, of_low), gate, up, ctx.activation
         )
         of_down = adapter_gradients(down, grad, product, low_rank(down, product), of_low)
-        del product
+        del product  # (T, f), before the weights of gate and up are decoded
         of_low = low_gradient(into, parts)
-        of_into = adapter_gradients(into, parts, restored(ctx.norm, kept), low, of_low)
+        of_into = adapter_gradients(into, parts, restored(ctx.norm, source), low, of_low)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(into, parts, of_low).view(*grads[0].shape[:-1], -1)
         return grad_x, None, None, *of_into, *of_down
 
 
-def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _act_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return act(gate) * up."""
     if kernels.usable(gate.device):
-        return kernels.gated(gate, up, activation=activation)
+        return kernels.act_and_mul(gate, up, activation=activation)
     return ACTIVATIONS[activation][0](gate).mul_(up)
 
 
-def _through_activation(
+def _act_and_mul_backward_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the gradients of gate and up for that of their product, and the product. What is given
     may be overwritten.
     """
     if kernels.usable(gate.device):
-        kernels.gated_backward_(grad, gate, up, activation=activation)
+        kernels.act_and_mul_backward_(grad, gate, up, activation=activation)
         return (gate, up), grad
     function, gradients = ACTIVATIONS[activation]
     product = function(gate).mul_(up)
     return gradients(grad, gate, up), product
-
-
-class _GatedValue(torch.autograd.Function):
-    """The value of the feed-forward. Hands its gradient to the placeholder, so to `_Gated`; saves
-    nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        placeholder: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        layers: Any,
-        activation: str,
-    ) -> torch.Tensor:
-        product, down = _product(gate, up, activation), adapted(layers[2:])
-        return value(down[0], product, low_rank(down, product)).view(placeholder.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None, None, None
 
 
 def _silu_parts(

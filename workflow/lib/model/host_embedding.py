@@ -33,11 +33,10 @@ def embed_rows(embedding: nn.Module, rows: torch.Tensor, shape: torch.Size) -> t
     in the form `shape`.
     """
     assert isinstance(embedding, nn.Embedding)
-    embedding.padding_idx = (
-        None  # it matters to gradients of the table alone, and this one has no such row
-    )
-    places = torch.arange(len(rows), device=rows.device).view(shape)
-    embedded: torch.Tensor = functional_call(embedding, {"weight": rows}, (places,))
+    # It matters to gradients of the table alone, and this one has no such row.
+    embedding.padding_idx = None
+    indices = torch.arange(len(rows), device=rows.device).view(shape)
+    embedded: torch.Tensor = functional_call(embedding, {"weight": rows}, (indices,))
     return embedded
 
 

@@ -164,13 +164,13 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Of a sharded model they are its shards. What FSDP has gathered is another object without a
     gradient, which no optimizer knows.
     """
-    found = {
+    params = {
         peft_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        gathered = [name for name, param in found.items() if not isinstance(param, DTensor)]
+        gathered = [name for name, param in params.items() if not isinstance(param, DTensor)]
         assert not gathered, f"{gathered[0]} is gathered: was a forward not in `forward_only`?"
-    return found
+    return params
 
 
 def peft_name(name: str) -> str:
@@ -198,9 +198,8 @@ def init_adapters_(model: nn.Module, *, seed: int, base: Path) -> None:
             local(param).zero_()
             continue
         assert ".lora_A." in name, f"{name} is neither A nor B of an adapter"
-        bound = 1.0 / math.sqrt(
-            param.shape[1]
-        )  # kaiming_uniform_(a=sqrt(5)) over fan_in = in_features
+        # kaiming_uniform_(a=sqrt(5)) over fan_in = in_features
+        bound = 1.0 / math.sqrt(param.shape[1])
         draw = np.random.Generator(np.random.PCG64([seed, int(short_hash(name), 16)]))
         full = torch.from_numpy(
             draw.uniform(-bound, bound, size=tuple(param.shape)).astype(np.float32)

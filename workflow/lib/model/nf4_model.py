@@ -244,7 +244,7 @@ def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:
     read = 0
     for name in linear.spec.sizes:
         target = local(getattr(linear, name)).view(torch.uint8)
-        start, stop = (4 * place for place in local_range(getattr(linear, name)))
+        start, stop = (4 * element for element in local_range(getattr(linear, name)))
         data = read_bytes(linear, name, path, reader, start=start, stop=stop)
         target.zero_()
         target[: data.numel()].copy_(data)
@@ -287,9 +287,8 @@ def read_bytes(
     """
     key = f"{path}.{CHECKPOINT_SUFFIX[name]}"
     total = linear.spec.sizes[name]
-    element = (
-        total // reader.shape(key)[0]
-    )  # 1 for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4
+    # 1 byte for uint8 parts, 4 for fp32 scales; all are cut at multiples of 4
+    element = total // reader.shape(key)[0]
     rows = reader.rows(key, min(start, total) // element, min(stop, total) // element)
     return rows.reshape(-1).view(torch.uint8)
 

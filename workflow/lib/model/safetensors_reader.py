@@ -52,8 +52,8 @@ def shard_of_tensor(folder: Path, *, single: str = SINGLE) -> dict[str, str]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        weight_map = {str(name): str(file) for name, file in found.items()}
+        entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = {str(name): str(file) for name, file in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not the index of a safetensors checkpoint ({error!r}). Download it again."

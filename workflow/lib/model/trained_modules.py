@@ -57,10 +57,10 @@ def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {id(module): path for path, module in model.named_modules()}
+    tied = embedding.weight is head.weight
     chosen = modules_to_save(
-        settings, embedding=paths[id(embedding)], head=paths[id(head)],
-        tied=embedding.weight is head.weight,
-    )  # fmt: skip
+        settings, embedding=paths[id(embedding)], head=paths[id(head)], tied=tied
+    )
     _refuse_namesakes(settings.modules_to_save, chosen, paths.values())
     if paths[id(embedding)] in chosen:
         embedding.weight = _master(embedding.weight)
@@ -94,8 +94,8 @@ def trained_parts(module: nn.Module) -> list[torch.Tensor]:
     gradients reach the masters.
     """
     params = dict(module.named_parameters(recurse=False))
-    found = [params[name] for name in ("weight", "bias") if name in params]
-    return [p.to_local() if isinstance(p, DTensor) else p for p in found if p.requires_grad]
+    weights = [params[name] for name in ("weight", "bias") if name in params]
+    return [p.to_local() if isinstance(p, DTensor) else p for p in weights if p.requires_grad]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from workflow.lib.model.activation_offload import Stash
+from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
@@ -33,7 +33,7 @@ class CausalLMForTraining(nn.Module):
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
         self.head_loss = LinearCrossEntropy(head)
-        self.stash: Stash | None = None
+        self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
         self.loss_scale: LossScale | None = None
         """In float16: what the loss is multiplied by for backward."""
@@ -82,8 +82,9 @@ class CausalLMForTraining(nn.Module):
         return hidden.flatten(0, 1)
 
     def _saving(self) -> AbstractContextManager[None]:
-        wanted = self.stash is not None and torch.is_grad_enabled()
-        return self.stash.forward() if wanted and self.stash is not None else nullcontext()
+        if self.activation_offload is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.activation_offload.forward()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes

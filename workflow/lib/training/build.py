@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
-from workflow.lib.distributed.layer_offload import HostedLayers, host_layers
+from workflow.lib.distributed.layer_offload import OffloadedLayers, offload_layers_
 from workflow.lib.distributed.world import World
-from workflow.lib.model.activation_offload import Stash
-from workflow.lib.model.architecture.layer_choice import stashed_layers
+from workflow.lib.model.activation_offload import ActivationOffload
+from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
@@ -40,7 +40,7 @@ class TrainingModel:
     training: CausalLMForTraining
     units: list[FSDPModule]
     bytes_read: int
-    hosted: HostedLayers | None = None
+    offloaded_layers: OffloadedLayers | None = None
     """Layers whose packed weights wait in host memory."""
 
     def adapter_config(self) -> dict[str, Any]:
@@ -109,20 +109,22 @@ def build_training_model(
     if plan.activation_checkpointing:
         checkpoint_activations_(model, every=int(plan.activation_checkpointing))
     layers = decoder_layers(model)  # FSDP2 changes their classes
-    hosted = host_layers(model, count=plan.offload_layers, world=world)
-    units = _sharded(training, hosted, plan, world)
+    offloaded_layers = offload_layers_(model, count=plan.offload_layers, world=world)
+    units = _sharded(training, offloaded_layers, plan, world)
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
-    bytes_read += hosted.load_(base, moved=moved) if hosted else 0
+    bytes_read += offloaded_layers.load_(base, moved=moved) if offloaded_layers else 0
     if plan.offload_embedding:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
     if dtype == torch.float16:
         training.loss_scale = LossScale()
     if plan.offload_window_bytes is not None:
-        training.stash = Stash(world.device, window_bytes=plan.offload_window_bytes)
-        _choose_stashed(training.stash, layers, plan)
-    return TrainingModel(training, units, bytes_read, hosted)
+        training.activation_offload = ActivationOffload(
+            world.device, window_bytes=plan.offload_window_bytes
+        )
+        _choose_offloaded(training.activation_offload, layers, plan)
+    return TrainingModel(training, units, bytes_read, offloaded_layers)
 
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:
@@ -134,22 +136,24 @@ def _limit_memory(plan: Plan, device: torch.device) -> None:
 
 def _sharded(
     training: CausalLMForTraining,
-    hosted: HostedLayers | None,
+    offloaded_layers: OffloadedLayers | None,
     plan: Plan,
     world: World,
 ) -> list[FSDPModule]:
     """Shard the model over all processes; return its units: none if there is one process."""
     if world.size == 1:
         return []
-    ignored = hosted.parameters() if hosted else None
+    ignored = offloaded_layers.parameters() if offloaded_layers else None
     reshard = plan.reshard_after_forward
     return shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
 
 
-def _choose_stashed(stash: Stash, layers: list[nn.Module], plan: Plan) -> None:
-    """Have the stash take what the plan's layers save alone, if the plan names a number of them."""
-    num_stashed = plan.offload_activations
-    if num_stashed is not True:
+def _choose_offloaded(offload: ActivationOffload, layers: list[nn.Module], plan: Plan) -> None:
+    """Offload what the plan's layers save alone, if the plan names a number of them."""
+    num_offloaded = plan.offload_activations
+    if num_offloaded is not True:
         every = int(plan.activation_checkpointing)
-        numbers = stashed_layers(num_stashed, recomputed_every=every, num_layers=len(layers))
-        stash.follow_(layers, numbers)
+        numbers = activation_offload_layers(
+            num_offloaded, recomputed_every=every, num_layers=len(layers)
+        )
+        offload.follow_(layers, numbers)

@@ -80,7 +80,8 @@ def _check_weights(
     """Compare all gathered weights with the checkpoint. Collective."""
     with CheckpointReader(base) as reader:
         wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
-        wrong += model.hosted.mismatched(reader, moved=moved) if model.hosted else []
+        offloaded = model.offloaded_layers
+        wrong += offloaded.mismatched(reader, moved=moved) if offloaded else []
         count = len(reader.names())
     if wrong:
         raise UserError(
@@ -104,10 +105,8 @@ def _check_share(model: TrainingModel, world: World) -> Check:
         f"{held_bytes:,} of {total_bytes:,} bytes on rank {world.rank}, {world.shard_size} "
         "processes share a copy"
     )
-    if model.hosted:
-        detail += (
-            f"; {model.hosted.host_bytes:,} bytes of {len(model.hosted)} layers in host memory"
-        )
+    if offloaded := model.offloaded_layers:
+        detail += f"; {offloaded.host_bytes:,} bytes of {len(offloaded)} layers in host memory"
     return Check(
         name="every process holds its share of the parameters",
         passed=held_bytes <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,

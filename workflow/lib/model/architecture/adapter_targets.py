@@ -61,8 +61,8 @@ def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool
     offered = [path.rpartition(".")[2] for path in (head, embedding)]
     chosen = set()
     for name in lora.modules_to_save:
-        found = [path for path in (embedding, head) if _is_target((name,), path)]
-        if not found:
+        matches = [path for path in (embedding, head) if _is_target((name,), path)]
+        if not matches:
             raise setting_error(
                 "lora.modules_to_save",
                 name,
@@ -71,7 +71,7 @@ def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool
                 f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by "
                 "lora.target_modules",
             )
-        chosen |= {*found}
+        chosen |= {*matches}
     if chosen and tied:
         raise setting_error(
             "lora.modules_to_save",

@@ -5,10 +5,12 @@ def spread(count: int, total: int) -> list[int]:
     """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never
     neighbours.
     """
-    return [(2 * place + 1) * total // (2 * count) for place in range(count)]
+    return [(2 * index + 1) * total // (2 * count) for index in range(count)]
 
 
-def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int) -> list[int]:
+def activation_offload_layers(
+    wanted: bool | int, *, recomputed_every: int, num_layers: int
+) -> list[int]:
     """Return the decoder layers whose activations wait in host memory: all (True), none, or up to
     `wanted` of them.
 
@@ -26,4 +28,4 @@ def stashed_layers(wanted: bool | int, *, recomputed_every: int, num_layers: int
 
 
 def _from_the_first(numbers: list[int], count: int) -> list[int]:
-    return [numbers[place * len(numbers) // count] for place in range(count)]
+    return [numbers[index * len(numbers) // count] for index in range(count)]

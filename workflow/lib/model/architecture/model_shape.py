@@ -203,12 +203,12 @@ def _short_positions(config: dict[str, Any]) -> int | None:
     kinds = ("longrope", "su", "yarn") if phi else ("longrope",)
     own = config.get("original_max_position_embeddings")
     default = PHI_SHORT_POSITIONS if phi else config["max_position_embeddings"]
-    found = [
+    lengths = [
         own or part.get("original_max_position_embeddings") or default
         for part in parts
         if part.get("rope_type", part.get("type")) in kinds
     ]
-    return min((number for number in found if isinstance(number, int)), default=None)
+    return min((number for number in lengths if isinstance(number, int)), default=None)
 
 
 def _tied(config: dict[str, Any], family: Family) -> bool:
@@ -353,15 +353,15 @@ def _check_tensor(
             f"{folder}: the checkpoint has no tensor {name}, which its config.json asks for. "
             "The files do not belong together, or the download is not complete: check model.source."
         )
-    found = tensors[name]
-    if found.dtype not in FLOAT_BYTES:
+    tensor = tensors[name]
+    if tensor.dtype not in FLOAT_BYTES:
         raise UserError(
-            f"{folder}: {name} is stored as {found.dtype}: the model is quantized already. "
+            f"{folder}: {name} is stored as {tensor.dtype}: the model is quantized already. "
             "Set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
-    if found.shape != shape:
+    if tensor.shape != shape:
         raise UserError(
-            f"{folder}: {name} has shape {list(found.shape)}, but config.json says {list(shape)}. "
+            f"{folder}: {name} has shape {list(tensor.shape)}, but config.json says {list(shape)}. "
             "The files do not belong together: check model.source."
         )
 
@@ -391,7 +391,7 @@ def _check_layers(
     for layer in range(num_layers):
         for path, shape in linears.items():
             _check_tensor(tensors, f"model.layers.{layer}.{path}.weight", shape, folder=folder)
-    different = [i for i, found in enumerate(vectors) if found != vectors[0]]
+    different = [i for i, vector in enumerate(vectors) if vector != vectors[0]]
     if different:
         raise UserError(
             f"{folder}: norms and biases of decoder layer {different[0]} differ from layer 0. "

@@ -68,9 +68,9 @@ def _single_file(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
         return folder / SINGLE
     pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
-    found = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
+    files = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
     raise UserError(
-        f"model.source: {folder} has {found}. Weights are read from safetensors files; "
+        f"model.source: {folder} has {files}. Weights are read from safetensors files; "
         "convert others with `save_pretrained` of Transformers, or choose a checkpoint that has "
         "them."
     )

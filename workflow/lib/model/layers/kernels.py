@@ -2,7 +2,7 @@
 memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
-`usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4`,
+`usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
 `fused_feed_forward`, `fused_attention`) take the operations of bitsandbytes and PyTorch. Values are
 computed in fp32 and rounded once.
 """
@@ -10,6 +10,7 @@ computed in fp32 and rounded once.
 import functools
 import importlib.util
 import logging
+from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -45,93 +46,103 @@ def _tried(device: torch.device) -> bool:
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(TRIED_WEIGHTS, generator=draw).to(device, torch.bfloat16)
     packed, state = quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
+    data = NF4Data(
+        packed,
+        state.absmax,
+        state.state2.absmax,
+        code=state.code,
+        nested_code=state.state2.code,
+        offset=state.offset,
+        block_size=state.blocksize,
+    )
     try:
-        found = dequantize(
-            torch.empty_like(weights),
-            packed,
-            state.absmax,
-            state.state2.absmax,
-            code=state.code,
-            nested_code=state.state2.code,
-            offset=state.offset,
-            block_size=state.blocksize,
-        )
-    # no compiler, no folder for the cache, an unknown GPU: all of them are Triton's own
+        decoded = dequantize_nf4(torch.empty_like(weights), data)
+    # Whatever it is: no compiler, no folder for the cache and an unknown GPU are errors of Triton's
+    # own classes, and a run does without the kernels.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         logger.warning("Triton cannot build kernels here (%s): steps take longer without.", reason)
         return False
-    if torch.equal(found, dequantize_4bit(packed, state)):
+    if torch.equal(decoded, dequantize_4bit(packed, state)):
         return True
     logger.warning("Triton's kernel does not decode as bitsandbytes does: it is not used.")
     return False
 
 
-def dequantize(
-    out: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    nested_absmax: torch.Tensor | None,
-    *,
-    code: torch.Tensor,
-    nested_code: torch.Tensor,
-    offset: torch.Tensor,
-    block_size: int,
-) -> torch.Tensor:
-    """Fill `out` (contiguous, any float type) with the NF4 weights that `packed` encodes; return
-    it.
+class NF4Data(NamedTuple):
+    """An NF4 weight as it is stored, all on one device."""
 
-    packed, absmax: bytes in tensors of any type; absmax: 8 bits a block, or fp32 if `nested_absmax`
-    is None; nested_absmax: fp32, one for 256 blocks. The same values as bitsandbytes'
-    `dequantize_4bit`, bit by bit: products and sums in fp32, none contracted.
+    packed: torch.Tensor
+    """Bytes, two weights each, in a tensor of any type."""
+    absmax: torch.Tensor
+    """Bytes in a tensor of any type, one a block; or fp32 if `nested_absmax` is None."""
+    nested_absmax: torch.Tensor | None
+    """fp32, one for 256 blocks."""
+    code: torch.Tensor
+    """(16,) fp32."""
+    nested_code: torch.Tensor
+    """(256,) fp32; not read if `nested_absmax` is None, nor is `offset`."""
+    offset: torch.Tensor
+    """() fp32."""
+    block_size: int
+
+
+def dequantize_nf4(out: torch.Tensor, data: NF4Data) -> torch.Tensor:
+    """Fill `out` (contiguous, any float type) with the weights that `data` encodes; return it.
+
+    The same values as bitsandbytes' `dequantize_4bit`, bit by bit: products and sums in fp32, none
+    contracted.
     """
-    blocks = PROGRAM_WEIGHTS // block_size
-    grid = (-(-out.numel() // (blocks * block_size)),)
-    double = nested_absmax is not None
-    triton_kernels.dequantize[grid](
+    blocks = PROGRAM_WEIGHTS // data.block_size
+    grid = (-(-out.numel() // (blocks * data.block_size)),)
+    double = data.nested_absmax is not None
+    triton_kernels.dequantize_nf4[grid](
         out,
-        packed,
-        absmax,
-        nested_absmax if double else absmax,
-        code,
-        nested_code,
-        offset,
+        data.packed,
+        data.absmax,
+        data.nested_absmax if double else data.absmax,  # a pointer that is not read, else
+        data.code,
+        data.nested_code,
+        data.offset,
         out.numel(),
-        block_size=block_size,
+        block_size=data.block_size,
         double_quant=double,
         num_blocks=blocks,
         num_warps=WARPS // 2,
+        # code * absmax + offset in one operation would be rounded once; bitsandbytes rounds twice.
         enable_fp_fusion=False,
     )
     return out
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
+def act_and_mul(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Return act(gate) * up; both contiguous and of one shape. activation: `silu` or
     `gelu_tanh`.
     """
     product = torch.empty_like(gate)
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    triton_kernels.gated[grid](
+    triton_kernels.act_and_mul[grid](
         product, gate, up, gate.numel(), kind=activation, size=PROGRAM_ELEMENTS, num_warps=WARPS
     )
     return product
 
 
-def gated_backward_(
+def act_and_mul_backward_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
 ) -> None:
     """In place, for the gradient `grad` of act(gate) * up: `gate` and `up` become their gradients,
     `grad` the product itself.
     """
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    triton_kernels.gated_backward[grid](
+    triton_kernels.act_and_mul_backward[grid](
         grad, gate, up, gate.numel(), kind=activation, size=PROGRAM_ELEMENTS, num_warps=WARPS
     )
-    increment_version((grad, gate, up))  # so that autograd notices a second use of what it saved
+    # Autograd does not see what Triton writes. With a new version it refuses a second backward,
+    # which would take the gradients in `gate` and `up` for what forward saved.
+    increment_version((grad, gate, up))
 
 
-def rotate(
+def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
 ) -> torch.Tensor:
     """Return x cos + rotate_half(x) sin (`back`: minus) of x (rows, seq_len, heads, head_dim); all
@@ -141,12 +152,22 @@ def rotate(
     """
     out = torch.empty_like(x)
     rows, seq_len, heads, head_dim = x.shape
-    triton_kernels.rotate[(rows * seq_len,)](
-        out, x, cos, sin, cos.shape[0] * cos.shape[1], heads, back=back, half=head_dim // 2,
-        heads=_power_of_two(heads), width=_power_of_two(head_dim // 2), num_warps=WARPS,
-    )  # fmt: skip
+    triton_kernels.apply_rotary[(rows * seq_len,)](
+        out,
+        x,
+        cos,
+        sin,
+        cos.shape[0] * cos.shape[1],
+        heads,
+        back=back,
+        half=head_dim // 2,
+        heads=_power_of_two(heads),
+        width=_power_of_two(head_dim // 2),
+        num_warps=WARPS,
+    )
     return out
 
 
 def _power_of_two(number: int) -> int:
+    """Return the next power of two, the only sizes that Triton's ranges have."""
     return 1 << (number - 1).bit_length()

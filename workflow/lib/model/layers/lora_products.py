@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-FLOAT32_PRODUCTS = torch.version.hip is None  # of 16-bit matrices, by torch.mm on a GPU
+# torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
+FLOAT32_PRODUCTS = torch.version.hip is None
 
 
 class Adapted(NamedTuple):
@@ -32,11 +33,11 @@ def adapted(layers: Iterable[Any]) -> list[Adapted]:
     """Read the weights of PEFT layers: they have `get_base_layer()`, `fused_weights()` and
     `fused_scale()`.
     """
-    found = []
+    linears = []
     for layer in layers:
         a_weight, b_weight = layer.fused_weights()
-        found.append(Adapted(layer.get_base_layer(), a_weight, b_weight, layer.fused_scale()))
-    return found
+        linears.append(Adapted(layer.get_base_layer(), a_weight, b_weight, layer.fused_scale()))
+    return linears
 
 
 def low_rank(linears: Sequence[Adapted], rows: torch.Tensor) -> torch.Tensor:
@@ -66,20 +67,20 @@ def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> t
     """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
     if len(linears) == 1:
         return _scaled_product(grads[0], linears[0].b.to(grads[0].dtype), linears[0].scale)
-    found = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
-    for linear, grad, part in zip(linears, grads, _parts(linears, found), strict=True):
+    of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
+    for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
         _scaled_product(grad, linear.b.to(grad.dtype), linear.scale, out=part)
-    return found
+    return of_low
 
 
 def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
-    found = of_low @ _stacked(linears, of_low.dtype)
+    of_rows = of_low @ _stacked(linears, of_low.dtype)
     for linear, grad in zip(linears, grads, strict=True):
-        found.addmm_(grad, linear.base.dequantize(grad.dtype))
-    return found
+        of_rows.addmm_(grad, linear.base.dequantize(grad.dtype))
+    return of_rows
 
 
 def adapter_gradients(
@@ -91,10 +92,10 @@ def adapter_gradients(
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B of every linear, in this order, fp32."""
     of_a = _float32_product(of_low.t(), rows).split([linear.a.shape[0] for linear in linears])
-    found = []
+    gradients = []
     for linear, grad, part, a in zip(linears, grads, _parts(linears, low), of_a, strict=True):
-        found += [a, _float32_product(grad.t(), part).mul_(linear.scale)]
-    return found
+        gradients += [a, _float32_product(grad.t(), part).mul_(linear.scale)]
+    return gradients
 
 
 def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -113,12 +114,16 @@ def _scaled_product(
     left: torch.Tensor, right: torch.Tensor, scale: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return scale * left @ right in one operation."""
-    ignored = left.new_empty(())  # by beta=0
+    # torch has no scaled product without a term that is added; with beta=0 it is not even read.
+    ignored = left.new_empty(())
     return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
 
 
 def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between."""
+    """Return left @ right in fp32, on a GPU without rounding to the inputs' type in between.
+
+    For the gradients of adapters, which are sums over all tokens.
+    """
     if left.is_cuda and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

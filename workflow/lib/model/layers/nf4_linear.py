@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
@@ -22,9 +22,8 @@ from torch import nn
 
 from workflow.lib.model.layers import kernels
 
-NESTED_BLOCK_SIZE = (
-    256  # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
-)
+# bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
+NESTED_BLOCK_SIZE = 256
 STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -96,8 +95,7 @@ class NF4Linear(nn.Linear):
     Transformers see a linear.
 
     Parameters (all frozen, 1-D float32 views of bytes, padded to 4): `weight`, `absmax`, and with
-    double
-    quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
+    double quantization `nested_absmax`. Buffers (replicated, about 1 KiB): `quant_map` (16,),
     `nested_quant_map` (256,), `nested_offset` ().
     Built on the meta device; filled by `nf4_model.load_weights_`.
     """
@@ -132,16 +130,26 @@ class NF4Linear(nn.Linear):
         return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
 
     def _decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight, decoded by one kernel."""
-        stored: dict[str, Any] = self._parameters  # by attribute each would be looked for anew
+        """Return the weight, decoded by one kernel.
+
+        The parameters are handed over as they are: views of their bytes would take the host's
+        time at every use.
+        """
+        # by attribute each would be looked for anew
+        stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
             assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
-        return kernels.dequantize(
-            torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device),
-            stored["weight"], stored["absmax"], stored.get("nested_absmax"),
-            code=self.quant_map, nested_code=self.nested_quant_map, offset=self.nested_offset,
+        data = kernels.NF4Data(
+            stored["weight"],
+            stored["absmax"],
+            stored.get("nested_absmax"),
+            code=self.quant_map,
+            nested_code=self.nested_quant_map,
+            offset=self.nested_offset,
             block_size=self.spec.block_size,
-        )  # fmt: skip
+        )
+        weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
+        return kernels.dequantize_nf4(weight, data)
 
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype
@@ -161,9 +169,8 @@ class NF4Linear(nn.Linear):
         """The stored bytes of a parameter, without the padding."""
         stored: torch.Tensor = getattr(self, name)
         size = self._sizes[name]
-        assert 4 * stored.numel() >= size, (
-            f"{name} is not on the device"
-        )  # kernels would read past it
+        # kernels would read past it
+        assert 4 * stored.numel() >= size, f"{name} is not on the device"
         return stored.detach().view(torch.uint8)[:size]
 
     def _quant_state(
@@ -203,6 +210,8 @@ def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
 class _NF4MatMul(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
     by then).
+
+    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored.
     """
 
     @staticmethod

@@ -18,26 +18,25 @@ from workflow.lib.model.layers.lora_products import (
     values,
 )
 from workflow.lib.model.layers.rms_norm import RmsNorm, keepable, restored
+from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in
-    two nodes.
+    two nodes, for the reason that `two_nodes` gives.
 
     layer: as `lora_products.adapted` wants it.
-    The first node has all that backward needs, the second makes the value and keeps nothing. So
-    when activations are recomputed and only this layer's input is still missing (the last linear of
-    a decoder layer), recomputation stops
-    between them: the product, whose result backward does not need, is not made again.
     """
-    placeholder, low = NF4LoraMatMul.apply(x, layer, *layer.fused_weights())  # type: ignore[no-untyped-call]
-    y: torch.Tensor = _NF4LoraValue.apply(placeholder, x.detach(), low, layer)  # type: ignore[no-untyped-call]
-    return y
+
+    def product(low: torch.Tensor) -> torch.Tensor:
+        (linear,) = adapted([layer])
+        return value(linear, x.reshape(-1, x.shape[-1]), low)
+
+    return apply_two_nodes(NF4LoraMatMul, x, layer, *layer.fused_weights(), value=product)
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its output is a placeholder of the value's shape without
-    memory, and A x.
+    """The gradient of `nf4_lora_matmul`. Its intermediate is A x.
 
     Saves x (..., in), or what it was normed from, and A x (..., r) alone.
     """
@@ -45,37 +44,18 @@ class NF4LoraMatMul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, layer: Any, a_weight: torch.Tensor, b_weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = x.reshape(-1, x.shape[-1])
-        low = low_rank(adapted([layer]), rows)
+    ) -> tuple[torch.Tensor, ...]:
+        low = low_rank(adapted([layer]), x.reshape(-1, x.shape[-1]))
         ctx.layer = layer
-        ctx.norm, kept = keepable(x)
-        ctx.save_for_backward(kept, low)
-        ctx.mark_non_differentiable(low)
-        ctx.set_materialize_grads(False)  # else backward gets zeros (T, r) for A x
-        return x.new_empty(()).expand(*x.shape[:-1], b_weight.shape[0]), low
+        ctx.norm, source = keepable(x)
+        ctx.save_for_backward(source, low)
+        return first_outputs(ctx, x, low, out_features=b_weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # grads[1] is that of A x, which is not differentiable.
         grad_x, of_adapter = _gradients(ctx, [ctx.layer], grads[:1], norm=ctx.norm)
         return grad_x, None, *of_adapter
-
-
-class _NF4LoraValue(torch.autograd.Function):
-    """The value of `nf4_lora_matmul`. Hands its gradient to the placeholder, so to `NF4LoraMatMul`;
-    saves nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, placeholder: torch.Tensor, x: torch.Tensor, low: torch.Tensor, layer: Any
-    ) -> torch.Tensor:
-        (linear,) = adapted([layer])
-        return value(linear, x.reshape(-1, x.shape[-1]), low).view(placeholder.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None, None, None
 
 
 def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -83,12 +63,16 @@ def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tens
     node.
     """
     weights = [weight for layer in layers for weight in layer.fused_weights()]
-    made: tuple[torch.Tensor, ...] = _NF4LoraMatMuls.apply(x, layers, *weights)  # type: ignore[no-untyped-call]
-    return made
+    outputs: tuple[torch.Tensor, ...] = _NF4LoraMatMuls.apply(x, layers, *weights)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x, or what it was normed from, and A x of all layers."""
+    """Saves x, or what it was normed from, and A x of all layers.
+
+    One node and not two: query, key and value are needed to recompute what follows, so
+    recomputation never ends before them.
+    """
 
     @staticmethod
     def forward(
@@ -96,9 +80,9 @@ class _NF4LoraMatMuls(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers)
         low = low_rank(linears, rows)
-        ctx.norm, kept = keepable(x)
+        ctx.norm, source = keepable(x)
         ctx.layers = layers
-        ctx.save_for_backward(kept, low)
+        ctx.save_for_backward(source, low)
         return tuple(y.view(*x.shape[:-1], -1) for y in values(linears, rows, low))
 
     @staticmethod
@@ -113,11 +97,15 @@ def _gradients(
     """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every
     layer.
     """
-    kept, low = ctx.saved_tensors
+    source, low = ctx.saved_tensors
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     linears = adapted(layers)
     of_low = low_gradient(linears, flat)
-    of_adapters = adapter_gradients(linears, flat, restored(norm, kept), low, of_low)
+    # Before the gradient of x: what is restored of a norm's output is freed before a weight is
+    # decoded.
+    of_adapters = adapter_gradients(linears, flat, restored(norm, source), low, of_low)
+    # The first layer's x comes from a frozen embedding: its gradient would cost a product for
+    # nothing.
     if not ctx.needs_input_grad[0]:
         return None, of_adapters
     return input_gradient(linears, flat, of_low).view(*grads[0].shape[:-1], -1), of_adapters

@@ -9,6 +9,7 @@ modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built in
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def document_bounds(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return bounds.to(torch.int32), int(bounds.diff().max())
 
 
-def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+def flash_arguments(bounds: torch.Tensor, longest: int) -> dict[str, torch.Tensor | int]:
     """Return the boundaries under the names that Transformers' attention layers pass on."""
     return {
         "cu_seq_lens_q": bounds,
@@ -68,7 +69,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    **told: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, in the form of Transformers' attention functions.
 
@@ -77,44 +78,61 @@ def varlen_attention(
     anything else.
     """
     assert not dropout, "resolve_training_attention refuses attention dropout"
-    unknown = {name for name, value in told.items() if value is not None} - WITHOUT_EFFECT
-    unknown |= {"attention_mask"} if attention_mask is not None else set()
-    unknown |= {"is_causal"} if is_causal is False else set()
+    bidirectional = True if is_causal is False else None
+    _refuse(module, others | {"attention_mask": attention_mask, "is_causal": bidirectional})
+    # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
+    output: Any = None
+    if alike and sliding_window is None:
+        output = _equal_lengths_attention(q, k, v, length=max_length_q, scaling=scaling)
+    if output is None:
+        output = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **GROUPED_HEADS,
+        )
+    assert isinstance(output, torch.Tensor)
+    return output[None], None
+
+
+def _refuse(module: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Raise `UserError` if one of the arguments is given that varlen has no way to follow."""
+    given = {name for name, value in arguments.items() if value is not None}
+    unknown = given - WITHOUT_EFFECT
     if unknown:
         raise setting_error(
             "model.attention",
             VARLEN,
             f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which "
-            "varlen cannot do, and "
-            "the model would be trained without",
+            "varlen cannot do, and the model would be trained without",
             "Set it to eager",
         )
-    # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2] and sliding_window is None:
-        queries, keys, values = (  # (documents, heads, tokens, head_dim)
-            x.unflatten(0, (-1, max_length_q)).transpose(1, 2) for x in (q, k, v)
-        )
-        if _cudnn_serves(queries, keys, values):
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                found = nn.functional.scaled_dot_product_attention(
-                    queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
-                )
-            return found.transpose(1, 2).flatten(0, 1)[None], None
-    output = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **GROUPED_HEADS,
+
+
+def _equal_lengths_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, length: int, scaling: float | None
+) -> torch.Tensor | None:
+    """Return causal attention (tokens, heads, head_dim) within documents of `length` tokens each by
+    cuDNN; None where it does not serve.
+    """
+    queries, keys, values = (  # (documents, heads, length, head_dim)
+        x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)
     )
-    assert isinstance(output, torch.Tensor)
-    return output[None], None
+    if not _cudnn_serves(queries, keys, values):
+        return None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

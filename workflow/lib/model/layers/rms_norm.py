@@ -24,12 +24,14 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x (..., width)."""
-        y = self.made(x)
+        y = self.normalized(x)
+        # On the tensor itself: so whoever takes it needs not know the norm, and a view of it, which
+        # has no such attribute, is saved like any other tensor.
         setattr(y, SOURCE, (self, x.detach(), y._version))
         return y
 
-    def made(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, which does not know what it was made of."""
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, without the note of what it was made of."""
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
@@ -38,14 +40,15 @@ def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:
     norm, that norm's input.
     """
     source: tuple[Any, ...] = getattr(x, SOURCE, (None, x, None))
-    norm, kept, version = source
+    norm, norm_input, version = source
+    # Changed in place since: the norm would give other values.
     if norm is not None and version != x._version:
-        norm, kept = None, x
-    return norm, kept.reshape(-1, kept.shape[-1])
+        norm, norm_input = None, x
+    return norm, norm_input.reshape(-1, norm_input.shape[-1])
 
 
-def restored(norm: RmsNorm | None, kept: torch.Tensor) -> torch.Tensor:
+def restored(norm: RmsNorm | None, source: torch.Tensor) -> torch.Tensor:
     """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there
     (FSDP gathers it).
     """
-    return kept if norm is None else norm.made(kept)
+    return source if norm is None else norm.normalized(source)

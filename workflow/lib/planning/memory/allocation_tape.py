@@ -96,7 +96,7 @@ class NotSaved:
 
 class OffloadedActivations:
     """Saved tensors that are not small go to host memory, a window of them is on the device at a
-    time: `activation_offload.Stash`.
+    time: `activation_offload.ActivationOffload`.
     """
 
     def __init__(self, tape: Tape, *, window_bytes: int, smallest_share: int = 128) -> None:

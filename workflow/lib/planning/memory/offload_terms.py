@@ -6,7 +6,7 @@ Letters as in `terms`.
 
 import math
 
-from workflow.lib.model.architecture.layer_choice import stashed_layers
+from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.layer_tensors import rounded, sharded_bytes
 from workflow.lib.planning.memory.setup import Setup
@@ -16,7 +16,7 @@ from workflow.lib.planning.memory.terms import layer_tensors, saved_activations
 def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
     """The layers whose activations wait in host memory."""
     every = int(setup.activation_checkpointing)
-    return stashed_layers(
+    return activation_offload_layers(
         setup.offload_activations, recomputed_every=every, num_layers=shape.num_layers
     )
 
@@ -59,7 +59,7 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
 
 def hosted_slice(shape: ModelShape, setup: Setup) -> int:
     """Bytes of one layer's packed weights and scales that a process keeps in host memory
-    (`layer_offload._HostedLayer`).
+    (`layer_offload._OffloadedLayer`).
     """
     tensors = layer_tensors(shape, setup).by_term
     parts = tensors["nf4_weights"] + tensors["nf4_scales"]

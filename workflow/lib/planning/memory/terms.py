@@ -158,7 +158,7 @@ def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
 
 
 def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
-    """Whether gate, up and down are one node (`fused_feed_forward.GatedFeedForward`): all with a
+    """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with a
     plain adapter.
     """
     plain = not setup.dropout and not setup.dora
@@ -168,7 +168,7 @@ def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
 
 
 def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
-    """Whether queries, keys and values are one node (`fused_attention.RotatedAttention`): all with
+    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`): all with
     a plain adapter.
 
     OLMo 2 norms all heads together, so its attention stays its own.

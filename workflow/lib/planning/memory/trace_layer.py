@@ -138,7 +138,7 @@ class LayerTrace(AttentionTrace):
     def _gated(
         self, x: int, into: list[Linear], down: Linear, saved: SavedTensors, *, value: bool
     ) -> tuple[int, Backward]:
-        """`fused_feed_forward.GatedFeedForward`: keeps its input, or what it was normed from, gate
+        """`fused_feed_forward.FusedFeedForward`: keeps its input, or what it was normed from, gate
         and up alone.
         """
         tape, wide = self._tape, self._wide

@@ -139,7 +139,7 @@ class ShardedLayers:
 
 
 class FetchedLayers:
-    """What `layer_offload.HostedLayers` brings to the device: the layer in use and the one that
+    """What `layer_offload.OffloadedLayers` brings to the device: the layer in use and the one that
     follows, on the computing stream.
     """
 

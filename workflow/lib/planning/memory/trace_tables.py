@@ -169,7 +169,7 @@ class LossTrace:
         return [self._tape.new(master, "module_gradients"), *copies]
 
     def _chunk(self, rows: int) -> int:
-        """`chunked_loss._chunk`: log-softmax and its gradient, in fp32; returns the gradient of the
+        """`LinearCrossEntropy.chunk_loss`: log-softmax and its gradient, in fp32; returns the gradient of the
         rows.
         """
         tape, c = self._tape, self._setup.compute_bytes
@@ -204,7 +204,7 @@ class LossTrace:
             self._tape.moment(gradient_piece(self._shape, self._setup), "module_workspace")
 
     def _sliced_chunk(self, rows: int) -> int:
-        """`vocabulary_parallel._chunk`: the rows of all slices, and this slice's logits, which
+        """`SlicedCrossEntropy.chunk_loss`: the rows of all slices, and this slice's logits, which
         become probabilities in place.
         """
         tape, c, h = self._tape, self._setup.compute_bytes, self._shape.hidden_size

@@ -1,0 +1,60 @@
+"""One value as two autograd nodes: the first has all that its gradient needs, the second computes
+the value itself and saves nothing.
+
+Recomputation of a layer (`torch.utils.checkpoint`, non-reentrant) ends as soon as every tensor that
+backward needs is there again. If the last of them is saved by the first node of a layer's last
+linear, recomputation ends between the two nodes, and the product, which backward does not need, is
+not computed a second time. One node could not do this: it saves its tensors when its forward has
+ended, so after the product.
+
+The nodes are linked by a placeholder: a tensor of the value's shape that takes no memory. The value
+hands its gradient to the placeholder, and so to the first node.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def apply_two_nodes(
+    gradient: type[torch.autograd.Function], *args: Any, value: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return a value whose gradient is that of the node `gradient`, applied to `args`.
+
+    `gradient.forward` returns what `first_outputs` returns. `value` gets the intermediates of it
+    and returns the value, in the placeholder's shape or as rows.
+    """
+    placeholder, *intermediates = gradient.apply(*args)
+    y: torch.Tensor = _Value.apply(placeholder, partial(value, *intermediates))  # type: ignore[no-untyped-call]
+    return y
+
+
+def first_outputs(
+    ctx: Any, x: torch.Tensor, *intermediates: torch.Tensor, out_features: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of the first node: a placeholder (..., out_features) for a value computed
+    from x (..., in_features), and the intermediates that the second node needs.
+    """
+    ctx.mark_non_differentiable(*intermediates)
+    # Otherwise backward gets a gradient of zeros for each of the intermediates.
+    ctx.set_materialize_grads(False)
+    placeholder = x.new_empty(()).expand(*x.shape[:-1], out_features)
+    return placeholder, *intermediates
+
+
+class _Value(torch.autograd.Function):
+    """The second node. What `compute` uses is no input of it, so autograd sees no other way back
+    than through the placeholder.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, placeholder: torch.Tensor, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        return compute().view(placeholder.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
