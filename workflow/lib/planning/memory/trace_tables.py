@@ -169,8 +169,8 @@ class LossTrace:
         return [self._tape.new(master, "module_gradients"), *copies]
 
     def _chunk(self, rows: int) -> int:
-        """`LinearCrossEntropy.chunk_loss`: log-softmax and its gradient, in fp32; returns the gradient of the
-        rows.
+        """`LinearCrossEntropy.chunk_loss`: log-softmax and its gradient, in fp32; returns the
+        gradient of the rows.
         """
         tape, c = self._tape, self._setup.compute_bytes
         wide, low = 4 * rows * self._shape.vocab_size, c * rows * self._shape.vocab_size
