@@ -103,7 +103,7 @@ def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, An
         save_logits(logits, folder / "parity.safetensors")
         write_json(folder / "adapter_config.json", model.adapter_config())
     return {
-        "checks": [check["passed"] for check in checks],
+        "checks": [check.passed for check in checks],
         "initial": initial,
         "counted": model.num_parameters(),
         "losses": [m.loss for m in metrics],
