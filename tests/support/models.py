@@ -21,7 +21,9 @@ from workflow.lib.model.nf4_model import (
     materialize_,
     read_specs,
 )
-from workflow.lib.model.quantize import (
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     nf4_config,
     quantizable_linears,
@@ -29,8 +31,6 @@ from workflow.lib.model.quantize import (
     quantized_tensors,
     read_model_config,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, QuantizeConfig
 from workflow.lib.system.files import write_json
 

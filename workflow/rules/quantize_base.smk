@@ -1,6 +1,8 @@
 rule quantize_base:
     input:
         model=lambda w: model_files(BY_BASE[w.base]),
+        # With absmax none: then a base does not wait for tokens.
+        calibration=lambda w: layout.calibration_files(BY_BASE[w.base]),
     output:
         directory("results/base/{base}"),
     log:
@@ -20,7 +22,8 @@ rule quantize_base:
         gpus=lambda w, resources: resources.get("gpu", 0),
         config=lambda w: layout.stage_json("quantize_base", BY_BASE[w.base]),
         model=lambda w, input: model_folder(BY_BASE[w.base], input.model),
+        tokens=lambda w: layout.tokens_dir(BY_BASE[w.base]),
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.quantize_base --config {params.config:q}"
-        " --model {params.model:q} --output {output:q} --log {log:q}"
+        " --model {params.model:q} --tokens {params.tokens:q} --output {output:q} --log {log:q}"

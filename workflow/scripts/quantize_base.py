@@ -1,8 +1,9 @@
-"""Quantize a base checkpoint to NF4 once, tensor by tensor, for all runs that use it.
+"""Quantize a base checkpoint to NF4 once, for all runs that use it.
 
-Reads a model folder (config.json, safetensors, tokenizer); writes the same model as a pre-quantized
-bitsandbytes checkpoint that stock Transformers loads, and `quantization.json` (sizes, settings,
-provenance).
+Reads a model folder (config.json, safetensors, tokenizer), and the tokens of a run if they
+calibrate; writes the same model as a pre-quantized bitsandbytes checkpoint that stock Transformers
+loads, and `quantization.json` (method, sizes, errors, settings, provenance). A calibration that was
+stopped goes on where it was.
 """
 
 import argparse
@@ -10,12 +11,17 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
+from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.quantize import (
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
+from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
     check_checkpoint,
@@ -25,13 +31,23 @@ from workflow.lib.model.quantize import (
     quantized_tensors,
     read_model_config,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
-from workflow.lib.system.files import provenance, put_in_place, write_checksums, write_json
+from workflow.lib.system.files import (
+    file_sha256,
+    package_versions,
+    provenance,
+    put_in_place,
+    short_hash,
+    write_checksums,
+    write_json,
+)
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
+
+# Names the files of an unfinished base: what it was begun with.
+BEGUN_WITH = "begun_with.txt"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -42,16 +58,18 @@ def main(args: argparse.Namespace) -> None:
     linears = quantizable_linears(model)
     with CheckpointReader(args.model) as reader:
         check_checkpoint(model, linears, reader)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-    total_bytes = write_weights(args.model, partial, linears, settings, device)
+    if settings.method == "calibrated":
+        total_bytes, facts = calibrated(args, partial, linears, settings, device)
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        total_bytes, facts = write_weights(args.model, partial, linears, settings, device), {}
     copy_companions(args.model, partial)
     write_json(partial / "config.json", nf4_config(config, settings))
     num_weights = sum(out * inp for out, inp in linears.values())
-    facts = {
+    facts |= {
         "quantized_linears": len(linears),
         "quantized_parameters": num_weights,
         "total_bytes": total_bytes,
@@ -63,9 +81,50 @@ def main(args: argparse.Namespace) -> None:
     write_checksums(partial)
     put_in_place(partial, args.output)
     logger.info(
-        "quantized %d linears (%s parameters) to NF4 on %s: %.3f GiB",
-        len(linears), f"{num_weights:,}", device.type, total_bytes / 2**30,
+        "quantized %d linears (%s parameters) to NF4 (%s) on %s: %.3f GiB",
+        len(linears), f"{num_weights:,}", settings.method, device.type, total_bytes / 2**30,
     )  # fmt: skip
+
+
+def calibrated(
+    args: argparse.Namespace,
+    partial: Path,
+    linears: dict[str, tuple[int, int]],
+    settings: QuantizeConfig,
+    device: torch.device,
+) -> tuple[int, dict[str, Any]]:
+    """Write the calibrated weights to `partial`, going on with what is there; return their bytes
+    and the facts for `quantization.json`.
+    """
+    store = TokenStore.open(args.tokens)
+    check_files(recorded_arrays(args.tokens, store.manifest))
+    text = settings.calibration_text
+    begun_with = short_hash(
+        [
+            settings.model_dump(mode="json"),
+            [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in _model_files(args.model)],
+            file_sha256(args.tokens / MANIFEST),
+            text and file_sha256(Path(text)),
+            device.type,
+            package_versions(),
+        ]
+    )
+    mark = partial / BEGUN_WITH
+    if not mark.is_file() or mark.read_text() != begun_with:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        mark.write_text(begun_with)
+    with CheckpointReader(args.model, recorded=downloaded_files(args.model)) as reader:
+        inputs = CalibrationInputs(
+            args.model, reader, store, linears, device, resolve_dtype("auto", device)
+        )
+        result = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
+    mark.unlink()
+    return result
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def write_weights(
@@ -88,8 +147,13 @@ def write_weights(
     return writer.total_bytes
 
 
-if __name__ == "__main__":
-    parser = stage_parser(__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the stage's own arguments."""
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
+    parser.add_argument("--tokens", type=Path, help="tokens folder, read by method calibrated")
     parser.add_argument("--output", type=Path, required=True, help="folder of the NF4 model")
-    run(main, parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run(main, add_arguments(stage_parser(__doc__)))

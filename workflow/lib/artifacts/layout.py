@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workflow.lib.data.reading.sources import resolve_splits
-from workflow.lib.data.tokens.token_store import ARRAYS
+from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import EvaluateConfig, ReportConfig, RunConfig, is_hub_id
 from workflow.lib.system.files import canonical_json, file_sha256, short_hash
 
@@ -81,8 +81,22 @@ def tokens_key(run: RunConfig) -> str:
 
 
 def base_key(run: RunConfig) -> str:
-    """Short hash of all that the quantized base depends on."""
-    return short_hash([run.model.source, run.model.revision, run.quantize.model_dump(mode="json")])
+    """Short hash of all that the quantized base depends on: of the tokens only if they
+    calibrate.
+    """
+    settings = run.quantize.model_dump(mode="json")
+    if run.quantize.method == "absmax":  # as before there was a choice, so that bases stay
+        settings = {key: settings[key] for key in ("block_size", "double_quant")}
+        return short_hash([run.model.source, run.model.revision, settings])
+    return short_hash([run.model.source, run.model.revision, settings, tokens_key(run)])
+
+
+def calibration_files(run: RunConfig) -> list[str]:
+    """Return the files that calibrate the base besides the model: none with absmax."""
+    if run.quantize.method == "absmax":
+        return []
+    text = run.quantize.calibration_text
+    return [f"{tokens_dir(run)}/{MANIFEST}", *token_arrays(run), *([] if text is None else [text])]
 
 
 def model_dir(run: RunConfig) -> str:

@@ -17,6 +17,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "data.chat_template": run.data.chat_template,
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
         "hardware.calibration": run.hardware.calibration,
+        "quantize.calibration_text": run.quantize.calibration_text,
     }
     if not is_hub_id(run.model.source):
         paths["model.source"] = run.model.source

@@ -15,7 +15,7 @@ import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.quantize import (
+from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
     nf4_config,

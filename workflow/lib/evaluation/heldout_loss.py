@@ -16,7 +16,7 @@ from torch import nn
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
-from workflow.lib.evaluation.progress import Progress
+from workflow.lib.system.progress import Progress
 
 LOGITS_BYTES = (
     2**30

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.distributed.work_sharing import in_step, is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
-from workflow.lib.evaluation.progress import Progress
+from workflow.lib.system.progress import Progress
 
 WINDOWS = 64
 

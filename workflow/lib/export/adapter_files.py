@@ -28,13 +28,13 @@ from workflow.lib.model.layers.nf4_linear import (
     STATE_SUFFIX,
     decoded,
 )
-from workflow.lib.model.quantize import (
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     copy_companions,
     read_model_config,
     read_settings,
 )
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, read_json, write_json, write_text

@@ -105,13 +105,18 @@ def materialize_(
 
     Raises `UserError` if the model family has a buffer that its `_init_weights` does not compute.
     """
-    shared = _shared_parameters(model)
-    model.to_empty(device=device)  # allocates a tied parameter once per owner
+    allocate_(model, device=device)
+    compute_buffers_(transformers_model, transformers_model)
+
+
+def allocate_(part: nn.Module, *, device: torch.device) -> None:
+    """Allocate the parameters and buffers of a part of a model; tied ones stay tied."""
+    shared = _shared_parameters(part)
+    part.to_empty(device=device)  # allocates a tied parameter once per owner
     for owners in shared:
         (first, first_name), *others = owners
         for other, name in others:
             other.register_parameter(name, first.get_parameter(first_name))
-    _compute_buffers_(transformers_model)
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
@@ -123,11 +128,11 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [group for group in owners.values() if len(group) > 1]
 
 
-def _compute_buffers_(transformers_model: PreTrainedModel) -> None:
-    """Let the model family compute its non-persistent buffers, twice: one that it does not keeps
-    what was there.
+def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> None:
+    """Let the model family compute the non-persistent buffers of a part of its model, twice: one
+    that it does not compute keeps what was there.
     """
-    for module in transformers_model.modules():
+    for module in part.modules():
         buffers = {
             name: buffer
             for name, buffer in module._buffers.items()
@@ -227,7 +232,7 @@ def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     NF4 code tables apart.
     """
     return [
-        (f"{path}.{name}", buffer)
+        (f"{path}.{name}" if path else name, buffer)
         for path, module in model.named_modules()
         if not isinstance(module, NF4Linear)
         for name, buffer in module._buffers.items()

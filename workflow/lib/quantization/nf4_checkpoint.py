@@ -9,12 +9,13 @@ are. Files are cut at `SHARD_BYTES`.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from bitsandbytes.functional import quantize_4bit
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -107,9 +108,12 @@ def quantized_tensors(
     settings: QuantizeConfig,
     *,
     device: torch.device,
+    names: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield every source tensor's name and what replaces it in the NF4 checkpoint."""
-    for name in reader.names():
+    """Yield the name of every source tensor (or of `names`), and what replaces it in the NF4
+    checkpoint.
+    """
+    for name in reader.names() if names is None else names:
         path = name.removesuffix(".weight")
         weight = reader.tensor(name)
         if path == name or path not in linears:
@@ -126,7 +130,7 @@ class ShardWriter:
         self._folder, self._shard_bytes = folder, shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
-        self._shards: list[list[str]] = []
+        self._shards: list[tuple[Path, list[str]]] = []
         self.total_bytes = 0
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -138,23 +142,30 @@ class ShardWriter:
         self._pending_bytes += size
         self.total_bytes += size
 
-    def _flush(self) -> None:
-        self._shards.append(list(self._pending))
-        with atomic_path(self._path(len(self._shards))) as temporary:
-            save_file(self._pending, temporary, metadata={"format": "pt"})
-        self._pending, self._pending_bytes = {}, 0
+    def adopt(self, path: Path) -> None:
+        """Take a safetensors file of the folder, as one shard."""
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            self.total_bytes += sum(file.get_tensor(name).nbytes for name in names)
+        self._shards.append((path, names))
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"part-{number:05d}.safetensors"
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        path = self._folder / f"part-{len(self._shards):05d}.safetensors"
+        with atomic_path(path) as temporary:
+            save_file(self._pending, temporary, metadata={"format": "pt"})
+        self._shards.append((path, list(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> None:
         """Write the rest, give the shards their final names, and write the index."""
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards, start=1):
+        for number, (path, names) in enumerate(self._shards, start=1):
             final = f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._path(number).rename(self._folder / final)
+            path.rename(self._folder / final)
             weight_map |= dict.fromkeys(names, final)
         write_json(
             self._folder / INDEX,

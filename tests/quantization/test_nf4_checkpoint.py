@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.support.models import VOCAB, quantized, tiny_llama
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.quantize import (
+from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
     check_checkpoint,
     copy_companions,
@@ -22,7 +23,6 @@ from workflow.lib.model.quantize import (
     quantizable_linears,
     read_model_config,
 )
-from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from workflow.lib.evaluation.progress import Progress
+from workflow.lib.system.progress import Progress
 
 
 def test_line_tells_what_is_done_and_what_is_left() -> None:

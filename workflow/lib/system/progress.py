@@ -1,4 +1,4 @@
-"""How far a part of the evaluation is: a bar on a terminal, elsewhere a line in the log every half
+"""How far a long piece of work is: a bar on a terminal, elsewhere a line in the log every half
 minute, whether or not anything was finished in it.
 """
 

@@ -1,0 +1,206 @@
+"""The stage with `quantize.method: calibrated`: what it measures, and how it goes on
+after a kill.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import tiny_llama
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tokenizing import Stage
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.quantization import resumable
+from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256, read_json
+from workflow.scripts.command import stage_parser
+from workflow.scripts.quantize_base import add_arguments, main
+
+CPU = torch.device("cpu")
+LAYERS = 3
+
+
+def quantize(folder: Path, output: Path, *, model: Path | None = None, **settings: Any) -> Path:
+    parser = add_arguments(stage_parser(""))
+    config = {"quantize": {"method": "calibrated", "calibration_tokens": 1024} | settings}
+    paths = {"--model": model or folder / "model", "--tokens": folder / "tokens"}
+    paths |= {"--output": output, "--log": output.with_suffix(".log")}
+    words = [str(word) for pair in paths.items() for word in pair]
+    main(parser.parse_args(["--config", json.dumps(config), *words]))
+    return output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated")
+    tokenizer = tiny_tokenizer(folder / "model")
+    tiny_llama(folder / "model", dtype=torch.bfloat16, vocab_size=len(tokenizer))
+    Stage(folder, folder / "model").run()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Path:
+    return quantize(folder, folder / "base")
+
+
+@torch.no_grad()
+def losses(model: torch.nn.Module, store: TokenStore) -> list[float]:
+    """Summed loss of each held-out document, by the whole model."""
+    totals = []
+    for ids, mask in store.heldout_documents():
+        tokens = torch.from_numpy(np.array(ids, dtype=np.int64))
+        log_p = model(input_ids=tokens[None]).logits[0].float().log_softmax(-1)
+        targets = torch.from_numpy(np.array(mask)).nonzero().flatten()
+        totals.append(-float(log_p[targets - 1, tokens[targets]].sum()))
+    return totals
+
+
+def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: Path) -> None:
+    store = TokenStore.open(folder / "tokens")
+    record = read_json(base / "quantization.json")["heldout"]
+    assert record["tokens"] == [int(mask.sum()) for _, mask in store.heldout_documents()]
+    original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    assert record["original"] == pytest.approx(losses(original, store), rel=1e-5)
+    ours = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    assert record["calibrated"] == pytest.approx(losses(ours, store), rel=1e-4)
+    plain = quantize(folder, folder / "absmax", method="absmax")
+    theirs = load_base(plain, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    assert record["absmax"] == pytest.approx(losses(theirs, store), rel=1e-4)
+
+
+def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
+    linears = read_json(base / "quantization.json")["linears"]
+    assert len(linears) == LAYERS * 7
+    for path, errors in linears.items():
+        assert errors["calibrated"] < errors["absmax"] < 0.1, path
+        assert errors["absmax_plain"] < errors["calibrated_plain"], "weights alone are further off"
+
+
+def test_files_are_those_of_the_model_and_no_others(folder: Path, base: Path) -> None:
+    names = {path.name for path in base.iterdir()}
+    assert {name for name in names if name.endswith(".safetensors")} == {
+        f"model-{number:05d}-of-00004.safetensors" for number in range(1, LAYERS + 2)
+    }
+    assert not list(folder.glob(".*partial"))
+    index = read_json(base / "model.safetensors.index.json")["weight_map"]
+    stored = {name for path in base.glob("*.safetensors") for name in load_file(path)}
+    assert index.keys() == stored
+
+
+class Killed(BaseException):
+    """As a signal: nothing is tidied up."""
+
+
+def test_stage_that_was_killed_goes_on_to_the_same_bytes(
+    folder: Path,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(resumable, "STATE_S", -1.0)  # after every layer
+    whole = Calibration.quantize
+
+    def killed(self: Calibration, number: int, hidden: Hidden) -> QuantizedLayer:
+        if number == 2:
+            raise Killed
+        return whole(self, number, hidden)
+
+    caplog.set_level("INFO", "workflow")
+    with monkeypatch.context() as patch:
+        patch.setattr(Calibration, "quantize", killed)
+        with pytest.raises(Killed):
+            quantize(folder, tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+    again = quantize(folder, tmp_path / "base")
+    assert "2 of 3 layers are finished already" in caplog.text
+    for path in base.glob("*.safetensors"):
+        assert file_sha256(again / path.name) == file_sha256(path), path.name
+
+
+def test_unfinished_work_for_other_settings_is_not_continued(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(resumable, "STATE_S", -1.0)
+    caplog.set_level("INFO", "workflow")
+    with monkeypatch.context() as patch:
+        patch.setattr("workflow.lib.quantization.calibrated_base.document_losses", kill)
+        with pytest.raises(Killed):
+            quantize(folder, tmp_path / "base")
+    quantize(folder, tmp_path / "base", block_size=128)
+    assert "finished already" not in caplog.text
+    assert read_json(tmp_path / "base" / "quantization.json")["settings"]["block_size"] == 128
+
+
+def kill(*_: object) -> None:
+    raise Killed
+
+
+def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("One two three four, said the five of them. " * 400)
+    base = quantize(folder, tmp_path / "base", calibration_text=str(text))
+    tokens = read_json(base / "quantization.json")["calibration_tokens"]
+    assert math.isclose(tokens, 1024, rel_tol=0.2)
+
+
+def bad_text(folder: Path, content: bytes) -> dict[str, Any]:
+    (folder / "text.txt").write_bytes(content)
+    return {"calibration_text": str(folder / "text.txt")}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "it cannot be read as UTF-8 text"),
+        (b"short", "it has .* tokens, and a row"),
+    ],
+    ids=["binary", "short"],
+)
+def test_text_that_cannot_calibrate_is_refused(
+    folder: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"quantize.calibration_text = .*{message}"):
+        quantize(folder, tmp_path / "base", **bad_text(tmp_path, content))
+    assert not (tmp_path / "base").exists()
+
+
+def test_linear_that_sees_no_finite_values_is_named(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_proj.weight"][3, 5] = torch.nan
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (folder / "model").iterdir():
+        if path.name != "model.safetensors":
+            (model / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.mlp\.down_proj sees values that are not"
+    ):
+        quantize(folder, tmp_path / "base", model=model)
+
+
+def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    for path in (folder / "tokens").iterdir():
+        (tokens / path.name).write_bytes(path.read_bytes())
+    data = bytearray((tokens / "train.input_ids.npy").read_bytes())
+    data[-4] ^= 1
+    (tokens / "train.input_ids.npy").write_bytes(data)
+    (tmp_path / "model").symlink_to(folder / "model")
+    with pytest.raises(UserError, match=r"train\.input_ids\.npy is damaged"):
+        quantize(tmp_path, tmp_path / "base")

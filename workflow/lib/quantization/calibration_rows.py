@@ -1,0 +1,98 @@
+"""The tokens that calibrate: rows of the run's training tokens, and of a text of the user's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workflow.lib.data.encoding.tokenizer import load_tokenizer
+from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
+from workflow.lib.quantization.layer_stream import Batch
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError, setting_error
+
+SEED = 0  # of the rows and documents that are drawn
+BATCH_TOKENS = 8192  # that go through a layer at once
+MEASURED_DOCUMENTS = 64  # held out, that show what 4 bits cost
+MEASURED_TOKENS = 32_768  # of them at most: each is cut at its share
+
+
+def calibration_batches(
+    settings: QuantizeConfig, store: TokenStore, model: Path, *, device: torch.device
+) -> list[Batch]:
+    """Return batches of `calibration_tokens` tokens: of training rows, half of them of
+    `calibration_text` if there is one. Never held-out tokens.
+
+    Raises `UserError` if there are no training rows, or too few tokens of the text.
+    """
+    wanted = settings.calibration_tokens
+    general: list[Batch] = []
+    if settings.calibration_text is not None:
+        ids = text_rows(settings.calibration_text, model, tokens=wanted // 2, width=store.seq_len)
+        general = _batches(ids, None, device)
+        wanted -= ids.size
+    return _training_batches(store, tokens=wanted, device=device) + general
+
+
+def _training_batches(store: TokenStore, *, tokens: int, device: torch.device) -> list[Batch]:
+    if not store.num_rows:
+        raise UserError("calibration: the tokens hold no training row. Set quantize.method: absmax")
+    count = min(store.num_rows, max(1, round(tokens / store.seq_len)))
+    drawn = np.random.default_rng(SEED).choice(store.num_rows, size=count, replace=False)
+    rows = sorted(drawn.tolist())
+    batches = _batches(store.input_ids[rows], store.position_ids[rows], device)
+    filling = store.manifest["pad_token_id"]
+    return [replace(batch, counted=batch.input_ids != filling) for batch in batches]
+
+
+def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
+    """Return rows (rows, width) of token ids of a UTF-8 text file, `tokens` in all.
+
+    Raises `UserError` if it cannot be read, or has fewer tokens than one row.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise setting_error(
+            "quantize.calibration_text", path, f"it cannot be read as UTF-8 text ({error})",
+            "Name a text file, or remove the setting",
+        ) from None  # fmt: skip
+    ids = load_tokenizer(model)(text, add_special_tokens=False).input_ids
+    rows = min(len(ids), tokens) // width
+    if not rows:
+        raise setting_error(
+            "quantize.calibration_text", path,
+            f"it has {len(ids)} tokens, and a row (data.seq_len) {width}",
+            "Name a longer text, or remove the setting",
+        )  # fmt: skip
+    return np.asarray(ids[: rows * width], dtype=np.int64).reshape(rows, width)
+
+
+def _batches(ids: np.ndarray, positions: np.ndarray | None, device: torch.device) -> list[Batch]:
+    size = max(1, BATCH_TOKENS // ids.shape[1])
+
+    def tensor(rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows.astype(np.int64)).to(device)
+
+    return [
+        Batch(
+            tensor(ids[first : first + size]),
+            None if positions is None else tensor(positions[first : first + size]),
+        )
+        for first in range(0, len(ids), size)
+    ]
+
+
+def measured_batches(store: TokenStore, *, device: torch.device) -> list[Batch]:
+    """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all."""
+    documents = store.heldout_documents()
+    chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
+    longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))
+    batches = []
+    for ids, mask in (documents[number] for number in chosen):
+        counted = torch.from_numpy(np.array(mask[:longest]))
+        if counted.any():
+            batch = _batches(np.asarray(ids[:longest]).reshape(1, -1), None, device)[0]
+            batches.append(replace(batch, counted=counted.reshape(1, -1).to(device)))
+    return batches

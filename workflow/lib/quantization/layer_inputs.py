@@ -1,0 +1,71 @@
+"""What the linears of a decoder layer see: which share an input, and the correlations of inputs."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from workflow.lib.system.errors import UserError
+
+Run = Callable[[], object]
+
+
+def groups_by_input(linears: dict[str, nn.Linear], run: Run) -> list[list[str]]:
+    """Return the paths of the linears in the order in which `run` calls them first, those with one
+    input together. Linears that it never calls are groups of their own, at the end.
+    """
+    by_input: dict[int, list[str]] = {}
+    alive: list[torch.Tensor] = []  # an input that was freed would give its address to the next
+
+    def look(path: str, features: torch.Tensor) -> None:
+        alive.append(features)
+        if not any(path in group for group in by_input.values()):
+            by_input.setdefault(id(features), []).append(path)
+
+    _with_inputs(linears, look, run)
+    called = {path for group in by_input.values() for path in group}
+    return [*by_input.values(), *([path] for path in linears if path not in called)]
+
+
+def input_correlation(
+    path: str, linear: nn.Linear, runs: Iterable[tuple[Run, torch.Tensor | None]]
+) -> torch.Tensor:
+    """Return the mean of x x^T over all inputs x of a linear in these runs, fp32, shape (in, in).
+
+    runs: with which of their tokens count, bool, or None for all. Zeros if no input reaches it.
+    Raises `UserError` if one is not finite.
+    """
+    total = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
+    inputs = 0
+    for run, counted in runs:
+
+        def add(_: str, features: torch.Tensor, counted: torch.Tensor | None = counted) -> None:
+            nonlocal inputs
+            rows = features.flatten(0, -2).float()
+            if counted is not None and counted.numel() == len(rows):
+                rows = rows[counted.flatten()]
+            total.addmm_(rows.T, rows)
+            inputs += len(rows)
+
+        _with_inputs({path: linear}, add, run)
+    if not total.isfinite().all():
+        raise UserError(
+            f"calibration: {path} sees values that are not finite (in the type of activations of "
+            "this device). Is model.source whole? Else set quantize.method: absmax"
+        )
+    return total / max(1, inputs)
+
+
+def _with_inputs(
+    linears: dict[str, nn.Linear], look: Callable[[str, torch.Tensor], None], run: Run
+) -> None:
+    """Call `run`; whenever it calls one of the linears, `look` gets its path and its input."""
+    hooks = [
+        linear.register_forward_pre_hook(lambda _, inputs, path=path: look(path, inputs[0]))
+        for path, linear in linears.items()
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()

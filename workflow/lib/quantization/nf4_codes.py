@@ -1,0 +1,106 @@
+"""NF4 as bitsandbytes stores it, from codes and scales that were chosen elsewhere.
+
+A weight decodes as w = code_table[code] * scale[block]; blocks run over the flattened weight. With
+double quantization the scales decode as scale = nested_table[s] * nested_scale + offset, so what a
+scale will be is known only after nesting. Codes have to be chosen for the decoded scales.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from bitsandbytes.functional import (
+    QuantState,
+    dequantize_blockwise,
+    get_4bit_type,
+    quantize_blockwise,
+)
+
+from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE
+from workflow.lib.settings.config import QuantizeConfig
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a weight, one for each block: as stored, and as they decode."""
+
+    decoded: torch.Tensor
+    """fp32, shape (blocks,)."""
+    stored: torch.Tensor
+    """uint8 with double quantization, else fp32; shape (blocks,)."""
+    nested: QuantState | None
+    """How `stored` decodes, but for `offset`; None without double quantization."""
+    offset: torch.Tensor | None
+    """fp32, shape (): the mean of the scales."""
+
+
+def store_scales(scales: torch.Tensor, *, double_quant: bool) -> Scales:
+    """Return the scales (blocks,) fp32 as bitsandbytes stores those of `quantize_4bit`."""
+    if not double_quant:
+        return Scales(decoded=scales, stored=scales, nested=None, offset=None)
+    offset = scales.mean()
+    stored, nested = quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK_SIZE)
+    decoded = dequantize_blockwise(stored, nested) + offset
+    return Scales(decoded=decoded, stored=stored, nested=nested, offset=offset)
+
+
+def code_table(device: torch.device) -> torch.Tensor:
+    """Return the 16 values of NF4 in rising order, fp32, shape (16,)."""
+    table: torch.Tensor = get_4bit_type("nf4", device=device)
+    return table.float()
+
+
+def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """Return the codes (int64) whose values times `scale` are nearest to `weight`.
+
+    edges: (15,) fp32, the middles between neighbours of the table. A scale of 0 decodes everything
+    to 0, whatever the code.
+    """
+    ratio = torch.where(scale == 0, 0.0, weight / scale)
+    return torch.bucketize(ratio, edges)
+
+
+def code_edges(table: torch.Tensor) -> torch.Tensor:
+    """Return the middles (15,) between neighbouring values of the table."""
+    return (table[1:] + table[:-1]) / 2
+
+
+def packed_tensors(
+    codes: torch.Tensor,
+    scales: Scales,
+    settings: QuantizeConfig,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return the checkpoint tensors of a weight by suffix (`weight`, `weight.absmax`, ...), on the
+    CPU.
+
+    codes: (out * in,) in the order of the flattened weight. dtype: of the original weight.
+    """
+    state = QuantState(
+        absmax=scales.stored,
+        shape=torch.Size(shape),
+        dtype=dtype,
+        blocksize=settings.block_size,
+        code=code_table(codes.device),
+        quant_type="nf4",
+        offset=scales.offset,
+        state2=scales.nested,
+    )
+    parts = {"weight": _packed(codes)}
+    parts |= {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+    return {name: part.cpu().contiguous() for name, part in parts.items()}
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes a byte, the first in the high half, shape (bytes, 1)."""
+    codes = codes.to(torch.uint8)
+    if codes.numel() % 2:
+        codes = torch.cat([codes, codes.new_zeros(1)])
+    return (codes[0::2] << 4 | codes[1::2]).unsqueeze(1)
+
+
+def num_blocks(shape: tuple[int, int], block_size: int) -> int:
+    """Return the number of scales of a weight: one for each started block."""
+    return math.ceil(math.prod(shape) / block_size)

@@ -1,0 +1,142 @@
+"""Calibrated quantization of all layers that goes on where it was stopped.
+
+A layer is a file as soon as it is finished. The hidden states between two layers are one more file,
+written anew every `STATE_S` seconds; after a kill the layers since then are computed again, to the
+same bytes. Both lie in the folder that becomes the base.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from workflow.lib.quantization.calibration import (
+    MODELS,
+    Calibration,
+    Hidden,
+    LinearErrors,
+    QuantizedLayer,
+)
+from workflow.lib.quantization.layer_stream import LayerStream
+from workflow.lib.quantization.nf4_codes import packed_tensors
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.files import atomic_path
+from workflow.lib.system.progress import Progress
+
+logger = logging.getLogger("workflow")
+
+STATE = "hidden.safetensors"
+STATE_S = 30.0
+
+
+def calibrated_layers(
+    calibration: Calibration,
+    stream: LayerStream,
+    folder: Path,
+    settings: QuantizeConfig,
+    *,
+    fingerprint: str,
+) -> Hidden:
+    """Quantize every layer into `layer_path(folder, number)`; return what comes out of the last.
+
+    fingerprint: of all that the result depends on; work of another one is not continued.
+    """
+    count = len(stream.layers)
+    done, hidden = read_state(folder, fingerprint) or (0, calibration.first_hidden())
+    if done:
+        logger.info("calibration: %d of %d layers are finished already", done, count)
+    saved = time.monotonic()
+    with Progress("calibrating", total=count - done, unit="layers") as progress:
+        for number in range(done, count):
+            layer = calibration.quantize(number, hidden)
+            _write_layer(layer_path(folder, number), layer, stream, number, settings)
+            if time.monotonic() - saved > STATE_S or number + 1 == count:
+                write_state(folder, hidden, layers=number + 1, fingerprint=fingerprint)
+                saved = time.monotonic()
+            progress.add(1)
+    return hidden
+
+
+def layer_path(folder: Path, number: int) -> Path:
+    """Return the file of a finished layer."""
+    return folder / f"layer-{number:05d}.safetensors"
+
+
+def _write_layer(
+    path: Path,
+    layer: QuantizedLayer,
+    stream: LayerStream,
+    number: int,
+    settings: QuantizeConfig,
+) -> None:
+    """Write a layer's tensors: linears packed, all others as the source has them."""
+    prefix = stream.prefixes[number]
+    tensors: dict[str, torch.Tensor] = {}
+    for name in stream.stored_names(number):
+        linear = name.removesuffix(".weight").removeprefix(f"{prefix}.")
+        source = stream.source_tensor(name)
+        if not name.endswith(".weight") or linear not in layer.rounded:
+            tensors[name] = source
+            continue
+        rounded = layer.rounded[linear]
+        out_features, in_features = source.shape
+        parts = packed_tensors(
+            rounded.codes.reshape(-1), rounded.scales, settings,
+            shape=(out_features, in_features), dtype=source.dtype,
+        )  # fmt: skip
+        tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
+    errors = {f"{prefix}.{linear}": asdict(e) for linear, e in layer.errors.items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", "errors": json.dumps(errors)})
+
+
+def layer_errors(folder: Path, count: int) -> Iterator[tuple[str, LinearErrors]]:
+    """Yield path and errors of every linear of the finished layers."""
+    for number in range(count):
+        with safe_open(layer_path(folder, number), framework="pt") as file:
+            errors = json.loads(file.metadata()["errors"])
+        for path, values in errors.items():
+            yield path, LinearErrors(**values)
+
+
+def write_state(folder: Path, hidden: Hidden, *, layers: int, fingerprint: str) -> None:
+    """Keep the hidden states after so many layers, in place of earlier ones."""
+    streams = {"calibration": hidden.calibration} | hidden.measured
+    tensors = {
+        f"{name}.{number}": states.contiguous()
+        for name, batches in streams.items()
+        for number, states in enumerate(batches)
+    }
+    metadata = {"layers": str(layers), "fingerprint": fingerprint}
+    with atomic_path(folder / STATE) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+
+
+def read_state(folder: Path, fingerprint: str) -> tuple[int, Hidden] | None:
+    """Return how many layers are finished, and the hidden states after them; None if nothing can be
+    continued.
+    """
+    try:
+        with safe_open(folder / STATE, framework="pt") as file:
+            facts = file.metadata()
+            if facts["fingerprint"] != fingerprint:
+                return None
+            layers = int(facts["layers"])
+            streams: dict[str, dict[int, torch.Tensor]] = {}
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
+                name, _, number = key.rpartition(".")
+                streams.setdefault(name, {})[int(number)] = file.get_tensor(key)
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+    if not all(layer_path(folder, number).is_file() for number in range(layers)):
+        return None
+    ordered = {name: [found[n] for n in sorted(found)] for name, found in streams.items()}
+    return layers, Hidden(
+        ordered["calibration"], {model: ordered.get(model, []) for model in MODELS}
+    )
