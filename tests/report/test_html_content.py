@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+from tests.evaluation.test_four_bits import facts as calibration_facts
 from tests.support.report_examples import edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
+from workflow.lib.evaluation.four_bits import summarize
 from workflow.lib.report.html_page import render_page
 from workflow.lib.report.run_results import read_runs
 from workflow.lib.settings.config import ReportConfig
@@ -38,6 +40,22 @@ def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
     text = "".join(Page(rendered(tmp_path, "demo")).text)
     assert "No task was evaluated" in text
     assert "No sample was generated" in text
+
+
+def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    plain = "".join(Page(rendered(tmp_path, "demo")).text)
+    assert "The base model before its quantization was not measured." in plain
+    bits = summarize(calibration_facts())
+    edit(
+        folder / "evaluate_run" / "base.json",
+        lambda d: d.update(four_bits=bits.model_dump(mode="json")),
+    )
+    text = "".join(Page(rendered(tmp_path, "demo")).text)
+    assert "was not measured" not in text.split("Verdict")[-1].split("Training")[0]
+    assert "What 4 bits cost" in text
+    for shown in ("+0.1000", "+0.2000", "+0.3000", "layers.7.mlp.up_proj"):
+        assert shown in text, shown
 
 
 def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:

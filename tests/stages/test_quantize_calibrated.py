@@ -4,6 +4,7 @@ after a kill.
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def losses(model: torch.nn.Module, store: TokenStore) -> list[float]:
 
 def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: Path) -> None:
     store = TokenStore.open(folder / "tokens")
-    record = read_json(base / "quantization.json")["heldout"]
+    record = read_json(base / "quantization.json")["calibration"]["heldout"]
     assert record["tokens"] == [int(mask.sum()) for _, mask in store.heldout_documents()]
     original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert record["original"] == pytest.approx(losses(original, store), rel=1e-5)
@@ -79,7 +80,7 @@ def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: 
 
 
 def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
-    linears = read_json(base / "quantization.json")["linears"]
+    linears = read_json(base / "quantization.json")["calibration"]["linears"]
     assert len(linears) == LAYERS * 7
     for path, errors in linears.items():
         assert errors["calibrated"] < errors["absmax"] < 0.1, path
@@ -153,7 +154,7 @@ def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Pa
     text = tmp_path / "text.txt"
     text.write_text("One two three four, said the five of them. " * 400)
     base = quantize(folder, tmp_path / "base", calibration_text=str(text))
-    tokens = read_json(base / "quantization.json")["calibration_tokens"]
+    tokens = read_json(base / "quantization.json")["calibration"]["tokens"]
     assert math.isclose(tokens, 1024, rel_tol=0.2)
 
 
@@ -178,26 +179,29 @@ def test_text_that_cannot_calibrate_is_refused(
     assert not (tmp_path / "base").exists()
 
 
-def test_linear_that_sees_no_finite_values_is_named(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "mlp.gate_proj",
+            r"model\.layers\.1\.mlp\.gate_proj\.weight of model\.source",
+        ),
+        ("input_layernorm", r"model\.layers\.1\.self_attn\.q_proj sees values that are not finite"),
+    ],
+)
+def test_linear_with_values_that_are_not_finite_is_named(
+    folder: Path, tmp_path: Path, name: str, message: str
+) -> None:
     tensors = load_file(folder / "model" / "model.safetensors")
-    tensors["model.layers.1.mlp.gate_proj.weight"][3, 5] = torch.nan
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in (folder / "model").iterdir():
-        if path.name != "model.safetensors":
-            (model / path.name).write_bytes(path.read_bytes())
+    tensors[f"model.layers.1.{name}.weight"].view(-1)[5] = torch.nan
+    model = shutil.copytree(folder / "model", tmp_path / "model")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"model\.layers\.1\.mlp\.down_proj sees values that are not"
-    ):
+    with pytest.raises(UserError, match=message):
         quantize(folder, tmp_path / "base", model=model)
 
 
 def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.mkdir()
-    for path in (folder / "tokens").iterdir():
-        (tokens / path.name).write_bytes(path.read_bytes())
+    tokens = shutil.copytree(folder / "tokens", tmp_path / "tokens")
     data = bytearray((tokens / "train.input_ids.npy").read_bytes())
     data[-4] ^= 1
     (tokens / "train.input_ids.npy").write_bytes(data)

@@ -23,6 +23,7 @@ from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
 from workflow.lib.distributed.work_sharing import check_recorded, main_first
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.evaluation import evaluated_models
+from workflow.lib.evaluation.four_bits import four_bits_of
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import (
     Measurement,
@@ -88,7 +89,8 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         log_questions(questions, store, machine, process)
         measured = measure_all(args, models, questions, machine, process)
         if process.is_main:
-            write(args, evaluations(measured, questions, run=args.run))
+            four_bits = four_bits_of(args.base)
+            write(args, evaluations(measured, questions, run=args.run, four_bits=four_bits))
 
 
 def join(stack: ExitStack, *, sharded: bool) -> Process:

@@ -11,11 +11,12 @@ import logging
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
+from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.nf4_model import build_on_meta
@@ -36,7 +37,6 @@ from workflow.lib.system.checksums import check_files, downloaded_files, without
 from workflow.lib.system.files import (
     file_sha256,
     package_versions,
-    provenance,
     put_in_place,
     short_hash,
     write_checksums,
@@ -61,23 +61,26 @@ def main(args: argparse.Namespace) -> None:
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if settings.method == "calibrated":
-        total_bytes, facts = calibrated(args, partial, linears, settings, device)
+        total_bytes, calibration = calibrated(args, partial, linears, settings, device)
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        total_bytes, facts = write_weights(args.model, partial, linears, settings, device), {}
+        calibration = None
+        total_bytes = write_weights(args.model, partial, linears, settings, device)
     copy_companions(args.model, partial)
     write_json(partial / "config.json", nf4_config(config, settings))
     num_weights = sum(out * inp for out, inp in linears.values())
-    facts |= {
-        "quantized_linears": len(linears),
-        "quantized_parameters": num_weights,
-        "total_bytes": total_bytes,
-        "settings": settings.model_dump(mode="json"),
-        "device": device.type,
-        "provenance": provenance(),
-    }
-    write_json(partial / "quantization.json", facts)
+    facts = {} if calibration is None else {"calibration": calibration}
+    record = Quantization(
+        quantized_linears=len(linears),
+        quantized_parameters=num_weights,
+        total_bytes=total_bytes,
+        settings=settings.model_dump(mode="json"),
+        device=device.type,
+        **facts,
+        provenance=Provenance.now(),
+    )
+    write_json(partial / "quantization.json", record.as_json())
     write_checksums(partial)
     put_in_place(partial, args.output)
     logger.info(
@@ -92,7 +95,7 @@ def calibrated(
     linears: dict[str, tuple[int, int]],
     settings: QuantizeConfig,
     device: torch.device,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, CalibrationFacts]:
     """Write the calibrated weights to `partial`, going on with what is there; return their bytes
     and the facts for `quantization.json`.
     """

@@ -4,6 +4,7 @@ and `requirements.json` of `require_gain`, written by `report.required_gains`.
 
 from typing import Literal
 
+from workflow.lib.artifacts.quantization_record import LinearErrors
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 
 # What people read in place of an evaluation's `subject`: the measured base is the quantized one.
@@ -140,9 +141,37 @@ class SubjectResults(Record):
     """Answers to some held-out prompts."""
 
 
+class WorstLinear(LinearErrors):
+    """One of the linears that are furthest off in 4 bits."""
+
+    path: str
+    """Which one."""
+
+
+class FourBits(Record):
+    """What 4 bits cost, as the calibration of the base measured it, in nats per predicted token of
+    some held-out documents.
+    """
+
+    documents: int
+    """Documents measured."""
+    original: float
+    """Loss of the model before quantization."""
+    absmax: LossDifference
+    """What bitsandbytes' codes and scales would lose: the difference to the original."""
+    calibrated: LossDifference
+    """What the base loses."""
+    won_back: LossDifference
+    """What calibration wins back: the difference of the two."""
+    worst: list[WorstLinear]
+    """The linears that are furthest off in the base, the worst first."""
+
+
 class Evaluation(SubjectResults):
     """`evaluate_run/base.json`."""
 
+    four_bits: FourBits | None = None
+    """With `quantize.method: calibrated`."""
     provenance: Provenance
     """What made the file."""
 

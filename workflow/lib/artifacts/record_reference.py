@@ -22,6 +22,7 @@ from workflow.lib.artifacts.evaluation_record import (
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.quantization_record import Quantization
 from workflow.lib.artifacts.records import Record
 from workflow.lib.artifacts.training_record import Step, Summary
 from workflow.lib.system.files import write_text
@@ -32,6 +33,7 @@ PAGE = ROOT / "workflow" / "docs" / "artifact_fields.md"
 # The records of files, in the order of the stages.
 FILES: tuple[tuple[str, tuple[type[Record], ...]], ...] = (
     ("`manifest.json` of a tokens folder", (Manifest, ConversationFacts)),
+    ("`quantization.json` of a base folder", (Quantization,)),
     ("`preflight.json`", (Preflight,)),
     ("`metrics.jsonl`, each line", (Step,)),
     ("`summary.json`", (Summary,)),

@@ -13,6 +13,7 @@ from workflow.lib.artifacts.evaluation_record import (
     Comparison,
     DocumentLoss,
     Evaluation,
+    FourBits,
     Heldout,
     LossDifference,
     MergedEvaluation,
@@ -45,16 +46,22 @@ class Evaluations:
 
 
 def evaluations(
-    measured: Mapping[str, Measurement], questions: Questions, *, run: str
+    measured: Mapping[str, Measurement],
+    questions: Questions,
+    *,
+    run: str,
+    four_bits: FourBits | None = None,
 ) -> Evaluations:
     """Return the artifacts of all subjects.
 
-    measured: `base`, `tuned` and perhaps `merged`, by name.
+    measured: `base`, `tuned` and perhaps `merged`, by name; four_bits: of a calibrated base.
     """
     shared: dict[str, dict[str, Any]] = {
         name: _shared_fields(measurement, questions, name=name, run=run)
         for name, measurement in measured.items()
     }
+    if four_bits is not None:
+        shared["base"]["four_bits"] = four_bits
     base, tuned, provenance = measured["base"], measured["tuned"], Provenance.now()
     merged = None
     if "merged" in measured:

@@ -3,12 +3,12 @@ of what 4 bits cost.
 """
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from workflow.lib.artifacts.quantization_record import CalibrationFacts, HeldoutLosses
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.calibration import (
@@ -23,7 +23,12 @@ from workflow.lib.quantization.calibration import (
 from workflow.lib.quantization.calibration_rows import calibration_batches, measured_batches
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
-from workflow.lib.quantization.resumable import STATE, calibrated_layers, layer_errors, layer_path
+from workflow.lib.quantization.resumable import (
+    calibrated_layers,
+    layer_errors,
+    layer_path,
+    remove_state,
+)
 from workflow.lib.settings.config import QuantizeConfig
 
 logger = logging.getLogger("workflow")
@@ -47,7 +52,7 @@ class CalibrationInputs:
 
 def write_calibrated(
     folder: Path, inputs: CalibrationInputs, settings: QuantizeConfig, *, fingerprint: str
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, CalibrationFacts]:
     """Write a calibrated checkpoint's weights to `folder`; return their bytes, and what was
     measured.
 
@@ -63,13 +68,13 @@ def write_calibrated(
     )  # fmt: skip
     calibration = Calibration(stream, rows, measured, settings)
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
-    facts = {
-        "calibration_tokens": tokens,
-        "linears": {path: asdict(e) for path, e in layer_errors(folder, len(stream.layers))},
-        "heldout": _cost_of_4_bits(stream, measured, hidden),
-    }
+    facts = CalibrationFacts(
+        tokens=tokens,
+        linears=dict(layer_errors(folder, len(stream.layers))),
+        heldout=_heldout_losses(stream, measured, hidden),
+    )
     total_bytes = _write_files(folder, inputs, settings, stream)
-    (folder / STATE).unlink()
+    remove_state(folder)
     return total_bytes, facts
 
 
@@ -77,9 +82,7 @@ def _tokens(batch: Batch) -> int:
     return int(batch.input_ids.numel() if batch.counted is None else batch.counted.sum())
 
 
-def _cost_of_4_bits(
-    stream: LayerStream, measured: list[Batch], hidden: Hidden
-) -> dict[str, list[float] | list[int]]:
+def _heldout_losses(stream: LayerStream, measured: list[Batch], hidden: Hidden) -> HeldoutLosses:
     """Return the summed loss (nats) of each held-out document under each model, and how many tokens
     of it are predicted; log the means.
     """
@@ -91,7 +94,7 @@ def _cost_of_4_bits(
             "held-out loss of the original %.4f, in NF4 by absmax %.4f, calibrated %.4f nats",
             mean[ORIGINAL], mean[ABSMAX], mean[CALIBRATED],
         )  # fmt: skip
-    return {"tokens": tokens, **losses}
+    return HeldoutLosses(tokens=tokens, **losses)
 
 
 def _write_files(

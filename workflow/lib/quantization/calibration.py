@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from workflow.lib.artifacts.quantization_record import LinearErrors
 from workflow.lib.quantization.calibrated_rounding import (
     Rounded,
     decode,
@@ -22,20 +23,10 @@ from workflow.lib.quantization.calibrated_rounding import (
 from workflow.lib.quantization.layer_inputs import groups_by_input, input_correlation
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError
 
 ORIGINAL, ABSMAX, CALIBRATED = "original", "absmax", "calibrated"
 MODELS = (ORIGINAL, ABSMAX, CALIBRATED)
-
-
-@dataclass(frozen=True)
-class LinearErrors:
-    """How far a linear's outputs are off: share of their squared norm on the calibration inputs,
-    and the same of its weights (`plain`)."""
-
-    absmax: float
-    calibrated: float
-    absmax_plain: float
-    calibrated_plain: float
 
 
 @dataclass
@@ -110,6 +101,11 @@ class Calibration:
         factor = inverse_factor(correlation, what=name)
         for path, linear in linears.items():
             weight = linear.weight.float()
+            if not weight.isfinite().all():
+                raise UserError(
+                    f"{self._stream.prefixes[number]}.{path}.weight of model.source holds values "
+                    "that are not finite. Download or export the model again"
+                )
             rounded = round_calibrated(weight, factor, self._settings)
             decoded = decode(rounded, block_size=self._settings.block_size)
             plain = decode(

@@ -5,28 +5,26 @@ written anew every `STATE_S` seconds; after a kill the layers since then are com
 same bytes. Both lie in the folder that becomes the base.
 """
 
-import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from workflow.lib.artifacts.quantization_record import LinearErrors
 from workflow.lib.quantization.calibration import (
     MODELS,
     Calibration,
     Hidden,
-    LinearErrors,
     QuantizedLayer,
 )
 from workflow.lib.quantization.layer_stream import LayerStream
 from workflow.lib.quantization.nf4_codes import packed_tensors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import atomic_path
+from workflow.lib.system.files import atomic_path, read_json, write_json
 from workflow.lib.system.progress import Progress
 
 logger = logging.getLogger("workflow")
@@ -91,18 +89,29 @@ def _write_layer(
             shape=(out_features, in_features), dtype=source.dtype,
         )  # fmt: skip
         tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
-    errors = {f"{prefix}.{linear}": asdict(e) for linear, e in layer.errors.items()}
+    errors = {f"{prefix}.{linear}": e.as_json() for linear, e in layer.errors.items()}
+    # Not into the file's metadata: safetensors writes several entries in no fixed order.
+    write_json(_errors_path(path), errors)
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", "errors": json.dumps(errors)})
+        save_file(tensors, temporary, metadata={"format": "pt"})
+
+
+def _errors_path(path: Path) -> Path:
+    return path.with_suffix(".errors.json")
 
 
 def layer_errors(folder: Path, count: int) -> Iterator[tuple[str, LinearErrors]]:
     """Yield path and errors of every linear of the finished layers."""
     for number in range(count):
-        with safe_open(layer_path(folder, number), framework="pt") as file:
-            errors = json.loads(file.metadata()["errors"])
-        for path, values in errors.items():
+        for path, values in read_json(_errors_path(layer_path(folder, number))).items():
             yield path, LinearErrors(**values)
+
+
+def remove_state(folder: Path) -> None:
+    """Remove what only an unfinished base needs."""
+    (folder / STATE).unlink()
+    for path in folder.glob("*.errors.json"):
+        path.unlink()
 
 
 def write_state(folder: Path, hidden: Hidden, *, layers: int, fingerprint: str) -> None:

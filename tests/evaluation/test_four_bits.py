@@ -1,0 +1,74 @@
+"""What 4 bits cost, from the record of a base."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workflow.lib.artifacts.quantization_record import CalibrationFacts, HeldoutLosses, LinearErrors
+from workflow.lib.evaluation.four_bits import WORST, four_bits_of, summarize
+from workflow.lib.system.files import provenance, write_json
+
+TOKENS = [10, 30, 20, 40]
+ORIGINAL = [20.0, 63.0, 38.0, 79.0]
+
+
+def facts(documents: int = 4) -> CalibrationFacts:
+    tokens, original = TOKENS[:documents], ORIGINAL[:documents]
+    return CalibrationFacts(
+        tokens=512,
+        linears={
+            f"layers.{n}.mlp.up_proj": LinearErrors(
+                absmax=0.02, calibrated=0.001 * n, absmax_plain=0.01, calibrated_plain=0.012
+            )
+            for n in range(8)
+        },
+        heldout=HeldoutLosses(
+            tokens=tokens,
+            original=original,
+            absmax=[loss + 0.3 * n for loss, n in zip(original, tokens, strict=True)],
+            calibrated=[loss + 0.1 * n for loss, n in zip(original, tokens, strict=True)],
+        ),
+    )
+
+
+def test_differences_are_per_token_and_paired() -> None:
+    bits = summarize(facts())
+    assert bits.original == pytest.approx(200.0 / 100)
+    assert bits.absmax.loss_difference == pytest.approx(0.3)
+    assert bits.calibrated.loss_difference == pytest.approx(0.1)
+    assert bits.won_back.loss_difference == pytest.approx(0.2)
+    # Every document loses the same per token: nothing varies.
+    assert bits.won_back.loss_difference_ci95 == pytest.approx((0.2, 0.2))
+    assert bits.documents == 4
+
+
+def test_linears_that_lose_most_come_first() -> None:
+    worst = summarize(facts()).worst
+    assert [linear.path for linear in worst] == [f"layers.{n}.mlp.up_proj" for n in (7, 6, 5, 4, 3)]
+    assert len(worst) == WORST
+
+
+def test_single_document_has_no_interval() -> None:
+    bits = summarize(facts(documents=1))
+    assert bits.calibrated.loss_difference == pytest.approx(0.1)
+    assert bits.calibrated.loss_difference_ci95 is None
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    sizes = {"quantized_linears": 8, "quantized_parameters": 64, "total_bytes": 32}
+    settings: dict[str, Any] = {"settings": {}, "device": "cpu", "provenance": provenance()}
+    return sizes | settings | changes
+
+
+def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
+    assert four_bits_of(tmp_path) is None, "a base that was made elsewhere"
+    write_json(tmp_path / "quantization.json", record())
+    assert four_bits_of(tmp_path) is None
+    write_json(tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json()))
+    assert four_bits_of(tmp_path) is None, "no held-out documents"
+
+
+def test_cost_is_read_from_the_base(tmp_path: Path) -> None:
+    write_json(tmp_path / "quantization.json", record(calibration=facts().model_dump()))
+    assert four_bits_of(tmp_path) == summarize(facts())

@@ -1,0 +1,63 @@
+"""`quantization.json` of a base folder, written by `quantize_base`."""
+
+from typing import Any, ClassVar
+
+from workflow.lib.artifacts.records import Provenance, Record
+
+
+class LinearErrors(Record):
+    """How far a linear in 4 bits is off, by method: as a share of the squared norm."""
+
+    absmax: float
+    """Of its outputs for the calibration inputs, in bitsandbytes' codes and scales."""
+    calibrated: float
+    """The same in the calibrated ones, which the base has."""
+    absmax_plain: float
+    """Of its weights, in bitsandbytes' codes and scales."""
+    calibrated_plain: float
+    """The same in the calibrated ones."""
+
+
+class HeldoutLosses(Record):
+    """Loss on held-out documents (some, and cut where they are long) of three models."""
+
+    tokens: list[int]
+    """Predicted tokens of each document."""
+    original: list[float]
+    """Nats, summed over each document, of the model before quantization."""
+    absmax: list[float]
+    """Of the model in bitsandbytes' codes and scales."""
+    calibrated: list[float]
+    """Of the base."""
+
+
+class CalibrationFacts(Record):
+    """What a calibration saw and reached."""
+
+    tokens: int
+    """Tokens that calibrated."""
+    linears: dict[str, LinearErrors]
+    """Errors by path."""
+    heldout: HeldoutLosses
+    """What 4 bits cost."""
+
+
+class Quantization(Record):
+    """`quantization.json`."""
+
+    advice: ClassVar[str] = "Delete the base's folder below results/base; it is made again."
+
+    quantized_linears: int
+    """Linears in NF4."""
+    quantized_parameters: int
+    """Their weights."""
+    total_bytes: int
+    """Bytes of all weights, the others included."""
+    settings: dict[str, Any]
+    """Section `quantize`."""
+    device: str
+    """`cuda` or `cpu`."""
+    calibration: CalibrationFacts | None = None
+    """With `quantize.method: calibrated`."""
+    provenance: Provenance
+    """What made the file."""
