@@ -11,6 +11,7 @@ from workflow.lib.artifacts.layout import (
     UNRECORDED_SECTIONS,
     base_dir,
     base_key,
+    calibration_files,
     calibration_hash,
     checkpoint_dir,
     data_files,
@@ -24,6 +25,7 @@ from workflow.lib.artifacts.layout import (
     stage_dir,
     stage_json,
     stage_settings,
+    token_arrays,
     tokens_dir,
     tokens_key,
 )
@@ -252,6 +254,30 @@ def test_stage_json_loads_back_to_the_sections_of_the_stage(stage: str) -> None:
 
 def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap() -> None:
     assert not set("\n\r\t ") & set(stage_json("finetune", run_with()))
+
+
+def test_base_depends_on_tokens_only_if_they_calibrate() -> None:
+    plain, other_rows = run_with("data", seq_len=61), run_with("data", seq_len=67)
+    assert base_dir(plain) == base_dir(other_rows)
+    assert calibration_files(plain) == []
+    calibrated = [
+        RunConfig.model_validate({"data": {"seq_len": n}, "quantize": {"method": "calibrated"}})
+        for n in (61, 67)
+    ]
+    assert len({base_dir(run) for run in (plain, *calibrated)}) == 3
+    files = [f"{tokens_dir(calibrated[0])}/manifest.json", *token_arrays(calibrated[0])]
+    assert calibration_files(calibrated[0]) == files
+
+
+def test_settings_of_a_calibration_change_no_base_without_one() -> None:
+    plain, other = run_with("quantize"), run_with("quantize", calibration_tokens=4096)
+    assert base_key(plain) == base_key(other)
+
+
+def test_text_that_calibrates_is_an_input() -> None:
+    settings = {"method": "calibrated", "calibration_text": "mine.txt"}
+    run = RunConfig.model_validate({"quantize": settings})
+    assert calibration_files(run)[-1] == "mine.txt"
 
 
 def test_runs_with_equal_data_and_base_share_tokens_and_base() -> None:

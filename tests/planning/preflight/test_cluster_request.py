@@ -81,3 +81,19 @@ def test_quantization_needs_no_tokens() -> None:
     asked = quantizing(run_config(), model=BASE, manifest="not there")
     assert asked == Allocation(mem_mb=asked.mem_mb, runtime=asked.runtime)
     assert 3 * 1024 < asked.mem_mb < 5 * 1024
+
+
+def test_calibration_asks_for_its_hidden_states_and_passes() -> None:
+    plain, calibrated, longer = (
+        quantizing(run_config(quantize=settings), model=BASE, manifest="not there")
+        for settings in (
+            {},
+            {"method": "calibrated"},
+            {"method": "calibrated", "calibration_tokens": 2**22},
+        )
+    )
+    assert plain.mem_mb < calibrated.mem_mb < longer.mem_mb
+    assert plain.runtime <= calibrated.runtime < longer.runtime
+    rows = 2**22 - 24_576  # more tokens, twice in fp32, 256 wide
+    expected = rows * 2 * 4 * 256 * 1.25 / 2**20
+    assert longer.mem_mb - calibrated.mem_mb == pytest.approx(expected, rel=0.01)

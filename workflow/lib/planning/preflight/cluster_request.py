@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workflow.lib.artifacts.preflight_record import Estimate
-from workflow.lib.model.architecture.model_shape import read_shape
+from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
@@ -29,6 +30,12 @@ PROGRAM_BYTES = 3 * 2**30
 LAUNCH_BYTES = 3 * 2**29
 # Reading, copying and writing a base and its original, at 200 MB/s from a busy shared disk.
 DISK_BYTES_PER_S = 200e6
+# Of a calibration: passes of its rows through a layer, and the held-out tokens that three models
+# see (`quantization.calibration_rows`).
+CALIBRATION_PASSES = 6
+MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
+# Rounding included. The CPU's was measured (2 cores, SmolLM2-135M); the GPU's is assumed.
+CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,33 @@ def quantizing(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     largest = shape.vocab_size * shape.hidden_size * 4
     weights = shape.quantized_weights + shape.plain_weights
     minutes = START_MIN + 4 * weights * shape.source_bytes / DISK_BYTES_PER_S / 60
-    return _allocation(PROGRAM_BYTES + 3 * largest, minutes)
+    host_bytes = PROGRAM_BYTES + 3 * largest
+    if run.quantize.method == "calibrated":
+        host_bytes += _calibration_bytes(run, shape)
+        minutes += _calibration_minutes(run, shape)
+    return _allocation(host_bytes, minutes)
+
+
+def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
+    """Hidden states of all rows before and after a layer; without a GPU a layer and the matrices of
+    its widest linear too, all in fp32.
+    """
+    rows = run.quantize.calibration_tokens + MEASURED_MODELS * MEASURED_TOKENS
+    hidden = 2 * 4 * rows * shape.hidden_size
+    if requested_processes(run.hardware)[0] == "cuda":
+        return hidden
+    layer = 4 * shape.quantized_weights // shape.num_layers
+    widest = max(linear.in_features for linear in shape.linears)
+    return hidden + 3 * layer + 4 * 4 * widest**2
+
+
+def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
+    """Forward passes: for each group of linears with one input, and for what is measured."""
+    cuda = requested_processes(run.hardware)[0] == "cuda"
+    tokens = CALIBRATION_PASSES * run.quantize.calibration_tokens
+    tokens += MEASURED_MODELS * MEASURED_TOKENS
+    flops = 2 * tokens * shape.quantized_weights
+    return flops / (CALIBRATION_FLOPS_GPU if cuda else CALIBRATION_FLOPS_CPU) / 60 * TIME_ROOM
 
 
 def _decide(run: RunConfig, model: str, manifest: str) -> tuple[Decision, Estimate]:
