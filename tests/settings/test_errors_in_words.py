@@ -38,7 +38,8 @@ def test_key_in_the_wrong_place_is_answered_with_its_section() -> None:
 
 def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
     assert message({"quantize": {"zzz": 1}}) == [
-        "quantize.zzz: there is no such key. Valid keys: block_size, double_quant."
+        "quantize.zzz: there is no such key. Valid keys: block_size, double_quant, method, "
+        "calibration_tokens, calibration_text."
     ]
 
 
