@@ -86,7 +86,10 @@ def _factor(correlation: torch.Tensor, damping: float) -> torch.Tensor | None:
     lower, failed = torch.linalg.cholesky_ex(damped)
     if failed:
         return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    del damped, diagonal  # of the widest linears each of these matrices takes gigabytes
+    inverse = torch.cholesky_inverse(lower)
+    del lower
+    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
     return None if failed or not upper.isfinite().all() else upper
 
 
