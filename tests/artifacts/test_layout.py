@@ -11,8 +11,9 @@ from workflow.lib.artifacts.layout import (
     UNRECORDED_SECTIONS,
     base_dir,
     base_key,
-    calibration_files,
     calibration_hash,
+    calibration_text,
+    calibration_tokens,
     checkpoint_dir,
     data_files,
     dataset_dir,
@@ -259,14 +260,14 @@ def test_stage_json_is_one_line_without_characters_that_yaml_would_wrap() -> Non
 def test_base_depends_on_tokens_only_if_they_calibrate() -> None:
     plain, other_rows = run_with("data", seq_len=61), run_with("data", seq_len=67)
     assert base_dir(plain) == base_dir(other_rows)
-    assert calibration_files(plain) == []
+    assert calibration_tokens(plain) == []
     calibrated = [
         RunConfig.model_validate({"data": {"seq_len": n}, "quantize": {"method": "calibrated"}})
         for n in (61, 67)
     ]
     assert len({base_dir(run) for run in (plain, *calibrated)}) == 3
     files = [f"{tokens_dir(calibrated[0])}/manifest.json", *token_arrays(calibrated[0])]
-    assert calibration_files(calibrated[0]) == files
+    assert calibration_tokens(calibrated[0]) == files
 
 
 def test_settings_of_a_calibration_change_no_base_without_one() -> None:
@@ -275,9 +276,9 @@ def test_settings_of_a_calibration_change_no_base_without_one() -> None:
 
 
 def test_text_that_calibrates_is_an_input() -> None:
-    settings = {"method": "calibrated", "calibration_text": "mine.txt"}
-    run = RunConfig.model_validate({"quantize": settings})
-    assert calibration_files(run)[-1] == "mine.txt"
+    for method, text in (("calibrated", "mine.txt"), ("absmax", None)):
+        settings = {"method": method, "calibration_text": "mine.txt"}
+        assert calibration_text(RunConfig.model_validate({"quantize": settings})) == text
 
 
 def test_runs_with_equal_data_and_base_share_tokens_and_base() -> None:

@@ -46,6 +46,8 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
     ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),
     ("rank", {"lora": {"r": 8}}, TRAINING),
+    ("tokens of no calibration", {"quantize": {"calibration_tokens": 4096}}, []),
+    ("calibration", {"quantize": {"method": "calibrated"}}, ["quantize_base", *TRAINING]),
     ("learning rate", {"train": {"learning_rate": 1e-3}}, TRAINING),
     (
         "what changes nothing",

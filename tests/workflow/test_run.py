@@ -16,7 +16,11 @@ from tests.support.workflow_project import (
     make_project,
     write_rows,
 )
+from workflow.lib.artifacts.layout import base_dir
+from workflow.lib.artifacts.quantization_record import Quantization
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.export.stock_models import load_adapter, load_base
+from workflow.lib.settings.config import load_config
 
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])
 ARTIFACTS = {
@@ -195,3 +199,15 @@ def test_merged_model_is_base_and_adapter_without_training_again(project: Projec
     # 0.65% of themselves (measured). The adapter moves them by 113%: a merge that loses or doubles
     # it, or one layer of it, is far outside.
     assert rms(merged - expected) < 0.03 * rms(before - expected)
+
+
+def test_calibrated_base_is_made_with_the_tokens_of_the_run(project: Project) -> None:
+    project.edit({"quantize": {"method": "calibrated", "calibration_tokens": 512}})
+    (run,) = load_config(project.settings)[1].values()
+    done = project.run(base_dir(run))
+    assert executed(done.output) == {"quantize_base": 1}
+    record = read_record(project.root / base_dir(run) / "quantization.json", Quantization)
+    assert record.calibration is not None
+    assert 256 <= record.calibration.tokens <= 512
+    assert len(record.calibration.heldout.tokens) > 1
+    assert project.plan(base_dir(run)) == {}

@@ -223,6 +223,11 @@ def task_files(run):
     return layout.local_files(folder, layout.TASK_PATTERNS)
 
 
+def calibration_text(run):
+    """The text that calibrates a base, which travels with the sources where no disk is shared."""
+    return [] if STORED else layout.calibration_text(run) or []
+
+
 def chat_template(run):
     """A chat template of one's own as input; none with an object store, where it travels with the sources."""
     return [] if STORED else run.data.chat_template or []

@@ -1,8 +1,9 @@
 rule quantize_base:
     input:
         model=lambda w: model_files(BY_BASE[w.base]),
-        # With absmax none: then a base does not wait for tokens.
-        calibration=lambda w: layout.calibration_files(BY_BASE[w.base]),
+        # With absmax neither: then a base does not wait for tokens.
+        tokens=lambda w: layout.calibration_tokens(BY_BASE[w.base]),
+        text=lambda w: calibration_text(BY_BASE[w.base]),
     output:
         directory("results/base/{base}"),
     log:
@@ -20,10 +21,16 @@ rule quantize_base:
         ),
     params:
         gpus=lambda w, resources: resources.get("gpu", 0),
-        config=lambda w: layout.stage_json("quantize_base", BY_BASE[w.base]),
+        config=lambda w: layout.recorded_json("quantize_base", BY_BASE[w.base]),
         model=lambda w, input: model_folder(BY_BASE[w.base], input.model),
-        tokens=lambda w: layout.tokens_dir(BY_BASE[w.base]),
+        # Where it is no input, its content is compared here.
+        text=lambda w: STORED and layout.calibration_text_hash(BY_BASE[w.base]),
+        tokens=lambda w, input: [
+            part
+            for file in input.tokens[:1]
+            for part in ("--tokens", subpath(file, parent=True))
+        ],
     shell:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.quantize_base --config {params.config:q}"
-        " --model {params.model:q} --tokens {params.tokens:q} --output {output:q} --log {log:q}"
+        " --model {params.model:q} {params.tokens:q} --output {output:q} --log {log:q}"

@@ -45,6 +45,8 @@ WITHOUT_EFFECT: dict[str, frozenset[str]] = {
 }
 # Of these, the ones that the prediction depends on.
 PREDICTED_KEYS = frozenset({"micro_batch_size", "activation_checkpointing", "keep_checkpoints"})
+# Keys of `quantize` that a calibration alone reads.
+CALIBRATION_KEYS = frozenset({"calibration_tokens", "calibration_text"})
 
 
 def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig:
@@ -53,11 +55,14 @@ def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig
 
     A default, not nothing: what was made before such a key existed stays up to date.
     """
+    without_effect = {name: keys - but for name, keys in WITHOUT_EFFECT.items()}
+    if run.quantize.method == "absmax":
+        without_effect["quantize"] = CALIBRATION_KEYS
     changed = {}
-    for name, keys in WITHOUT_EFFECT.items():
+    for name, keys in without_effect.items():
         section = getattr(run, name)
         defaults = type(section)()
-        update = {key: getattr(defaults, key) for key in keys - but}
+        update = {key: getattr(defaults, key) for key in keys}
         changed[name] = section.model_copy(update=update)
     return run.model_copy(update=changed)
 
@@ -91,12 +96,24 @@ def base_key(run: RunConfig) -> str:
     return short_hash([run.model.source, run.model.revision, settings, tokens_key(run)])
 
 
-def calibration_files(run: RunConfig) -> list[str]:
-    """Return the files that calibrate the base besides the model: none with absmax."""
+def calibration_tokens(run: RunConfig) -> list[str]:
+    """Return the files of the tokens that calibrate the base, the manifest first: none with
+    absmax.
+    """
     if run.quantize.method == "absmax":
         return []
-    text = run.quantize.calibration_text
-    return [f"{tokens_dir(run)}/{MANIFEST}", *token_arrays(run), *([] if text is None else [text])]
+    return [f"{tokens_dir(run)}/{MANIFEST}", *token_arrays(run)]
+
+
+def calibration_text_hash(run: RunConfig) -> str | None:
+    """Return the SHA-256 of the text that calibrates the base, if there is one."""
+    text = calibration_text(run)
+    return None if text is None else file_sha256(Path(text))
+
+
+def calibration_text(run: RunConfig) -> str | None:
+    """Return the text that calibrates the base; None with absmax, or if none is named."""
+    return None if run.quantize.method == "absmax" else run.quantize.calibration_text
 
 
 def model_dir(run: RunConfig) -> str:

@@ -30,8 +30,14 @@ def check_stored_paths(name: str, run: RunConfig, *, sent_from_here: bool) -> No
     if run.data.source is None:
         for path in dataset_paths(run):
             _check_stored("data", path, name)
-    measured = run.hardware.calibration
-    more = [("hardware.calibration", measured)] if measured else []
+    more = [
+        (key, path)
+        for key, path in (
+            ("hardware.calibration", run.hardware.calibration),
+            ("quantize.calibration_text", run.quantize.calibration_text),
+        )
+        if path
+    ]
     for key, path in [*_travellers(run, tasks=True), *more]:
         _check_traveller(key, path, name, sent_from_here=sent_from_here)
 
