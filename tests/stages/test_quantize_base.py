@@ -13,6 +13,7 @@ from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import file_sha256, read_json
 
 
@@ -67,7 +68,8 @@ def test_record_counts_what_was_quantized(folder: Path) -> None:
     assert record["quantized_parameters"] == 3 * per_layer
     index = read_json(folder / "base" / "model.safetensors.index.json")
     assert record["total_bytes"] == index["metadata"]["total_size"]
-    assert record["settings"] == {"block_size": 64, "double_quant": True}
+    assert record["settings"] == QuantizeConfig().model_dump(mode="json")
+    assert "calibration" not in record
 
 
 def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: Path) -> None:
