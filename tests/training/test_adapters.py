@@ -244,7 +244,7 @@ def test_merged_weights_are_those_that_peft_merges(
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=torch.float32)
-    theirs = load_adapter(original, run / "exported").merge_and_unload().state_dict()  # type: ignore[operator]
+    theirs = load_adapter(original, run / "exported").merge_and_unload().state_dict()
     with (
         CheckpointReader(folder / "original") as source,
         CheckpointReader(folder / "nf4") as nf4,

@@ -22,7 +22,7 @@ from typing import Any
 RESOURCES = Path(__file__).resolve().parent
 sys.path.insert(0, str(RESOURCES))
 
-from pydocs_builder import choices, corpus, harvest, near_duplicates, pairs, splits, topics  # noqa: E402
+from pydocs_builder import choices, corpus, harvest, near_duplicates, pairs, splits, topics  # noqa: E402  # noqa: E402
 
 LICENCE = (
     "Documentation of CPython, Copyright (c) Python Software Foundation, under the PSF License "

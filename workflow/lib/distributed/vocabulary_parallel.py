@@ -8,7 +8,7 @@ Megatron-LM (arXiv 1909.08053, section 3), applied to the rows of processes that
 All functions that communicate are collective over `group`, the processes that share the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -242,8 +242,8 @@ class ExchangedRows:
         table = self._embedding.weight
         assert isinstance(table, DTensor)
         if table.requires_grad:
-            rows: torch.Tensor = _TrainedRows.apply(table.to_local(), ids, self, local_range(table))  # type: ignore[no-untyped-call]
-            return rows
+            look_up: Callable[..., torch.Tensor] = _TrainedRows.apply
+            return look_up(table.to_local(), ids, self, local_range(table))
         return self.looked_up(local(table), ids, local_range(table))
 
     @torch.no_grad()

@@ -129,7 +129,8 @@ def _called(tuned: PeftModel) -> Model:
     """Return what is called for a forward. PEFT's wrapper would go past the hooks by which FSDP
     gathers weights.
     """
-    inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]  # PEFT declares any module
+    # PEFT declares any module
+    inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]
     return inner if is_sharded(inner) else tuned
 
 

@@ -85,8 +85,8 @@ def apply_rotary(
     cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
     """
     assert cos.shape[-1] == query.shape[-1], "a part of each head: the kernel would read past cos"
-    rotated: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(query, key, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Rotary.apply
+    return rotate(query, key, cos, sin)
 
 
 class _Rotary(torch.autograd.Function):

@@ -41,7 +41,8 @@ class FusedFeedForward(nn.Module):
         super().__init__()
         for name in LINEARS:
             setattr(self, name, original.get_submodule(name))
-        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = original.act_fn  # type: ignore[assignment]
+        act_fn: Any = original.act_fn
+        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = act_fn
         self._activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

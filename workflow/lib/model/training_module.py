@@ -103,7 +103,8 @@ class CausalLMForTraining(nn.Module):
             return inputs
         others = dict(inputs)
         ids = others.pop("input_ids")
-        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
+        embedding = causal_lm.get_input_embeddings()
         rows = self.rows_of(ids.flatten()) if rows is None else rows
         return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
 

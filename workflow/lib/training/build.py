@@ -45,7 +45,8 @@ class TrainingModel:
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""
-        config = self.training.peft_model.peft_config[ADAPTER].to_dict()  # type: ignore[union-attr, index]
+        peft_model: Any = self.training.peft_model
+        config = peft_model.peft_config[ADAPTER].to_dict()
         return {
             key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
             for key, value in config.items()

@@ -187,7 +187,8 @@ class _TorchAdamW:
         (group,) = self._adamw.param_groups
         group["lr"] = lr
         # what torch.amp.GradScaler tells a fused optimizer
-        self._adamw.found_inf = None if unless is None else unless.float()  # type: ignore[attr-defined]
+        found_inf = None if unless is None else unless.float()
+        self._adamw.found_inf = found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         self._count = count + 1
 

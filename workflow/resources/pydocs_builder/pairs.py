@@ -16,7 +16,8 @@ from .near_duplicates import normalised
 # Out of the questions: modules that PEP 594 and Python 3.12 remove; internals without readers
 UNASKED_MODULES = re.compile(
     r"(aifc|asynchat|asyncore|audioop|cgi|cgitb|chunk|crypt|imghdr|imp|mailcap|nntplib|pipes|smtpd"
-    r"|sndhdr|spwd|sunau|telnetlib|uu|xdrlib|pydoc|pickletools|pdb\.Pdb\.do_\w+|sre_\w+|multiprocessing\.popen_\w+"
+    r"|sndhdr|spwd|sunau|telnetlib|uu|xdrlib|pydoc|pickletools|pdb\.Pdb\.do_\w+|sre_\w+"
+    r"|multiprocessing\.popen_\w+"
     r"|xml\.dom\.expatbuilder|multiprocessing\.resource_\w+)(\.|$)"
 )
 CALL_SHARE = 0.4  # of objects with parameters: asked for the call rather than for the purpose

@@ -7,6 +7,7 @@ so preflight and training decide alike. Rules read from PEFT 0.21, `check_target
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError, setting_error
@@ -38,7 +39,7 @@ def _adapter_ranks(lora: LoraSettings, paths: list[str]) -> dict[str, int]:
     return {path: int(_by_pattern(lora.rank_pattern, path, lora.r)) for path in chosen}
 
 
-def adapter_scale(lora: Mapping[str, object], path: str) -> float:
+def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
     """Return the factor of B A of the linear at `path`: alpha / r, or alpha / sqrt(r) for
     rank-stabilized LoRA.
 
@@ -46,8 +47,8 @@ def adapter_scale(lora: Mapping[str, object], path: str) -> float:
     """
     patterns = {key: lora.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     assert all(isinstance(pattern, Mapping) for pattern in patterns.values())
-    rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])  # type: ignore[arg-type]
-    alpha = _by_pattern(patterns["alpha_pattern"], path, lora["lora_alpha"])  # type: ignore[arg-type]
+    rank = _by_pattern(patterns["rank_pattern"], path, lora["r"])
+    alpha = _by_pattern(patterns["alpha_pattern"], path, lora["lora_alpha"])
     return alpha / (rank**0.5 if lora["use_rslora"] else rank)
 
 

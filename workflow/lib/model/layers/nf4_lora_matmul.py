@@ -3,7 +3,7 @@
 A node keeps its input and the packed weight; it decodes the weight again in backward, and gives
 gradients to the input and to the adapter alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tens
     node.
     """
     weights = [weight for layer in layers for weight in layer.fused_weights()]
-    outputs: tuple[torch.Tensor, ...] = _NF4LoraMatMuls.apply(x, layers, *weights)  # type: ignore[no-untyped-call]
-    return outputs
+    multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply
+    return multiply(x, layers, *weights)
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):

@@ -27,8 +27,8 @@ def apply_two_nodes(
     and returns the value, in the placeholder's shape or as rows.
     """
     placeholder, *intermediates = gradient.apply(*args)
-    y: torch.Tensor = _Value.apply(placeholder, partial(value, *intermediates))  # type: ignore[no-untyped-call]
-    return y
+    make: Callable[..., torch.Tensor] = _Value.apply
+    return make(placeholder, partial(value, *intermediates))
 
 
 def first_outputs(
