@@ -158,6 +158,15 @@ def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Pa
     assert math.isclose(tokens, 1024, rel_tol=0.2)
 
 
+def test_more_tokens_than_there_are_are_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = TokenStore.open(folder / "tokens").num_rows
+    base = quantize(folder, tmp_path / "base", calibration_tokens=100_000)
+    assert f"and there are {rows}: all calibrate" in caplog.text
+    assert read_json(base / "quantization.json")["calibration"]["tokens"] < 100_000
+
+
 def bad_text(folder: Path, content: bytes) -> dict[str, Any]:
     (folder / "text.txt").write_bytes(content)
     return {"calibration_text": str(folder / "text.txt")}

@@ -1,5 +1,6 @@
 """The tokens that calibrate: rows of the run's training tokens, and of a text of the user's own."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.quantization.layer_stream import Batch
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error
+
+logger = logging.getLogger("workflow")
 
 SEED = 0  # of the rows and documents that are drawn
 BATCH_TOKENS = 8192  # that go through a layer at once
@@ -38,7 +41,16 @@ def calibration_batches(
 def _training_batches(store: TokenStore, *, tokens: int, device: torch.device) -> list[Batch]:
     if not store.num_rows:
         raise UserError("calibration: the tokens hold no training row. Set quantize.method: absmax")
-    count = min(store.num_rows, max(1, round(tokens / store.seq_len)))
+    wanted = max(1, round(tokens / store.seq_len))
+    count = min(store.num_rows, wanted)
+    if count < wanted:
+        logger.warning(
+            "quantize.calibration_tokens asks for %d rows of %d tokens, and there are %d: all "
+            "calibrate",
+            wanted,
+            store.seq_len,
+            count,
+        )
     drawn = np.random.default_rng(SEED).choice(store.num_rows, size=count, replace=False)
     rows = sorted(drawn.tolist())
     batches = _batches(store.input_ids[rows], store.position_ids[rows], device)
