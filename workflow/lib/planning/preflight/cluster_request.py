@@ -34,8 +34,8 @@ DISK_BYTES_PER_S = 200e6
 # see (`quantization.calibration_rows`).
 CALIBRATION_PASSES = 6
 MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
-# Rounding included. The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, AMD
-# EPYC, torch 2.13, 2026-11-23); the GPU's is assumed.
+# Rounding included. The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
+# Xeon, torch 2.13, 2026-11-23); the GPU's is assumed.
 CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
 
 
