@@ -70,16 +70,17 @@ def test_float16_with_a_scaled_loss_trains_like_float32(
     torch.testing.assert_close(half["gradients"][0], exact["gradients"][0], rtol=2e-2, atol=1e-2)
 
 
-def test_varlen_attention_equals_eager_on_packed_rows(base: Path, two_gpus: int) -> None:
+@pytest.mark.parametrize("attention", ["varlen", "flex"])
+def test_packed_attention_equals_eager(base: Path, two_gpus: int, attention: str) -> None:
     """Losses and gradients over two GPUs, two rows a micro-batch, one to four documents a row."""
     planned = plan(processes=2, micro_batch_size=2, device="cuda")
-    flash, eager = (
-        run_distributed(ours, base, settings(), planned, torch.bfloat16, attention, world_size=2)[0]
-        for attention in ("varlen", "eager")
+    packed, eager = (
+        run_distributed(ours, base, settings(), planned, torch.bfloat16, name, world_size=2)[0]
+        for name in (attention, "eager")
     )
     tolerance = TOLERANCE[torch.bfloat16]
-    torch.testing.assert_close(flash["losses"], eager["losses"], **tolerance)
-    torch.testing.assert_close(flash["gradients"][0], eager["gradients"][0], **tolerance)
+    torch.testing.assert_close(packed["losses"], eager["losses"], **tolerance)
+    torch.testing.assert_close(packed["gradients"][0], eager["gradients"][0], **tolerance)
 
 
 LENGTHS = (11, 17, 23, 13)  # of the documents in each of two rows
@@ -93,7 +94,8 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     from workflow.lib.model.backends import FLASH_AVAILABLE
     from workflow.lib.training.build import Numerics, build_training_model
 
-    names = ["sdpa", "eager"] + ["varlen"] * (device == "cuda")
+    names = ["sdpa", "eager"]
+    names += ["varlen", "flex"] if device == "cuda" else []
     names += [n for n, available in FLASH_AVAILABLE.items() if device == "cuda" and available()]
     positions = torch.cat([torch.arange(n) for n in LENGTHS] * 2).view(2, -1).to(device)
     ids = torch.randint(0, VOCAB, positions.shape, generator=torch.Generator().manual_seed(0))
@@ -122,7 +124,7 @@ def test_change_in_one_packed_document_reaches_no_other(base: Path, two_gpus: in
     """
     (found,) = run_distributed(differences_by_document, base, world_size=1)
     print(found)
-    assert {"sdpa", "eager", "varlen"} <= found.keys()
+    assert {"sdpa", "eager", "varlen", "flex"} <= found.keys()
     for name, moved in found.items():
         changed = moved.pop(1)
         assert changed > 0.1, name

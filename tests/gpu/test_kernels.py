@@ -3,6 +3,7 @@ packed documents.
 """
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from tests.support.kernel_cases import ACTIVATIONS, SHAPES, act_and_mul_results, decoded, rotations
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.flex_attention import all_scores, flex_arguments, flex_attention
+from workflow.lib.model.layers.flex_masks import MaskKind, first_keys
 from workflow.lib.model.layers.packed_attention import varlen_attention
 
 pytestmark = pytest.mark.gpu
@@ -80,5 +83,42 @@ def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
     inputs = [*given.values()]
     gradients, exact = (
         torch.autograd.grad((y.float() * weights).sum(), inputs) for y in (output, expected)
+    )
+    torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)
+
+
+FLEX = {
+    "soft-capped": {"softcap": 2.0},
+    "sinks, window": {"s_aux": torch.tensor([0.5, -1.0, 3.0, 0.0, 1.0, 2.0]), "sliding_window": 50},
+    "narrow values": {"value_width": 32},
+}
+
+
+@pytest.mark.parametrize("case", FLEX)
+def test_flex_attention_equals_all_scores(case: str) -> None:
+    """Output and gradients against fp32, of rows that are no multiple of a block."""
+    told: dict[str, Any] = {k: v.cuda() if k == "s_aux" else v for k, v in FLEX[case].items()}
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(6, 64), (3, 64), (3, told.pop("value_width", 64))]
+    given = [
+        torch.randn(2, heads, 301, width, generator=draw)
+        .to("cuda", torch.bfloat16)
+        .requires_grad_()
+        for heads, width in sizes
+    ]
+    lengths = [[301], [128, 1, 99, 73]]
+    rows = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).cuda()
+    output, _ = flex_attention(nn.Module(), *given, None, **flex_arguments(rows), **told)
+    expected = all_scores(
+        *(x.float() for x in given),
+        first_keys(rows, MaskKind(told.get("sliding_window"))),
+        scale=64**-0.5,
+        softcap=told.get("softcap"),
+        sinks=told.get("s_aux"),
+    )
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
+    weights = torch.randn(output.shape, generator=draw).cuda()
+    gradients, exact = (
+        torch.autograd.grad((y.float() * weights).sum(), given) for y in (output, expected)
     )
     torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)

@@ -31,11 +31,11 @@ from workflow.lib.export.adapter_files import (
 )
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
     choose_device,
     resolve_attention,
     resolve_dtype,
-    softcaps_attention,
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
@@ -91,8 +91,8 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
         attention=resolve_attention(
             config.model.attention,
             device,
+            read_attention_needs(args.base),
             compute_dtype=dtype,
-            softcapped=softcaps_attention(args.base),
         ),
     )
     model = load_adapter(base, adapter)

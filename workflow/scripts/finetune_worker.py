@@ -27,11 +27,10 @@ from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pu
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
-    attention_dropout,
     resolve_dtype,
     resolve_training_attention,
-    softcaps_attention,
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.settings.train import ModelConfig
@@ -113,14 +112,12 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
 def resolve_numerics(base: Path, settings: ModelConfig, world: World) -> Numerics:
     """Return the type and the attention that the settings mean on this device."""
     dtype = resolve_dtype(settings.compute_dtype, world.device)
+    needs = read_attention_needs(base)
     attention = resolve_training_attention(
-        settings.attention,
-        world.device,
-        compute_dtype=dtype,
-        softcapped=softcaps_attention(base),
-        dropout=attention_dropout(base),
+        settings.attention, world.device, needs, compute_dtype=dtype
     )
-    return Numerics(dtype, attention)
+    logger.info("attention: %s (%s)", attention.name, attention.reason)
+    return Numerics(dtype, attention.name)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.compute_choice import AttentionNeeds, automatic_attention
 from workflow.lib.system.errors import UserError
 
+NOTHING, SOFTCAP = AttentionNeeds(), AttentionNeeds(softcap=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -27,9 +29,9 @@ def resolved(
     device: torch.device = GPU,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    softcapped: bool = False,
+    needs: AttentionNeeds = NOTHING,
 ) -> str:
-    return resolve_training_attention(name, device, compute_dtype=dtype, softcapped=softcapped)
+    return resolve_training_attention(name, device, needs, compute_dtype=dtype).name
 
 
 def test_auto_on_a_cpu_is_sdpa() -> None:
@@ -44,35 +46,71 @@ def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
     assert resolved("auto", dtype=torch.float32) == "sdpa"
 
 
-def test_auto_never_drops_the_soft_capping_of_scores() -> None:
-    assert resolved("auto", CPU, dtype=torch.float32, softcapped=True) == "eager"
+@pytest.mark.parametrize("needs", [SOFTCAP, AttentionNeeds(sinks=True)])
+def test_auto_never_drops_soft_capping_or_sinks(needs: AttentionNeeds) -> None:
+    assert resolved("auto", CPU, dtype=torch.float32, needs=needs) == "eager"
+    assert resolved("auto", dtype=torch.float32, needs=needs) == "eager"
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "softcapped", "reason"),
+    ("needs", "reason"),
     [
-        (CPU, torch.bfloat16, False, "it needs a GPU, and this runs on cpu"),
-        (GPU, torch.float32, False, "it computes in 16 bits, and compute_dtype is float32"),
-        (GPU, torch.bfloat16, True, "it cannot soft-cap attention scores"),
+        (SOFTCAP, "it cannot soft-cap attention scores, as this model does"),
+        (AttentionNeeds(sinks=True), "it has no attention sinks, as this model has"),
+        (AttentionNeeds(chunks=True), "it has no chunks, as this model's attention has"),
+        (
+            AttentionNeeds(head_dim=192),
+            "it wants values as wide as keys, and this model's are 128 and 192",
+        ),
+    ],
+)
+def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
+    needs: AttentionNeeds, reason: str
+) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    choice = automatic_attention(needs, **on, flash_package=False, training=True)
+    assert choice == ("flex", f"not varlen: {reason}")
+    with pytest.raises(UserError, match=f"'varlen': {reason}"):
+        resolved("varlen", needs=needs)
+
+
+@pytest.mark.parametrize(
+    "needs", [AttentionNeeds(dropout=0.1), AttentionNeeds(head_dim=512, value_dim=512)]
+)
+def test_auto_is_sdpa_for_what_no_packed_attention_can_do(needs: AttentionNeeds) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    choice = automatic_attention(needs, **on, flash_package=False, training=True)
+    assert choice.name == "sdpa"
+    for name in ("varlen", "flex"):
+        with pytest.raises(UserError, match=f"'{name}'.*{needs.dropout or needs.head_dim:g}"):
+            resolved(name, needs=needs)
+
+
+def test_flash_packages_are_not_chosen_for_sinks() -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16", "flash_package": True}
+    assert automatic_attention(SOFTCAP, **on, training=True).name == "flash_attention_2"
+    assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
+    assert automatic_attention(AttentionNeeds(sinks=True), **on, training=False).name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        (CPU, torch.bfloat16, "it needs a GPU, and this runs on cpu"),
+        (GPU, torch.float32, "it computes in 16 bits, and compute_dtype is float32"),
     ],
 )
 def test_varlen_where_it_cannot_run_is_refused(
-    device: torch.device, dtype: torch.dtype, softcapped: bool, reason: str
+    device: torch.device, dtype: torch.dtype, reason: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"model\.attention = 'varlen': {reason}.*Set it to auto"):
-        resolved("varlen", device, dtype=dtype, softcapped=softcapped)
+    with pytest.raises(UserError, match=f"model.attention = 'varlen': {reason}"):
+        resolved("varlen", device, dtype=dtype)
 
 
-def test_a_model_with_attention_dropout_keeps_it() -> None:
-    settings = {"compute_dtype": torch.bfloat16, "softcapped": False, "dropout": 0.1}
-    assert resolve_training_attention("auto", GPU, **settings) != "varlen"
-    with pytest.raises(UserError, match=r"attention_dropout is 0\.1.*Set it to auto"):
-        resolve_training_attention("varlen", GPU, **settings)
-
-
-def test_sdpa_for_a_soft_capped_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.attention = 'sdpa': it ignores the soft-capping"):
-        resolved("sdpa", softcapped=True)
+@pytest.mark.parametrize("needs", [SOFTCAP, AttentionNeeds(sinks=True)])
+def test_sdpa_for_what_it_ignores_is_refused(needs: AttentionNeeds) -> None:
+    with pytest.raises(UserError, match="it ignores the"):
+        resolved("sdpa", needs=needs)
 
 
 def test_document_bounds_of_two_rows_with_three_documents() -> None:
@@ -115,7 +153,7 @@ def test_varlen_refuses_whatever_it_would_leave_out(arguments: dict[str, Any], n
     assert str(caught.value) == (
         f"model.attention = 'varlen': Linear asks its attention for {named}, which varlen cannot "
         "do, and the model would be "
-        "trained without. Set it to eager."
+        "trained without. Set it to flex."
     )
 
 

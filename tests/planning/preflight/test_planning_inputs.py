@@ -3,6 +3,7 @@ what lies on the host.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,14 @@ from hypothesis import strategies as st
 
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.preflight_examples import GPU_24, cpu_machine, machine, setup
+from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
+from workflow.lib.model.architecture.model_shape import shape_of_config
+from workflow.lib.model.architecture.shipped_shapes import known_config
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
     attention_kind,
+    attention_needs,
     compute_dtype,
     divisors,
     make_setup,
@@ -23,6 +28,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
     shard_size,
 )
 from workflow.lib.settings.config import HardwareConfig
+from workflow.lib.system.compute_choice import AttentionNeeds
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.units import GIB
 
@@ -61,6 +67,7 @@ def test_bfloat16_on_gpus_without_it_is_refused() -> None:
         ("auto", "cuda", True, "flash"),
         ("auto", "cuda", False, "flash"),
         ("varlen", "cuda", False, "flash"),
+        ("flex", "cuda", False, "flash"),
         ("auto", "cpu", True, "sdpa"),
         ("sdpa", "cuda", True, "sdpa"),
         ("eager", "cuda", True, "eager"),
@@ -72,18 +79,30 @@ def test_attention_is_what_the_engine_will_use(
 ) -> None:
     model = run_config(model={"attention": setting}).model
     on = replace(machine(device=device), flash_attention=installed)
-    assert attention_kind(model, on, softcapped=False) == kind
+    assert attention_kind(model, on, AttentionNeeds()) == kind
 
 
-@pytest.mark.parametrize(("installed", "kind"), [(True, "flash"), (False, "eager")])
-def test_soft_capped_scores_need_the_package_or_eager(installed: bool, kind: str) -> None:
-    on = replace(machine(), flash_attention=installed)
-    assert attention_kind(run_config().model, on, softcapped=True) == kind
+@pytest.mark.parametrize(
+    ("on", "kind"),
+    [
+        (machine(), "flash"),
+        (replace(machine(), flash_attention=False), "flash"),
+        (machine(device="cpu"), "eager"),
+    ],
+)
+def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> None:
+    assert attention_kind(run_config().model, on, AttentionNeeds(softcap=True)) == kind
+
+
+def test_needs_of_a_model_are_those_of_its_config() -> None:
+    config = known_config("gemma-2-27b")
+    assert config is not None
+    assert attention_needs(shape_of_config(config, origin=Path("x"))) == config_needs(config)
 
 
 def test_flash_needs_a_half_type() -> None:
     model = run_config(model={"compute_dtype": "float32"}).model
-    assert attention_kind(model, machine(), softcapped=False) == "sdpa"
+    assert attention_kind(model, machine(), AttentionNeeds()) == "sdpa"
 
 
 @pytest.mark.parametrize(

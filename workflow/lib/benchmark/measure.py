@@ -31,11 +31,10 @@ from workflow.lib.benchmark.profiling import profiled
 from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
-    attention_dropout,
     resolve_dtype,
     resolve_training_attention,
-    softcaps_attention,
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
@@ -247,10 +246,9 @@ def _load(
     seen.attention = resolve_training_attention(
         config.model.attention,
         world.device,
+        read_attention_needs(base),
         compute_dtype=dtype,
-        softcapped=softcaps_attention(base),
-        dropout=attention_dropout(base),
-    )
+    ).name
     began = time.monotonic()
     model = build_training_model(
         base, config, job.plan, world, numerics=Numerics(dtype, seen.attention)

@@ -23,7 +23,8 @@ from workflow.lib.evaluation.measurement_cache import content_key
 from workflow.lib.evaluation.questions import Model, Subject
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.backends import resolve_attention, resolve_dtype, softcaps_attention
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
+from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.system.files import package_versions
 
@@ -39,7 +40,7 @@ def load_options(base: Path, *, device: torch.device, settings: ModelConfig) -> 
     """
     dtype = resolve_dtype(settings.compute_dtype, device)
     attention = resolve_attention(
-        settings.attention, device, compute_dtype=dtype, softcapped=softcaps_attention(base)
+        settings.attention, device, read_attention_needs(base), compute_dtype=dtype
     )
     return {"device": device, "compute_dtype": dtype, "attention": attention}
 

@@ -2,44 +2,44 @@
 
 Preflight, training and evaluation ask here, so that they decide alike."""
 
-from pathlib import Path
-
 import torch
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from workflow.lib.system.compute_choice import FLASH, VARLEN, automatic_attention, choose_dtype
+from workflow.lib.system.compute_choice import (
+    FLASH,
+    FLEX,
+    VARLEN,
+    AttentionChoice,
+    AttentionNeeds,
+    automatic_attention,
+    choose_dtype,
+)
 from workflow.lib.system.errors import setting_error
-from workflow.lib.system.files import read_json
 
 
 def resolve_training_attention(
-    name: str,
-    device: torch.device,
-    *,
-    compute_dtype: torch.dtype,
-    softcapped: bool,
-    dropout: float = 0.0,
-) -> str:
-    """Return the implementation that `model.attention` means for training.
+    name: str, device: torch.device, needs: AttentionNeeds, *, compute_dtype: torch.dtype
+) -> AttentionChoice:
+    """Return the implementation that `model.attention` means for training, and why.
 
-    softcapped: whether the model soft-caps its attention scores (Gemma 2); dropout: that of its
-    attention weights. `auto` is flash_attention_2 where its package is, else varlen on a GPU in 16
-    bits, else sdpa (eager for soft-capped scores). Raises `UserError` if an implementation asked
-    for by name cannot run.
+    needs: of the model (`attention_needs`). Raises `UserError` if an implementation asked for by
+    name cannot run.
     """
-    if name == VARLEN:
-        if lack := _varlen_lack(device, compute_dtype, softcapped, dropout):
-            raise setting_error("model.attention", name, lack, "Set it to auto")
-        return VARLEN
     if name == "auto":
-        return _automatic(
-            device, compute_dtype, softcapped=softcapped, training=True, dropout=dropout
+        return _automatic(device, compute_dtype, needs, training=True)
+    reason = "model.attention asks for it"
+    if name not in (VARLEN, FLEX):
+        return AttentionChoice(
+            resolve_attention(name, device, needs, compute_dtype=compute_dtype), reason
         )
-    return resolve_attention(name, device, compute_dtype=compute_dtype, softcapped=softcapped)
+    lack = _varlen_lack(device, compute_dtype, needs) if name == VARLEN else needs.flex_lack()
+    if lack is not None:
+        raise setting_error("model.attention", name, lack, "Set it to auto")
+    return AttentionChoice(name, reason)
 
 
 def _varlen_lack(
-    device: torch.device, compute_dtype: torch.dtype, softcapped: bool, dropout: float
+    device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds
 ) -> str | None:
     if device.type != "cuda":
         return f"it needs a GPU, and this runs on {device.type}"
@@ -47,13 +47,10 @@ def _varlen_lack(
         return "it computes in 16 bits, and compute_dtype is float32"
     if not has_bfloat16(device):
         return "it needs a GPU of compute capability 8.0 or more"
-    if dropout > 0:
-        return (
-            f"it cannot drop attention weights, and this model's attention_dropout is {dropout:g}"
-        )
-    return "it cannot soft-cap attention scores, as this model does" if softcapped else None
+    return needs.varlen_lack()
 
 
+NO_NEEDS = AttentionNeeds()
 FLASH_AVAILABLE = {
     FLASH: is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
@@ -88,44 +85,41 @@ def has_bfloat16(device: torch.device) -> bool:
 def resolve_attention(
     name: str,
     device: torch.device,
+    needs: AttentionNeeds = NO_NEEDS,
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
-    softcapped: bool = False,
 ) -> str:
     """Return the attention implementation that `model.attention` means for a stock model.
 
-    `auto` (and `varlen`, which is for training) is flash_attention_2 where a GPU, the package and a
-    16-bit `compute_dtype` are there, else sdpa; a model with soft-capped scores gets eager instead
-    of sdpa. Raises `UserError` if an implementation asked for by name cannot run.
+    varlen and flex are for training: for them it is what `auto` means here. Raises `UserError` if
+    an implementation asked for by name cannot run.
     """
-    if name in ("auto", VARLEN):
-        return _automatic(device, compute_dtype, softcapped=softcapped, training=False)
+    if name in ("auto", VARLEN, FLEX):
+        return _automatic(device, compute_dtype, needs, training=False).name
     lack = _flash_lack(name, device, compute_dtype)
-    if name == "sdpa" and softcapped:
+    if name in FLASH_AVAILABLE:
+        lack = lack or needs.sinks_or_chunks()
+    if name == "sdpa" and needs.softcap:
         lack = "it ignores the soft-capping of attention scores that this model has"
+    if name == "sdpa" and needs.sinks:
+        lack = "it ignores the attention sinks that this model has"
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto or eager")
     return name
 
 
 def _automatic(
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    *,
-    softcapped: bool,
-    training: bool,
-    dropout: float = 0.0,
-) -> str:
+    device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds, *, training: bool
+) -> AttentionChoice:
     """What `auto` means on this device, with the packages that are installed."""
     cuda = device.type == "cuda"
     return automatic_attention(
+        needs,
         cuda=cuda,
         bfloat16=has_bfloat16(device),
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         flash_package=cuda and FLASH_AVAILABLE[FLASH](),
-        softcapped=softcapped,
         training=training,
-        dropout=dropout,
     )
 
 
@@ -142,15 +136,3 @@ def _flash_lack(name: str, device: torch.device, compute_dtype: torch.dtype) -> 
     if not has_bfloat16(device):
         return "it needs a GPU of compute capability 8.0 or more"
     return None if FLASH_AVAILABLE[name]() else "its package is not installed"
-
-
-def softcaps_attention(folder: Path) -> bool:
-    """Tell whether the model in `folder` soft-caps its attention scores (Gemma 2), which sdpa would
-    ignore.
-    """
-    return read_json(folder / "config.json").get("attn_logit_softcapping") is not None
-
-
-def attention_dropout(folder: Path) -> float:
-    """Return the share of attention weights that the model in `folder` drops in training."""
-    return float(read_json(folder / "config.json").get("attention_dropout") or 0.0)

@@ -13,10 +13,12 @@ from transformers import PretrainedConfig
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.host_embedding import embed_rows
+from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import MasterRows
+from workflow.lib.system.compute_choice import FLEX
 
 
 class CausalLMForTraining(nn.Module):
@@ -118,8 +120,10 @@ def _decoder_inputs(
     """Return what a decoder is called with. No attention mask: one of ones would switch off the
     document boundaries.
     """
-    flash: dict[str, Any] = {}
+    documents: dict[str, Any] = {}
+    if config._attn_implementation == FLEX:
+        documents = flex_arguments(position_ids)
     if config._attn_implementation in FLATTENED:
-        flash = flash_arguments(*(bounds or document_bounds(position_ids)))
+        documents = flash_arguments(*(bounds or document_bounds(position_ids)))
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | flash
+    return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | documents

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.backends import softcaps_attention
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.nf4_model import (
     allocate_,
@@ -157,4 +157,5 @@ class LayerStream:
 
 def attention_of(folder: Path) -> str:
     """Return the attention that masks packed documents and computes what the family means by it."""
-    return "eager" if softcaps_attention(folder) else "sdpa"
+    needs = read_attention_needs(folder)
+    return "eager" if needs.softcap or needs.sinks else "sdpa"

@@ -4,9 +4,65 @@ Preflight decides here for a machine that may not be at hand, training and evalu
 that they run on (`model.backends`).
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from workflow.lib.system.errors import setting_error
 
-FLASH, VARLEN = "flash_attention_2", "varlen"
+FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
+WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a model's attention does besides order, documents and sliding windows."""
+
+    softcap: bool = False
+    """It soft-caps its scores (Gemma 2)."""
+    sinks: bool = False
+    """A learned score of each head takes its share of the weights (gpt-oss)."""
+    chunks: bool = False
+    """Some layers see no further than their chunk of a document (Llama 4)."""
+    head_dim: int = 128
+    """The widest of its queries and keys."""
+    value_dim: int = 128
+    dropout: float = 0.0
+    """Share of attention weights that training drops."""
+
+    def varlen_lack(self) -> str | None:
+        """Return what varlen cannot do of it; None for nothing."""
+        if self.softcap:
+            return "it cannot soft-cap attention scores, as this model does"
+        if self.value_dim != self.head_dim:
+            return (
+                f"it wants values as wide as keys, and this model's are {self.value_dim} and "
+                f"{self.head_dim}"
+            )
+        return self.sinks_or_chunks() or self.flex_lack()
+
+    def sinks_or_chunks(self) -> str | None:
+        """Return which of them it has, as what an implementation cannot do; None for neither."""
+        if self.sinks:
+            return "it has no attention sinks, as this model has"
+        return "it has no chunks, as this model's attention has" if self.chunks else None
+
+    def flex_lack(self) -> str | None:
+        """Return what flex cannot do of it; None for nothing."""
+        if self.dropout > 0:
+            return (
+                "it cannot drop attention weights, and this model's attention_dropout is "
+                f"{self.dropout:g}"
+            )
+        if self.head_dim > WIDEST_HEAD:
+            return f"its heads are {WIDEST_HEAD} wide at most, and this model's {self.head_dim}"
+        return None
+
+
+class AttentionChoice(NamedTuple):
+    """An implementation, and why it is this one."""
+
+    name: str
+    reason: str
 
 
 def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
@@ -32,25 +88,30 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
 
 
 def automatic_attention(
+    needs: AttentionNeeds,
     *,
     cuda: bool,
     bfloat16: bool,
     compute_dtype: str,
     flash_package: bool,
-    softcapped: bool,
     training: bool,
-    dropout: float = 0.0,
-) -> str:
+) -> AttentionChoice:
     """Return the implementation that `model.attention: auto` means.
 
-    It is flash_attention_2 where its package is, else for training varlen, both on a GPU of compute
-    capability 8.0 (`bfloat16`) in 16 bits; else sdpa. softcapped: the model soft-caps its attention
-    scores (Gemma 2), which varlen and sdpa cannot: eager. dropout: of attention weights, which
-    varlen cannot.
+    On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
+    package is, else for training varlen, and flex for what these cannot do. Else it is what stock
+    Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores.
     """
     if cuda and bfloat16 and compute_dtype != "float32":
-        if flash_package:
-            return FLASH
-        if training and not softcapped and dropout == 0:
-            return VARLEN
-    return "eager" if softcapped else "sdpa"
+        # Transformers hands it the cap, and pads narrow values.
+        if flash_package and needs.sinks_or_chunks() is None:
+            return AttentionChoice(FLASH, "its package is installed")
+        if training:
+            lack = needs.varlen_lack()
+            if lack is None:
+                return AttentionChoice(VARLEN, "the fastest that this model can have here")
+            if needs.flex_lack() is None:
+                return AttentionChoice(FLEX, f"not varlen: {lack}")
+    if needs.softcap or needs.sinks:
+        return AttentionChoice("eager", "sdpa has no soft-capped scores and no attention sinks")
+    return AttentionChoice("sdpa", "the fastest of stock Transformers here")

@@ -9,7 +9,6 @@ modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built in
 """
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from workflow.lib.system.compute_choice import FLASH, VARLEN
-from workflow.lib.system.errors import setting_error
+from workflow.lib.model.layers.attention_arguments import mask_kind, refuse_others
+from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
-
-# What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about
-# caches and outputs.
-WITHOUT_EFFECT = frozenset(
-    {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "output_attentions"}
-)
 
 # torch 2.11 takes fewer key than query heads as they come, newer releases want to be told.
 GROUPED_HEADS: dict[str, Any] = (
@@ -79,7 +72,9 @@ def varlen_attention(
     """
     assert not dropout, "resolve_training_attention refuses attention dropout"
     bidirectional = True if is_causal is False else None
-    _refuse(module, others | {"attention_mask": attention_mask, "is_causal": bidirectional})
+    others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
+    others["chunked attention"] = mask_kind(module, sliding_window).chunk
+    refuse_others(module, others, implementation=VARLEN, instead=FLEX)
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
@@ -101,20 +96,6 @@ def varlen_attention(
         )
     assert isinstance(output, torch.Tensor)
     return output[None], None
-
-
-def _refuse(module: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Raise `UserError` if one of the arguments is given that varlen has no way to follow."""
-    given = {name for name, value in arguments.items() if value is not None}
-    unknown = given - WITHOUT_EFFECT
-    if unknown:
-        raise setting_error(
-            "model.attention",
-            VARLEN,
-            f"{type(module).__name__} asks its attention for {', '.join(sorted(unknown))}, which "
-            "varlen cannot do, and the model would be trained without",
-            "Set it to eager",
-        )
 
 
 def _equal_lengths_attention(

@@ -13,7 +13,13 @@ from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.setup import Attention, Setup
 from workflow.lib.planning.preflight.budget import CPU_PROCESS_BYTES
 from workflow.lib.settings.config import ModelConfig, RunConfig
-from workflow.lib.system.compute_choice import VARLEN, automatic_attention, choose_dtype
+from workflow.lib.system.compute_choice import (
+    FLEX,
+    VARLEN,
+    AttentionNeeds,
+    automatic_attention,
+    choose_dtype,
+)
 from workflow.lib.system.errors import setting_error
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # of all families that `model_shape` knows
@@ -84,21 +90,31 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
     )
 
 
-def attention_kind(model: ModelConfig, machine: Machine, *, softcapped: bool) -> Attention:
-    """Return how the attention that training will choose uses memory."""
+def attention_kind(model: ModelConfig, machine: Machine, needs: AttentionNeeds) -> Attention:
+    """Return how the attention that training will choose uses memory.
+
+    needs: of the model (`attention_needs`).
+    """
     name: str = model.attention
     if name == "auto":
         name = automatic_attention(
+            needs,
             cuda=machine.device == "cuda",
             bfloat16=machine.bfloat16,
             compute_dtype=compute_dtype(model, machine),
             flash_package=machine.flash_attention,
-            softcapped=softcapped,
             training=True,
-        )
-    if name == VARLEN or name.startswith("flash"):
+        ).name
+    if name in (VARLEN, FLEX) or name.startswith("flash"):
         return "flash"
     return "eager" if name == "eager" else "sdpa"
+
+
+def attention_needs(shape: ModelShape) -> AttentionNeeds:
+    """Return what a model asks of its attention, as far as its shape tells."""
+    return AttentionNeeds(
+        softcap=shape.attention_softcap, head_dim=shape.head_dim, value_dim=shape.head_dim
+    )
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
@@ -142,7 +158,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,
         compute_bytes=4 if dtype == "float32" else 2,
-        attention=attention_kind(run.model, machine, softcapped=shape.attention_softcap),
+        attention=attention_kind(run.model, machine, attention_needs(shape)),
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(

@@ -1,0 +1,41 @@
+"""What families ask of their attention, from the config.json that Transformers writes for them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3Config,
+    GptOssConfig,
+    Llama4Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
+from workflow.lib.system.compute_choice import AttentionNeeds
+
+NEEDS = [
+    (LlamaConfig(hidden_size=96, num_attention_heads=2), AttentionNeeds(head_dim=48, value_dim=48)),
+    (Qwen3Config(attention_dropout=0.1), AttentionNeeds(dropout=0.1)),
+    (Gemma2Config(), AttentionNeeds(softcap=True, head_dim=256, value_dim=256)),
+    (Gemma3Config(), AttentionNeeds(head_dim=256, value_dim=256)),
+    (GptOssConfig(), AttentionNeeds(sinks=True, head_dim=64, value_dim=64)),
+    (Llama4Config(), AttentionNeeds(chunks=True)),
+    (DeepseekV3Config(), AttentionNeeds(head_dim=192, value_dim=128)),
+]
+
+
+@pytest.mark.parametrize(("config", "needs"), NEEDS)
+def test_needs_of_a_family(config: PreTrainedConfig, needs: AttentionNeeds, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    assert read_attention_needs(tmp_path) == needs
+
+
+@pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"kv_lora_rank": 512}])
+def test_config_that_says_little_is_read(config: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not read_attention_needs(tmp_path).softcap

@@ -1,0 +1,56 @@
+"""What a model asks of its attention, from its config.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.compute_choice import AttentionNeeds
+from workflow.lib.system.files import read_json
+
+# Families whose layers hand their attention function sinks (`s_aux` in Transformers 5.23). Of a
+# family that is missing here, varlen and flex say so when it does.
+WITH_SINKS = frozenset(
+    {
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "mimo_v2_flash",
+        "openai_privacy_filter",
+    }
+)
+
+
+def read_attention_needs(folder: Path) -> AttentionNeeds:
+    """Return what the model in `folder` asks of its attention."""
+    return attention_needs(read_json(folder / "config.json"))
+
+
+def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
+    """Return what the model of a config.json, or of its text part, asks of its attention."""
+    config = config.get("text_config") or config
+    kinds = config.get("layer_types") or ()
+    head_dim, value_dim = _widths(config)
+    return AttentionNeeds(
+        softcap=config.get("attn_logit_softcapping") is not None,
+        sinks=config.get("model_type") in WITH_SINKS,
+        chunks="chunked_attention" in kinds or config.get("model_type") == "llama4_text",
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dropout=float(config.get("attention_dropout") or 0.0),
+    )
+
+
+def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the widest of queries and keys, and the width of values.
+
+    Latent attention has keys of two parts, one of them rotated (DeepSeek-V2, arXiv 2405.04434,
+    sec. 2.1; the defaults are its family's).
+    """
+    if config.get("kv_lora_rank") is not None:
+        keys = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
+        return int(keys), int(config.get("v_head_dim", 128))
+    width = config.get("head_dim") or 0
+    if not width and config.get("num_attention_heads"):
+        width = config.get("hidden_size", 0) // config["num_attention_heads"]
+    width = max(width, config.get("global_head_dim") or 0)  # Gemma 4
+    return width, width

@@ -1,0 +1,159 @@
+"""Attention over packed rows by torch's `flex_attention` (arXiv 2412.05496): what FlashAttention as
+built into torch cannot do.
+
+That is soft-capped scores, attention sinks, chunks, and values narrower than keys. On a GPU the
+kernel is compiled at its first use for each shape of rows, and nothing of S x S elements is made.
+Which keys a query sees is data (`flex_masks`), so other documents are no reason to compile again.
+On a CPU, where torch's kernel has no backward, all scores of a layer are made.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+from transformers import AttentionInterface
+
+from workflow.lib.model.layers.attention_arguments import mask_kind, refuse_others
+from workflow.lib.model.layers.flex_masks import PackedMasks
+from workflow.lib.system.compute_choice import FLEX
+
+Attend = Callable[..., torch.Tensor]
+
+
+def flex_arguments(position_ids: torch.Tensor) -> dict[str, PackedMasks]:
+    """Return what Transformers' attention layers pass on to `flex_attention`, for a micro-batch.
+
+    position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one.
+    """
+    return {"packed_masks": PackedMasks(position_ids)}
+
+
+def flex_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    packed_masks: PackedMasks,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within documents, in the form of Transformers' attention functions.
+
+    query: (rows, heads, seq_len, head_dim); key, value: with key_value_heads, which divide heads,
+    and value's own width. softcap: scores become softcap * tanh(scores / softcap). s_aux: (heads,),
+    one more score of each query, which takes its share of the weights and has no value. Returns
+    (rows, seq_len, heads, value_dim) and no weights. Raises `UserError` if the model tells it to do
+    anything else.
+    """
+    assert not dropout, "resolve_training_attention refuses attention dropout"
+    bidirectional = True if is_causal is False else None
+    others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
+    refuse_others(module, others, implementation=FLEX, instead="eager")
+    kind = mask_kind(module, sliding_window)
+    arguments: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if query.device.type == "cpu":
+        return all_scores(query, key, value, packed_masks.first_keys(kind), **arguments), None
+    return _compiled()(query, key, value, packed_masks.block_mask(kind), **arguments), None
+
+
+@functools.cache
+def _compiled() -> Attend:
+    """Return `blockwise`, compiled: a failure to compile is an error, never a slow way around it.
+
+    The stages switch the compilers of packages off by a variable that torch reads here.
+    """
+    switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    try:
+        return torch.compile(blockwise, fullgraph=True)
+    finally:
+        if switched_off is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = switched_off
+
+
+def blockwise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return attention (rows, seq_len, heads, value_dim), block by block; only compiled.
+
+    With the sum Z of the exponentials of a query's scores, lse = log Z, a sink s takes e^s of
+    Z + e^s, so the others keep Z / (Z + e^s) = sigmoid(lse - s).
+    """
+    assert torch.compiler.is_compiling(), "TORCH_COMPILE_DISABLE is set: all scores would be made"
+    output, statistics = torch_flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        assert statistics.lse is not None, "it was asked for"
+        share = torch.sigmoid(statistics.lse - sinks.float()[:, None])
+        output = (output * share[..., None]).to(value.dtype)
+    return output.transpose(1, 2)
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def all_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the same by all scores (rows, heads, seq_len, seq_len); first: (rows, seq_len), of
+    `flex_masks.first_keys`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    places = torch.arange(query.shape[2], device=query.device)
+    seen = (places <= places[:, None]) & (places >= first[:, None, :, None])
+    scores = scores.masked_fill(~seen, float("-inf")).float()
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1).to(value.dtype)[..., : query.shape[2]]
+    return (weights @ value).transpose(1, 2)
+
+
+AttentionInterface.register(FLEX, flex_attention)

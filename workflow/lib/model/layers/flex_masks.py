@@ -1,0 +1,93 @@
+"""Which keys a query sees in packed rows, as one number a query: the first of them.
+
+A query sees the keys from `first[query]` to itself. Documents, sliding windows and chunks differ in
+that number alone, so one compiled kernel serves all of them, and nothing grows with S x S elements:
+a block mask has a few integers for each pair of blocks of 128 tokens (FlexAttention, arXiv
+2412.05496, sec. 3.3).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # tokens; the blocks that torch's own masks have
+
+
+class MaskKind(NamedTuple):
+    """What limits attention within a document, besides the order of tokens."""
+
+    window: int | None = None
+    """Tokens that a query sees, itself included."""
+    chunk: int | None = None
+    """Tokens of a chunk, counted from the document's start; a query sees its own chunk alone."""
+
+
+class PackedMasks:
+    """The masks of a micro-batch, each made once for all layers that ask for its kind."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        """position_ids: (rows, seq_len); a 0 starts a document, and every row starts with one."""
+        self._position_ids = position_ids
+        self._first: dict[MaskKind, torch.Tensor] = {}
+        self._blocks: dict[MaskKind, BlockMask] = {}
+
+    def first_keys(self, kind: MaskKind) -> torch.Tensor:
+        """Return `first_keys` of the micro-batch."""
+        if kind not in self._first:
+            self._first[kind] = first_keys(self._position_ids, kind)
+        return self._first[kind]
+
+    def block_mask(self, kind: MaskKind) -> BlockMask:
+        """Return `block_mask` of the micro-batch."""
+        if kind not in self._blocks:
+            self._blocks[kind] = block_mask(self.first_keys(kind))
+        return self._blocks[kind]
+
+
+def first_keys(position_ids: torch.Tensor, kind: MaskKind) -> torch.Tensor:
+    """Return the first key (rows, seq_len) int32, by its place in the row, that each query sees.
+
+    position_ids: (rows, seq_len), from 0 in each document. The result never falls along a row.
+    """
+    places = torch.arange(position_ids.shape[1], device=position_ids.device)
+    first = places - position_ids
+    if kind.window is not None:
+        first = first.maximum(places - kind.window + 1)
+    if kind.chunk is not None:
+        first = first.maximum(places - position_ids % kind.chunk)
+    return first.to(torch.int32)
+
+
+def block_mask(first: torch.Tensor) -> BlockMask:
+    """Return what torch's flex_attention wants to know about `first` (rows, seq_len).
+
+    A block of queries sees blocks of keys in one range that ends with itself. Those that all of its
+    queries see whole are listed apart: the kernel does not look at `first` there.
+    """
+    rows, length = first.shape
+    count = -(-length // BLOCK)
+    # Queries beyond the end see what the last one sees; the kernels drop what they compute.
+    padded = torch.cat([first, first[:, -1:].expand(-1, count * BLOCK - length)], dim=1)
+    blocks = padded.view(rows, 1, count, BLOCK)
+    own = torch.arange(count, device=first.device, dtype=torch.int32)
+    lowest = blocks[..., 0] // BLOCK
+    whole = (-(-blocks[..., -1] // BLOCK)).minimum(own)  # of the diagonal's, half is hidden
+    if length % BLOCK:  # in a block of queries that is not all there the kernels look at each
+        whole[..., -1] = count - 1
+    before = whole - lowest  # seen in part, besides the diagonal's
+    columns = own.expand(rows, 1, count, count)
+    partial = torch.where(columns < before[..., None], columns + lowest[..., None], own[:, None])
+
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (k >= padded[b, q])
+
+    return BlockMask.from_kv_blocks(
+        before + 1,
+        partial,
+        own - whole,
+        (whole[..., None] + columns).clamp(max=count - 1),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(length, length),
+    )
