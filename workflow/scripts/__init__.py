@@ -30,8 +30,10 @@ sys.modules["kernels"] = None  # type: ignore[assignment]
 os.environ["USE_HUB_KERNELS"] = "NO"  # read by Transformers
 # bitsandbytes wraps what has no kernel on the CPU in torch.compile, which is imported for that (a
 # fifth of a stage's start) and wants a C++ compiler when a weight with an odd number of columns is
-# decoded. Nothing else of a stage is compiled.
+# decoded.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# But one kernel, that of flex attention, which needs no pool of processes that compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # It advises to install a package that downloads kernels.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # a model object is passed, not a name

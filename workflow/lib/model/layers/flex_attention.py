@@ -2,9 +2,16 @@
 built into torch cannot do.
 
 That is soft-capped scores, attention sinks, chunks, and values narrower than keys. On a GPU the
-kernel is compiled at its first use for each shape of rows, and nothing of S x S elements is made.
-Which keys a query sees is data (`flex_masks`), so other documents are no reason to compile again.
-On a CPU, where torch's kernel has no backward, all scores of a layer are made.
+kernel is compiled at its first use for each shape of rows (about 5 s, forward and backward), and
+nothing of S x S elements is made. Which keys a query sees is data (`flex_masks`), so other
+documents are no reason to compile again. On a CPU, where torch's kernel has no backward, all scores
+of a layer are made.
+
+Forward and backward of Gemma 2 27B's attention, 2 rows of 3,072 tokens, take 1.9 ms on an H200,
+eager attention 20.3, and varlen, which leaves the cap out, 1.5 (torch 2.11, November 2026). Results
+and gradients are within 0.5% of fp32 (eager in bf16: 4.5%), the same bits in each run, and the same
+with recomputation and with activations in host memory. Larger blocks, other tiles and TMA are not
+faster; ROWS_GUARANTEED_SAFE makes NaN of rows whose first block is not theirs.
 """
 
 import functools
@@ -23,6 +30,7 @@ from workflow.lib.model.layers.flex_masks import PackedMasks
 from workflow.lib.system.compute_choice import FLEX
 
 Attend = Callable[..., torch.Tensor]
+MOST_KERNELS = 64
 
 
 def flex_arguments(position_ids: torch.Tensor) -> dict[str, PackedMasks]:
@@ -76,8 +84,11 @@ def flex_attention(
 def _compiled() -> Attend:
     """Return `blockwise`, compiled: a failure to compile is an error, never a slow way around it.
 
-    The stages switch the compilers of packages off by a variable that torch reads here.
+    The stages switch the compilers of packages off by a variable that torch reads here. A kernel
+    serves one shape of rows and heads, with or without gradients (from the second shape on any
+    number of rows). torch gives up at 8 kernels, and held-out rows of another length may need more.
     """
+    torch._dynamo.config.recompile_limit = MOST_KERNELS
     switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     try:
         return torch.compile(blockwise, fullgraph=True)
