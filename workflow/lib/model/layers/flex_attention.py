@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config as compiler
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from transformers import AttentionInterface
@@ -88,7 +89,7 @@ def _compiled() -> Attend:
     serves one shape of rows and heads, with or without gradients (from the second shape on any
     number of rows). torch gives up at 8 kernels, and held-out rows of another length may need more.
     """
-    torch._dynamo.config.recompile_limit = MOST_KERNELS
+    compiler.recompile_limit = MOST_KERNELS
     switched_off = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     try:
         return torch.compile(blockwise, fullgraph=True)
