@@ -53,7 +53,7 @@ def test_untouched_adapter_passes_with_all_fields(run: Path, tmp_path: Path) -> 
     parity = compare(reloaded(run, tmp_path), run / "finetune" / "parity.safetensors", tmp_path)
     assert parity.passed
     assert parity.identical_values
-    assert parity.max_abs_difference <= parity.tolerance == 1e-4 * parity.max_abs_logit
+    assert parity.rms_difference <= parity.tolerance == 2e-5 * parity.rms_logit
     assert parity.adapter_effect > 100 * parity.tolerance
     assert (parity.rows, parity.positions, parity.argmax_agreement) == (2, 7 + 22, 1.0)
     assert parity.compute_dtype == "float32"
@@ -72,7 +72,7 @@ def test_one_altered_value_fails(run: Path, tmp_path: Path, change: float) -> No
     assert not parity.identical_values
     assert not parity.passed
     if change < 1e-3:
-        assert parity.max_abs_difference < parity.tolerance
+        assert parity.rms_difference < parity.tolerance
 
 
 def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_same_values_put_to_other_use_fail(run: Path, tmp_path: Path) -> None:
     parity = compare(model, run / "finetune" / "parity.safetensors", tmp_path)
     assert parity.identical_values
     assert not parity.passed
-    assert parity.max_abs_difference > parity.tolerance
+    assert parity.rms_difference > parity.tolerance
 
 
 def test_value_that_peft_holds_otherwise_than_the_file_fails(run: Path, tmp_path: Path) -> None:
@@ -134,6 +134,18 @@ def test_record_of_one_process_is_that_of_two(
     torch.testing.assert_close(single["logits.1"], record["logits.1"], rtol=1e-5, atol=1e-4)
     save_logits(single, tmp_path / "parity.safetensors")
     assert load_file(tmp_path / "parity.safetensors").keys() == record.keys()
+
+
+def test_one_logit_far_off_is_no_other_use_of_the_adapter(
+    run: Path, record: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Rounding to 16 bits puts some of millions of logits far off."""
+    changed = dict(record)
+    changed["logits.1"] = changed["logits.1"].clone()
+    changed["logits.1"][3, 7] += 1e-4 * changed["logits.1"].abs().max()
+    save_file(changed, tmp_path / "parity.safetensors")
+    parity = compare(reloaded(run, tmp_path), tmp_path / "parity.safetensors", tmp_path)
+    assert parity.passed
 
 
 def test_digest_depends_on_names_and_values_and_not_on_order() -> None:

@@ -12,7 +12,7 @@ from workflow.lib.quantization.calibrated_rounding import (
     Rounded,
     column_scales,
     decode,
-    inverse_factor,
+    error_feedback,
     round_absmax,
     round_calibrated,
     searched_scales,
@@ -41,21 +41,28 @@ def random_correlation(width: int, *, inputs: int = 400) -> torch.Tensor:
 def plain_gptq(
     weight: torch.Tensor, correlation: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """GPTQ as its paper states it, in float64: after each column the inverse correlation of the
-    columns that are left, by elimination. scale: of every weight. Returns the decoded weight.
+    """GPTQ as its paper states it, in float64, columns with the largest inputs first: after each
+    column the inverse correlation of the columns that are left, by elimination. scale: of every
+    weight. Returns the decoded weight.
     """
     table = code_table(CPU).double()
-    damping = 0.01 * correlation.diagonal().double().mean()
+    damping = 0.02 * correlation.diagonal().double().mean()
     inverse = (correlation.double() + damping * torch.eye(len(correlation))).inverse()
     left, result = weight.double().clone(), torch.empty_like(weight, dtype=torch.float64)
-    for column in range(weight.shape[1]):
+    for column in correlation.diagonal().argsort(descending=True).tolist():
         of_column = scale[:, column : column + 1].double()
         codes = (left[:, column : column + 1] - table * of_column).abs().argmin(1)
         result[:, column] = table[codes] * of_column[:, 0]
         lost = (left[:, column] - result[:, column]) / inverse[column, column]
-        left[:, column:] -= torch.outer(lost, inverse[column, column:])
+        left -= torch.outer(lost, inverse[column])
         inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
     return result
+
+
+def all_scales(rounded: Rounded, *, block_size: int) -> torch.Tensor:
+    shape = rounded.codes.shape
+    columns = torch.arange(shape[1])
+    return column_scales(rounded.scales.decoded, shape, columns, block_size=block_size)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -63,8 +70,8 @@ def plain_gptq(
 def test_codes_are_those_of_a_plain_implementation(shape: tuple[int, int], block_size: int) -> None:
     weight, correlation = random_weight(shape), random_correlation(shape[1])
     settings = QuantizeConfig(block_size=block_size)
-    rounded = round_calibrated(weight, inverse_factor(correlation, what="w"), settings)
-    scale = column_scales(rounded.scales.decoded, weight.shape, 0, shape[1], block_size=block_size)
+    rounded = round_calibrated(weight, error_feedback(correlation, what="w"), settings)
+    scale = all_scales(rounded, block_size=block_size)
     expected = plain_gptq(weight, correlation, scale)
     ours = decode(rounded, block_size=block_size).double()
     # A value in the middle of two codes may go either way in float32, and its row with it.
@@ -80,11 +87,11 @@ def test_uncorrelated_inputs_give_searched_scales_and_nearest_codes(
     shape: tuple[int, int], double_quant: bool
 ) -> None:
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)
-    rounded = round_calibrated(weight, inverse_factor(torch.eye(shape[1]), what="w"), settings)
+    rounded = round_calibrated(weight, error_feedback(torch.eye(shape[1]), what="w"), settings)
     searched = searched_scales(weight, torch.ones(shape[1]), block_size=64)
     scales = store_scales(searched, double_quant=double_quant)
     assert torch.equal(rounded.scales.stored, scales.stored)
-    scale = column_scales(scales.decoded, weight.shape, 0, shape[1], block_size=64)
+    scale = all_scales(rounded, block_size=64)
     values = code_table(CPU) * scale.unsqueeze(-1)
     nearest = (weight.unsqueeze(-1) - values).abs().min(-1).values
     ours = (weight - decode(rounded, block_size=64)).abs()
@@ -111,8 +118,8 @@ def test_scale_of_a_block_is_the_best_of_all_shares() -> None:
 def test_feedback_lowers_the_weighted_error(shape: tuple[int, int]) -> None:
     weight, correlation = random_weight(shape), random_correlation(shape[1])
     settings = QuantizeConfig()
-    factor = inverse_factor(correlation, what="w")
-    calibrated = decode(round_calibrated(weight, factor, settings), block_size=64)
+    feedback = error_feedback(correlation, what="w")
+    calibrated = decode(round_calibrated(weight, feedback, settings), block_size=64)
     absmax = decode(round_absmax(weight, settings), block_size=64)
     before = weighted_error(weight, absmax, correlation)
     assert weighted_error(weight, calibrated, correlation) < 0.85 * before
@@ -140,8 +147,8 @@ def test_bitsandbytes_decodes_the_calibrated_weight_bit_by_bit(
     shape: tuple[int, int], double_quant: bool
 ) -> None:
     weight, settings = random_weight(shape), QuantizeConfig(double_quant=double_quant)
-    factor = inverse_factor(random_correlation(shape[1]), what="w")
-    rounded = round_calibrated(weight, factor, settings)
+    feedback = error_feedback(random_correlation(shape[1]), what="w")
+    rounded = round_calibrated(weight, feedback, settings)
     _, state = quantize_4bit(
         weight, blocksize=64, compress_statistics=double_quant, quant_type="nf4"
     )
@@ -166,7 +173,7 @@ def test_inputs_that_are_always_zero_leave_their_columns_alone() -> None:
     correlation[[3, 17]] = 0
     correlation[:, [3, 17]] = 0
     weight, settings = random_weight((9, 64)), QuantizeConfig(double_quant=False)
-    rounded = round_calibrated(weight, inverse_factor(correlation, what="w"), settings)
+    rounded = round_calibrated(weight, error_feedback(correlation, what="w"), settings)
     scale = rounded.scales.decoded[:, None, None]
     nearest = (weight[:, [3, 17], None] - code_table(CPU) * scale).abs().min(-1).values
     ours = (weight - decode(rounded, block_size=64)).abs()[:, [3, 17]]
@@ -176,23 +183,25 @@ def test_inputs_that_are_always_zero_leave_their_columns_alone() -> None:
 def test_fewer_inputs_than_columns_are_enough() -> None:
     """The correlation is singular: damping makes it invertible."""
     correlation = random_correlation(128, inputs=20)
-    factor = inverse_factor(correlation, what="w")
-    assert factor.isfinite().all()
-    identity = factor.double().T @ factor.double()
-    damped = correlation.double() + 0.01 * correlation.diagonal().mean() * torch.eye(128)
+    feedback = error_feedback(correlation, what="w")
+    assert feedback.factor.isfinite().all()
+    identity = feedback.factor.double().T @ feedback.factor.double()
+    ordered = correlation.double()[feedback.order][:, feedback.order]
+    damped = ordered + 0.02 * correlation.diagonal().mean() * torch.eye(128)
     torch.testing.assert_close(identity @ damped, torch.eye(128).double(), rtol=0, atol=1e-2)
 
 
 def test_more_damping_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Not positive definite by 5% of its mean: 1% does not suffice in any type."""
+    """Not positive definite by 5% of its mean: 2% does not suffice in any type."""
     correlation = torch.eye(8)
     correlation[0, 0] = -0.05
-    assert inverse_factor(correlation, what="layers.3.mlp.up_proj").isfinite().all()
+    feedback = error_feedback(correlation, what="layers.3.mlp.up_proj")
+    assert feedback.factor.isfinite().all()
     assert "layers.3.mlp.up_proj" in caplog.text
     assert "0.1 of its diagonal's mean" in caplog.text
 
 
 def test_zero_weights_stay_zero() -> None:
     weight, settings = torch.zeros(4, 64), QuantizeConfig(double_quant=False)
-    rounded = round_calibrated(weight, inverse_factor(random_correlation(64), what="w"), settings)
+    rounded = round_calibrated(weight, error_feedback(random_correlation(64), what="w"), settings)
     assert not decode(rounded, block_size=64).any()

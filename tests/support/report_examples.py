@@ -158,7 +158,7 @@ def preflight() -> dict[str, Any]:
 
 def parity() -> dict[str, Any]:
     return {
-        "max_abs_difference": 0.0078125,
+        "rms_difference": 0.0078125,
         "tolerance": 0.05,
         "relative_tolerance": 0.0016,
         "adapter_effect": 3.5,
@@ -169,7 +169,7 @@ def parity() -> dict[str, Any]:
         "compute_dtype": "bfloat16",
         "reference": "finetune/parity.safetensors",
         "reloaded": "Transformers and PEFT",
-        "max_abs_logit": 31.25,
+        "rms_logit": 31.25,
         "argmax_agreement": 1.0,
         "provenance": provenance("consolidate"),
     }

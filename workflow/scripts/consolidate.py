@@ -107,7 +107,7 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
         values = "its values are the same" if parity.identical_values else "its values differ"
         raise UserError(
             f"the exported adapter is not the trained one: {values}, logits differ by "
-            f"{parity.max_abs_difference:.3g}, "
+            f"{parity.rms_difference:.3g}, "
             f"tolerance {parity.tolerance:.3g} (the adapter itself moves them by "
             f"{parity.adapter_effect:.3g}). "
             "Nothing is exported. If training ran with another model.compute_dtype or on another "
@@ -115,10 +115,10 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
             "run consolidate there."
         )
     logger.info(
-        "reloaded adapter equals the trained one: the same values, logits within %.2g of %.3g "
+        "reloaded adapter equals the trained one: the same values, logits differ by %.2g of %.3g "
         "(tolerance %.2g, adapter's effect %.3g)",
-        parity.max_abs_difference,
-        parity.max_abs_logit,
+        parity.rms_difference,
+        parity.rms_logit,
         parity.tolerance,
         parity.adapter_effect,
     )

@@ -17,16 +17,16 @@ class Parity(Record):
     """Whether the values are the same and the logits within the tolerance."""
     identical_values: bool
     """Whether the exported adapter has the trained values, bit for bit."""
-    max_abs_difference: Magnitude
-    """Largest difference of a logit, reloaded against trained."""
+    rms_difference: Magnitude
+    """Root mean square of the differences of logits, reloaded against trained."""
     tolerance: Magnitude
-    """Largest difference allowed: `relative_tolerance` times `max_abs_logit`."""
+    """The difference allowed: `relative_tolerance` times `rms_logit`."""
     relative_tolerance: float
-    """Share of the largest logit that is allowed in this compute type."""
-    max_abs_logit: Magnitude
-    """Largest magnitude of a trained logit."""
+    """Share of `rms_logit` that is allowed in this compute type."""
+    rms_logit: Magnitude
+    """Root mean square of the trained logits."""
     adapter_effect: Magnitude
-    """How far the adapter moves a logit at most."""
+    """Root mean square of what the adapter changes in the logits."""
     argmax_agreement: float
     """Share of positions with the same most likely token."""
     rows: int

@@ -15,7 +15,7 @@ from workflow.lib.artifacts.quantization_record import LinearErrors
 from workflow.lib.quantization.calibrated_rounding import (
     Rounded,
     decode,
-    inverse_factor,
+    error_feedback,
     round_absmax,
     round_calibrated,
     weighted_error,
@@ -98,7 +98,7 @@ class Calibration:
         path, first = next(iter(linears.items()))
         name = f"{self._stream.prefixes[number]}.{path}"
         correlation = input_correlation(name, first, self._runs(number, hidden))
-        factor = inverse_factor(correlation, what=name)
+        feedback = error_feedback(correlation, what=name)
         for path, linear in linears.items():
             weight = linear.weight.float()
             if not weight.isfinite().all():
@@ -106,7 +106,7 @@ class Calibration:
                     f"{self._stream.prefixes[number]}.{path}.weight of model.source holds values "
                     "that are not finite. Download or export the model again"
                 )
-            rounded = round_calibrated(weight, factor, self._settings)
+            rounded = round_calibrated(weight, feedback, self._settings)
             decoded = decode(rounded, block_size=self._settings.block_size)
             plain = decode(
                 round_absmax(weight, self._settings), block_size=self._settings.block_size

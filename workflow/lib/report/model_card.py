@@ -289,8 +289,9 @@ def _training(inputs: CardInputs) -> list[tuple[str, str]]:
         ),
         (
             "Export check",
-            f"logits of the reloaded adapter within {parity.max_abs_difference:.2g} of the trained "
-            f"model's (tolerance {parity.tolerance:.2g}) at {parity.positions} positions",
+            "logits of the reloaded adapter differ from the trained model's by "
+            f"{parity.rms_difference:.2g} (root mean square, tolerance {parity.tolerance:.2g}) at "
+            f"{parity.positions} positions",
         ),
         ("Commit of the workflow", code(summary.provenance.commit or "no checkout")),
         (

@@ -171,9 +171,9 @@ def _parity_check(parity: Parity) -> Check:
         name="The exported adapter gives the logits of the trained one",
         passed=parity.passed,
         detail=(
-            f"largest difference {parity.max_abs_difference:.3g}, tolerance "
+            f"root mean square of the differences {parity.rms_difference:.3g}, tolerance "
             f"{parity.tolerance:.3g}, "
-            f"largest logit {parity.max_abs_logit:.3g}; {parity.rows} rows, {parity.positions} "
+            f"of the logits {parity.rms_logit:.3g}; {parity.rows} rows, {parity.positions} "
             "positions, "
             f"{parity.compute_dtype}; same most likely token at {parity.argmax_agreement:.2%}"
         ),
