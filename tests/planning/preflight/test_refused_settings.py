@@ -109,22 +109,6 @@ def test_sequence_longer_than_the_model_is_refused() -> None:
         check_tokens(token_counts(seq_len=2048), run_config(), shape)
 
 
-def test_rows_whose_documents_longrope_would_rotate_by_another_ones_length_are_refused() -> None:
-    shape = replace(llama_8b, short_positions=2047)
-    with pytest.raises(UserError) as caught:
-        check_tokens(token_counts(seq_len=2048), run_config(), shape)
-    assert str(caught.value) == (
-        "data.seq_len = 2048: this model's LongRoPE rotates every position of a micro-batch by its "
-        "long factors as soon "
-        "as one position is beyond original_max_position_embeddings, which is 2047: shorter "
-        "documents beside a long one, "
-        "or beside a long padding tail, would be trained with other positions than they are used "
-        "with. Set it to 2047 or "
-        "below, or choose a model without LongRoPE."
-    )
-    check_tokens(token_counts(seq_len=2048), run_config(), replace(llama_8b, short_positions=2048))
-
-
 def test_tokens_of_another_length_are_refused() -> None:
     with pytest.raises(UserError, match="packed into rows of 61"):
         check_tokens(token_counts(), run_config(), llama_8b)

@@ -26,6 +26,7 @@ from workflow.lib.model.layers.nf4_linear import (
     NF4Spec,
     nf4_linears,
 )
+from workflow.lib.model.layers.rotary_by_document import rotate_by_document_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
@@ -63,7 +64,7 @@ def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
-    frozen.
+    frozen, positions rotated by document.
 
     Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
     correspond, or the installed packages lack what is used of them.
@@ -77,6 +78,7 @@ def build_nf4_on_meta(
         parent, _, name = path.rpartition(".")
         replacement = NF4Linear(spec, bias=linear.bias is not None, compute_dtype=compute_dtype)
         setattr(model.get_submodule(parent), name, replacement)
+    rotate_by_document_(model)
     model.requires_grad_(False)
     model.config.use_cache = False
     return model

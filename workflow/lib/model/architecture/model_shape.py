@@ -42,7 +42,7 @@ LARGEST_SIZES = {
 MAX_CONFIG_BYTES = 2**24
 SHOWN_DIGITS = 20
 NUMBER = re.compile(r"[0-9]{1,9}")
-PHI_SHORT_POSITIONS = 4096  # Transformers, models/phi3/configuration_phi3.py
+
 FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
 
 
@@ -89,9 +89,6 @@ class ModelShape:
     """The linears of one decoder layer."""
     layer_vectors: tuple[int, ...]
     """Lengths of the 1-D tensors (norms, biases) of one decoder layer."""
-    short_positions: int | None = None
-    """Positions up to which LongRoPE (arXiv 2402.13753) takes its short factors; None without
-    LongRoPE."""
 
     def linear_paths(self) -> list[str]:
         """Return the paths of all decoder linears in the model."""
@@ -184,31 +181,7 @@ def _shape(
         source_dtype=source_dtype,
         linears=tuple(Linear(path, *shape) for path, shape in linears.items()),
         layer_vectors=vectors,
-        short_positions=_short_positions(config),
     )
-
-
-def _short_positions(config: dict[str, Any]) -> int | None:
-    """Return `original_max_position_embeddings` where the model has LongRoPE, as Transformers 5.23
-    finds it.
-
-    The rotary parameters may be nested by layer type. Phi 3 has a default, and calls LongRoPE `su`
-    or `yarn` too.
-    """
-    phi = config["model_type"] == "phi3"
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):  # which Transformers refuses
-        return None
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    kinds = ("longrope", "su", "yarn") if phi else ("longrope",)
-    own = config.get("original_max_position_embeddings")
-    default = PHI_SHORT_POSITIONS if phi else config["max_position_embeddings"]
-    lengths = [
-        own or part.get("original_max_position_embeddings") or default
-        for part in parts
-        if part.get("rope_type", part.get("type")) in kinds
-    ]
-    return min((number for number in lengths if isinstance(number, int)), default=None)
 
 
 def _tied(config: dict[str, Any], family: Family) -> bool:

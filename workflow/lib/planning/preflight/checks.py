@@ -134,8 +134,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
-    """Raise `UserError` if rows are longer than the model can read, or than LongRoPE treats as it
-    would each document.
+    """Raise `UserError` if rows are longer than the model can read.
 
     Rows up to max_position_embeddings are those that dynamic NTK scaling leaves alone, too.
     """
@@ -145,18 +144,6 @@ def check_context(seq_len: int, shape: ModelShape) -> None:
             seq_len,
             f"the model's max_position_embeddings is {shape.max_position_embeddings}",
             "Set it to that or below, or choose a model with a longer context",
-        )
-    if shape.short_positions is not None and seq_len > shape.short_positions:
-        raise setting_error(
-            "data.seq_len",
-            seq_len,
-            "this model's LongRoPE rotates every position of a micro-batch by its long factors as "
-            "soon as one position is "
-            f"beyond original_max_position_embeddings, which is {shape.short_positions}: shorter "
-            "documents beside a long "
-            "one, or beside a long padding tail, would be trained with other positions than they "
-            "are used with",
-            f"Set it to {shape.short_positions} or below, or choose a model without LongRoPE",
         )
 
 
