@@ -1,9 +1,17 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from workflow.lib.distributed.work_sharing import Division, agreed, divide, main_first, shared_out
+from workflow.lib.distributed.work_sharing import (
+    Division,
+    agreed,
+    divide,
+    fits,
+    main_first,
+    shared_out,
+)
 from workflow.lib.distributed.world import process_group
 from workflow.lib.system.errors import UserError
 
@@ -118,3 +126,26 @@ def test_cpu_takes_the_number_that_is_asked_for(model):
     for shard in (True, False):
         found = divide(3, shard=shard, folders=[model], gpu_bytes=[])
         assert found == Division(3, sharded=shard)
+
+
+@pytest.mark.parametrize(
+    ("division", "gpu_gib", "host_gib", "expected"),
+    [
+        (Division(2, sharded=False), [24, 24], 64, False),  # 16 GiB leave too little of 24
+        (Division(2, sharded=False), [48, 48], 1, True),
+        (Division(2, sharded=True), [24, 24], 1, True),
+        (Division(2, sharded=True), [8, 8], 64, False),
+        (Division(1, sharded=False), [], 64, True),  # 32 GiB in float32
+        (Division(1, sharded=False), [], 48, False),
+        (Division(2, sharded=False), [], 64, False),  # two copies
+    ],
+)
+def test_original_is_loaded_where_the_others_leave_room(
+    tmp_path: Path, division: Division, gpu_gib: list[int], host_gib: int, expected: bool
+) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16 * 2**30)
+    found = fits(
+        tmp_path, division, gpu_bytes=[g * 2**30 for g in gpu_gib], host_bytes=host_gib * 2**30
+    )
+    assert found is expected

@@ -16,20 +16,28 @@ from tests.support.tiny_export import (
     tiny_merged,
     tiny_tokens,
 )
-from workflow.lib.artifacts.evaluation_record import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.evaluation.evaluated_models import load_options, machine_facts, subjects
+from workflow.lib.evaluation.evaluated_models import (
+    ModelFolders,
+    load_options,
+    machine_facts,
+    source_files,
+    subjects,
+)
 from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import measure, parts, prepare
-from workflow.lib.evaluation.results import Evaluations, evaluations, summary_lines
+from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
 
 CPU = torch.device("cpu")
+NOTHING: dict[str, list[str]] = {name: [] for name in SUBJECTS}
 DOCUMENTS = random_documents(9)
 
 
@@ -60,8 +68,8 @@ def store(folder, name="tokens"):
     return TokenStore.open(folder / name)
 
 
-def load(folder):
-    return load_base(folder / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
+def load(folder, name="base"):
+    return load_base(folder / name, device=CPU, compute_dtype=torch.float32, attention="sdpa")
 
 
 class Evaluator:
@@ -69,24 +77,34 @@ class Evaluator:
     subject.
     """
 
-    def __init__(self, folder, archive, tokenizer):
+    def __init__(self, folder, archive, tokenizer, *, streamed=False):
         self.folder, self.archive, self.tokenizer = folder, Archive(archive), tokenizer
+        self.streamed = streamed
 
     def __call__(self, settings, world=None):
         questions = prepare(store(self.folder), tokenizer=self.tokenizer, settings=settings)
         options = load_options(self.folder / "base", device=CPU, settings=ModelConfig())
         asked = parts(questions, world=world)
         measured, new = {}, {}
-        for subject in subjects(
+        original = self.folder / "base-original"
+        folders = ModelFolders(
             base=self.folder / "base",
             adapter=self.folder / "adapter",
+            model=original,
             merged=self.folder / "merged",
+        )
+        for subject in subjects(
+            SUBJECTS,
+            folders,
             options=options,
+            sources=source_files(original),
+            streamed=self.streamed,
         ):
             measured[subject.name], new[subject.name] = measure(
                 subject, asked, archive=self.archive, machine=machine_facts(options), world=world
             )
-        return questions, measured, evaluations(measured, questions, run="demo"), new
+        found = evaluations(measured, questions, run="demo", served="tuned")
+        return questions, measured, found, new
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +116,7 @@ def evaluator(folder, tokenizer):
 def evaluated(evaluator, settings):
     """Questions, base's and tuned's measurements and artifacts of one evaluation."""
     questions, measured, found, _ = evaluator(settings)
-    return questions, measured["base"], measured["tuned"], found.base, found.tuned
+    return questions, measured["base"], measured["tuned"], found["base"], found["tuned"]
 
 
 def test_base_with_the_adapter_off_measures_as_the_plain_base(folder, evaluated):
@@ -116,22 +134,55 @@ def test_tuned_measures_otherwise_than_base(evaluated):
 
 def test_artifacts_are_what_the_report_reads(evaluator, evaluated, settings):
     *_, found, _ = evaluator(settings)
-    kinds = {"base": Evaluation, "tuned": TunedEvaluation, "merged": MergedEvaluation}
-    for name, kind in kinds.items():
-        written = found.by_subject()[name]
+    assert list(found) == list(SUBJECTS)
+    for written in found.values():
         text = json.dumps(written.as_json(), allow_nan=False)
-        assert kind.model_validate_json(text) == written
+        assert Evaluation.model_validate_json(text) == written
+    assert [name for name, written in found.items() if written.served] == ["tuned"]
+
+
+def test_subject_is_compared_with_all_before_it(evaluator, evaluated, settings):
+    *_, found, _ = evaluator(settings)
+    assert [list(written.comparisons) for written in found.values()] == [
+        list(SUBJECTS[:position]) for position in range(len(SUBJECTS))
+    ]
+    cost = found["base"].heldout.loss - found["original"].heldout.loss
+    assert found["base"].comparisons["original"].loss_difference == pytest.approx(-cost)
+    assert abs(cost) > 1e-3, "4 bits cost nothing"
+
+
+def test_original_measures_as_it_does_alone(folder, evaluator, evaluated, settings):
+    _, measured, _, _ = evaluator(settings)
+    plain = heldout_losses(load(folder, "base-original"), DOCUMENTS, batch_size=4, device=CPU)
+    assert measured["original"].losses == plain
+    assert measured["tuned_on_original"].losses != measured["tuned"].losses
+
+
+def test_original_that_is_streamed_has_the_losses_of_a_loaded_one(
+    folder, tokenizer, evaluator, evaluated, settings, tmp_path
+):
+    _, measured, _, _ = evaluator(settings)
+    streaming = Evaluator(folder, tmp_path / "archive", tokenizer, streamed=True)
+    _, streamed, found, new = streaming(settings)
+    sums, counts = zip(*streamed["original"].losses, strict=True)
+    expected_sums, expected_counts = zip(*measured["original"].losses, strict=True)
+    assert counts == expected_counts
+    assert sums == pytest.approx(expected_sums, rel=1e-5)  # fp32 sums in another order
+    assert new["original"] == ["heldout"]
+    assert (found["original"].tasks, found["original"].samples) == ({}, [])
+    assert found["tuned"].comparisons["original"].tasks == {}
 
 
 def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
     """The merged weights are rounded to bf16, which costs a little and is not nothing."""
     *_, found, _ = evaluator(settings)
-    cost = found.merged.heldout.loss - found.tuned.heldout.loss
-    assert found.merged.merging.loss_difference == pytest.approx(-cost)
+    cost = found["merged"].heldout.loss - found["tuned"].heldout.loss
+    merged = found["merged"].comparisons
+    assert merged["tuned"].loss_difference == pytest.approx(-cost)
     assert 0 < abs(cost) < 0.01
-    gain = found.tuned.comparison.loss_difference
-    assert found.merged.comparison.loss_difference == pytest.approx(gain - cost)
-    assert any(line.startswith("merged: held-out loss ") for line in summary_lines(found))
+    gain = found["tuned"].comparisons["base"].loss_difference
+    assert merged["base"].loss_difference == pytest.approx(gain - cost)
+    assert any("original - merged" in line for line in summary_lines(found))
 
 
 def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
@@ -146,7 +197,7 @@ def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
 
 def test_loss_difference_is_base_minus_tuned(evaluated):
     *_, base, tuned = evaluated
-    comparison = tuned.comparison
+    comparison = tuned.comparisons["base"]
     difference = base.heldout.loss - tuned.heldout.loss
     assert comparison.loss_difference == pytest.approx(difference)
     low, high = comparison.loss_difference_ci95
@@ -156,7 +207,7 @@ def test_loss_difference_is_base_minus_tuned(evaluated):
 def test_task_difference_is_tuned_minus_base(evaluated):
     *_, base, tuned = evaluated
     before, after = (a.tasks["local"].metrics["acc"].value for a in (base, tuned))
-    found = tuned.comparison.tasks["local"]["acc"].difference
+    found = tuned.comparisons["base"].tasks["local"]["acc"].difference
     assert found == pytest.approx(after - before)
 
 
@@ -174,19 +225,22 @@ def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evalua
 
 def test_summary_names_loss_and_task_with_signed_differences(evaluated):
     *_, base, tuned = evaluated
-    loss, task = summary_lines(Evaluations(base, tuned, None))
+    loss, task = summary_lines({"base": base, "tuned": tuned})
     assert loss.startswith(f"held-out loss {base.heldout.loss:.4f} -> ")
-    assert f": NF4 base - tuned {tuned.comparison.loss_difference:+.4f} (95% interval " in loss
+    assert (
+        f": NF4 base - tuned {tuned.comparisons['base'].loss_difference:+.4f} (95% interval "
+        in loss
+    )
     assert task.startswith("local acc 0.")
     assert ": tuned - NF4 base " in task
 
 
 def test_what_is_switched_off_is_null_or_empty(evaluator):
     *_, found, new = evaluator(EvaluateConfig(heldout=False, tasks=(), samples=0))
-    written = found.base
+    written = found["base"]
     assert (written.heldout, written.tasks, written.samples) == (None, {}, [])
-    assert new == {"base": [], "tuned": [], "merged": []}
-    assert found.tuned.comparison.as_json() == {
+    assert new == NOTHING
+    assert found["tuned"].comparisons["base"].as_json() == {
         "loss_difference": None,
         "loss_difference_ci95": None,
         "p_value": None,
@@ -201,14 +255,14 @@ def test_new_task_is_measured_alone(evaluator, evaluated, settings):
     task_file(folder, "added")
     more = settings.model_copy(update={"tasks": ("local", "added")})
     _, _, found, new = evaluator(more)
-    assert new == {name: ["task-added"] for name in ("base", "tuned", "merged")}
-    assert found.tuned.tasks["local"] == evaluated[4].tasks["local"]
-    assert evaluator(more)[3] == {"base": [], "tuned": [], "merged": []}
+    assert new == {name: ["task-added"] for name in SUBJECTS}
+    assert found["tuned"].tasks["local"] == evaluated[4].tasks["local"]
+    assert evaluator(more)[3] == NOTHING
 
 
 def test_other_resamples_measure_no_loss_again(evaluator, evaluated, settings):
     other = settings.model_copy(update={"tasks": (), "bootstrap_resamples": 300, "batch_size": 1})
-    assert evaluator(other)[3] == {"base": [], "tuned": [], "merged": []}
+    assert evaluator(other)[3] == NOTHING
 
 
 def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settings):
@@ -216,7 +270,7 @@ def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settin
     _, _, found, new = evaluator(warm)
     assert new["base"] == ["drawn"]
     greedy, drawn = (
-        [getattr(sample, key) for sample in found.base.samples] for key in ("answer", "drawn")
+        [getattr(sample, key) for sample in found["base"].samples] for key in ("answer", "drawn")
     )
     assert greedy == [sample.answer for sample in evaluated[3].samples]
     assert drawn != greedy
@@ -225,7 +279,8 @@ def test_drawn_answers_stand_beside_the_greedy_ones(evaluator, evaluated, settin
 def test_base_is_not_measured_again_for_another_adapter(
     folder, tokenizer, evaluated, settings, tmp_path
 ):
-    shutil.copytree(folder / "base", tmp_path / "base")
+    for name in ("base", "base-original"):
+        shutil.copytree(folder / name, tmp_path / name)
     tiny_adapter(load(folder), tmp_path / "adapter", rank=2)
     shutil.copytree(folder / "merged", tmp_path / "merged")
     shutil.copytree(folder / "tokens", tmp_path / "tokens")
@@ -233,7 +288,8 @@ def test_base_is_not_measured_again_for_another_adapter(
     *_, new = Evaluator(tmp_path, folder / "archive", tokenizer)(
         settings.model_copy(update={"tasks": ()})
     )
-    assert new == {"base": [], "tuned": ["heldout", "samples"], "merged": []}
+    again = ["heldout", "samples"]
+    assert new == NOTHING | {"tuned": again, "tuned_on_original": again}
 
 
 def test_losses_by_source_add_up(evaluated):
@@ -258,7 +314,7 @@ def test_one_document_is_too_few_for_an_interval(folder, tokenizer):
 
 def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     broken = tmp_path / "broken"
-    for name in ("base", "tokens", "merged"):
+    for name in ("base", "base-original", "tokens", "merged"):
         shutil.copytree(folder / name, broken / name)
     shutil.copytree(folder / "adapter", broken / "adapter")
     tensors = load_file(broken / "adapter" / "adapter_model.safetensors")
@@ -268,6 +324,6 @@ def test_broken_weights_are_named_as_such(folder, tokenizer, tmp_path):
     write_checksums(broken / "adapter")
     loss_only = EvaluateConfig(tasks=(), samples=0, bootstrap_resamples=100)
     with pytest.raises(
-        UserError, match=r"held-out loss of tuned is nan.*lower train\.learning_rate"
+        UserError, match=r"held-out loss of tuned on original is nan.*lower train\.learning_rate"
     ):
         Evaluator(broken, tmp_path / "archive", tokenizer)(loss_only)

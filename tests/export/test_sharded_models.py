@@ -26,15 +26,23 @@ from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.weight_checks import local_bytes
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.evaluation.evaluated_models import load_options, machine_facts, subjects
+from workflow.lib.evaluation.evaluated_models import (
+    ModelFolders,
+    load_options,
+    machine_facts,
+    source_files,
+    subjects,
+)
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import Measurement, measure, parts, prepare
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
+from workflow.lib.settings.subjects import SUBJECTS, SubjectName
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import write_checksums
 
+Measurements = dict[SubjectName, Measurement]
 EXACT = ModelConfig(compute_dtype="float32")
 
 
@@ -44,8 +52,8 @@ class Found:
     bytes that it held; and what it was told of an adapter that does not fit.
     """
 
-    sliced: dict[str, Measurement]
-    copied: dict[str, Measurement]
+    sliced: Measurements
+    copied: Measurements
     held: float
     refusal: str
 
@@ -91,16 +99,17 @@ def evaluate(
     *,
     world: World | None,
     shards: World | None = None,
-) -> dict[str, Measurement]:
+) -> Measurements:
     tokens = TokenStore.open(folder / "tokens")
     questions = prepare(tokens, tokenizer=load_tokenizer(folder / "base"), settings=settings)
     chosen = torch.device(device) if world is None else world.device
     options = load_options(folder / "base", device=chosen, settings=EXACT)
+    original = folder / "base-original"
     asked = subjects(
-        base=folder / "base",
-        adapter=folder / "adapter",
-        merged=folder / "merged",
+        SUBJECTS,
+        ModelFolders(folder / "base", folder / "adapter", model=original, merged=folder / "merged"),
         options=options,
+        sources=source_files(original, world=world),
         shards=shards,
     )
     machine = machine_facts(options)
@@ -138,7 +147,7 @@ def in_two_processes(folder: Path, settings: EvaluateConfig, device: str = "cpu"
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, settings: EvaluateConfig) -> dict[str, Measurement]:
+def alone(folder: Path, settings: EvaluateConfig) -> Measurements:
     return evaluate(folder, settings.model_copy(update={"batch_size": 5}), world=None)
 
 
@@ -148,19 +157,21 @@ def together(folder: Path, settings: EvaluateConfig) -> list[Found]:
 
 
 @pytest.fixture(params=["sliced", "copied"])
-def measured(request: pytest.FixtureRequest, together: list[Found]) -> dict[str, Measurement]:
+def measured(request: pytest.FixtureRequest, together: list[Found]) -> Measurements:
     first, second = (getattr(found, request.param) for found in together)
     assert first == second
-    found: dict[str, Measurement] = first
+    found: Measurements = first
     return found
 
 
-SUBJECTS = pytest.mark.parametrize("subject", ["base", "tuned", "merged"])
+EACH = pytest.mark.parametrize("subject", SUBJECTS)
 
 
-@SUBJECTS
+@EACH
 def test_losses_are_those_of_one_process(
-    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+    alone: Measurements,
+    measured: Measurements,
+    subject: SubjectName,
 ) -> None:
     """fp32 sums in another order."""
     sums, counts = zip(*measured[subject].losses, strict=True)
@@ -169,17 +180,21 @@ def test_losses_are_those_of_one_process(
     assert sums == pytest.approx(expected_sums, rel=2e-5)
 
 
-@SUBJECTS
+@EACH
 def test_answers_are_those_of_one_process(
-    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+    alone: Measurements,
+    measured: Measurements,
+    subject: SubjectName,
 ) -> None:
     assert measured[subject].answers == alone[subject].answers
     assert measured[subject].drawn == alone[subject].drawn
 
 
-@SUBJECTS
+@EACH
 def test_task_items_are_those_of_one_process(
-    alone: dict[str, Measurement], measured: dict[str, Measurement], subject: str
+    alone: Measurements,
+    measured: Measurements,
+    subject: SubjectName,
 ) -> None:
     assert {task for task, _ in alone[subject].tasks.items} == {"local", "writes"}
     assert measured[subject].tasks.items == alone[subject].tasks.items

@@ -7,6 +7,7 @@ import pytest
 
 from tests.export.test_sharded_models import evaluate, in_two_processes, make_export, make_settings
 from tests.support.distributed import run_distributed
+from workflow.lib.settings.subjects import SUBJECTS
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(
     tmp_path: Path, two_gpus: int
 ) -> None:
-    """Base, tuned and merged in float32: losses, answers, items of tasks; and each GPU holds half
+    """All subjects in float32: losses, answers, items of tasks; and each GPU holds half
     of the slices.
     """
     folder = make_export(tmp_path)
@@ -25,7 +26,7 @@ def test_slices_and_copies_on_two_gpus_measure_what_one_gpu_does(
     assert (first.sliced, first.copied) == (second.sliced, second.copied)
     assert (first.held, second.held) == pytest.approx((0.5, 0.5), abs=0.05)
     assert "incomplete does not fit the model: of its tensors, 1 missing" in first.refusal
-    assert alone.keys() == {"base", "tuned", "merged"}
+    assert alone.keys() == set(SUBJECTS)
     for found in (first.sliced, first.copied):
         for subject, expected in alone.items():
             sums, counts = zip(*found[subject].losses, strict=True)

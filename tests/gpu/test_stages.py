@@ -132,12 +132,16 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
         folder / "tokens",
         "--archive",
         out / "archive",
-        "--output-base",
-        out / "base.json",
-        "--output-tuned",
-        out / "tuned.json",
+        "--model",
+        layout.model_dir(RUN),
+        "--subjects",
+        *RUN.subjects,
+        "--served",
+        RUN.served,
+        "--output",
+        out / "evaluate_run",
     )
-    found: dict[str, Any] = read_json(out / "tuned.json")
+    found: dict[str, Any] = read_json(out / "evaluate_run" / "tuned.json")
     return found
 
 

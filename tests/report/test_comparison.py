@@ -20,7 +20,9 @@ def runs(tmp_path: Path) -> list[Run]:
     )
     for subject in ("base", "tuned"):
         edit(folder / "evaluate_run" / f"{subject}.json", lambda d: d.update(tasks={}))
-    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(tasks={}))
+    edit(
+        folder / "evaluate_run" / "tuned.json", lambda d: d["comparisons"]["base"].update(tasks={})
+    )
     tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
     return read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
 
@@ -40,13 +42,14 @@ def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs: list[Run]) -
     (row, _) = csv.DictReader(io.StringIO(comparison_csv(runs)))
     assert float(row["nf4_base_heldout_loss"]) == 2.9876543211
     assert float(row["nf4_base_perplexity"]) == 19.8391
-    assert float(row["pydocs_mc.acc.nf4_base"]) == 0.2519
+    assert float(row["pydocs_mc.acc.reference"]) == 0.2519
+    assert (row["reference"], row["served"]) == ("base", "tuned")
     assert not [name for name in row if re.search(r"(?<!nf4_)\bbase", name) or ".base" in name]
 
 
 def test_value_that_a_run_lacks_is_an_empty_cell(runs: list[Run]) -> None:
     rows = list(csv.DictReader(io.StringIO(comparison_csv(runs))))
-    assert rows[1]["pydocs_mc.acc.tuned"] == ""
+    assert rows[1]["pydocs_mc.acc.served"] == ""
     assert rows[0]["train.max_steps"] == ""
 
 

@@ -97,7 +97,7 @@ def test_heldout_loss_of_the_base_is_labelled_as_that_of_the_quantized_one(runs:
     figure = heldout_figure(runs)
     assert figure is not None
     assert [trace["name"] for trace in figure.data] == ["NF4 base", "tuned"]
-    assert figure.title == "Held-out loss, NF4 base and tuned"
+    assert figure.title == "Held-out loss: NF4 base, tuned"
 
 
 def test_no_heldout_figure_without_heldout_loss(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """What a page shows of its runs: numbers, samples, data, plans and cost, and what it leaves out."""
 
-import json
 from pathlib import Path
 
 from tests.evaluation.test_four_bits import facts as calibration_facts
-from tests.support.report_examples import edit, write_run
+from tests.support.report_examples import add_original, add_subject, edit, write_run
 from tests.support.report_pages import Page, change_evaluations, read, rendered
 from workflow.lib.evaluation.four_bits import summarize
 from workflow.lib.report.html_page import render_page
-from workflow.lib.report.run_results import read_runs
 from workflow.lib.settings.config import ReportConfig
 
 
@@ -16,7 +14,8 @@ def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=13)
     (run,) = read(tmp_path, "demo")
     numbers = Page(rendered(tmp_path, "demo")).numbers
-    base, tuned, comparison = run.base.heldout, run.tuned.heldout, run.tuned.comparison
+    base, tuned = run.measured.reference.heldout, run.measured.served.heldout
+    comparison = run.measured.comparison
     assert base is not None
     assert tuned is not None
     assert comparison.loss_difference_ci95 is not None
@@ -24,7 +23,7 @@ def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
         *(base.loss, *base.loss_ci95, base.perplexity),
         *(tuned.loss, *tuned.loss_ci95, tuned.perplexity),
         *(comparison.loss_difference, *comparison.loss_difference_ci95, comparison.p_value),
-        *(score.tuned.value for score in run.scores),
+        *(score.after.value for score in run.measured.scores),
         *(run.summary.elapsed_s, run.summary.peak_bytes.measured, run.summary.peak_bytes.predicted),
         *(term.bytes for term in run.preflight.terms),
         *(run.manifest.splits.train.rows_dropped, run.manifest.splits.train.fill),
@@ -36,7 +35,9 @@ def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
 def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))
-    edit(folder / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(tasks={}))
+    edit(
+        folder / "evaluate_run" / "tuned.json", lambda d: d["comparisons"]["base"].update(tasks={})
+    )
     text = "".join(Page(rendered(tmp_path, "demo")).text)
     assert "No task was evaluated" in text
     assert "No sample was generated" in text
@@ -45,14 +46,14 @@ def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
 def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     plain = "".join(Page(rendered(tmp_path, "demo")).text)
-    assert "The base model before its quantization was not measured." in plain
+    assert "The model before its quantization was not measured." in plain
     bits = summarize(calibration_facts())
     edit(
         folder / "evaluate_run" / "base.json",
         lambda d: d.update(four_bits=bits.model_dump(mode="json")),
     )
     text = "".join(Page(rendered(tmp_path, "demo")).text)
-    assert "was not measured" not in text.split("Verdict")[-1].split("Training")[0]
+    assert "Cost of 4 bits+0.1000" in text
     assert "What 4 bits cost" in text
     for shown in ("+0.1000", "+0.2000", "+0.3000", "layers.7.mlp.up_proj"):
         assert shown in text, shown
@@ -64,7 +65,7 @@ def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
         change_evaluations(folder, lambda d: d.update(heldout=None))
         edit(
             folder / "evaluate_run" / "tuned.json",
-            lambda d: d["comparison"].update(
+            lambda d: d["comparisons"]["base"].update(
                 loss_difference=None, loss_difference_ci95=None, p_value=None, documents=0
             ),
         )
@@ -137,27 +138,24 @@ def test_p_value_of_a_task_is_shown_with_its_test(tmp_path: Path) -> None:
     found = {"p_value": 0.0123, "test": "exact McNemar", "gained": 131, "lost": 11}
     edit(
         folder / "evaluate_run" / "tuned.json",
-        lambda d: d["comparison"]["tasks"]["pydocs_mc"]["acc"].update(found),
+        lambda d: d["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"].update(found),
     )
     page = Page(rendered(tmp_path, "demo"))
     assert {0.0123, 131, 11} <= page.numbers
     assert "exact McNemar" in "".join(page.text)
 
 
-def test_merged_model_is_beside_the_adapter_where_one_is_exported(tmp_path: Path) -> None:
+def test_every_form_of_the_model_is_shown_beside_the_original(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
-    document = json.loads((folder / "evaluate_run" / "tuned.json").read_text())
-    document |= {
-        "subject": "merged",
-        "merging": document["comparison"] | {"loss_difference": -0.0625},
-    }
-    document["heldout"]["loss"] = 1.5625
-    (folder / "evaluate_run" / "merged.json").write_text(json.dumps(document))
-    tokens = {"demo": tmp_path / "tokens" / "demo-data"}
-    runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens, merged=["demo"])
-    page = render_page(runs, report=ReportConfig(), settings={"demo": {}})
-    assert {1.5625, -0.0625} <= Page(page).numbers
-    assert "Merged model" not in rendered(tmp_path, "demo")
+    assert "Every form of the model" not in rendered(tmp_path, "demo")
+    add_original(folder, loss=2.5)
+    add_subject(folder, "merged", loss=1.5625)
+    page = Page(rendered(tmp_path, "demo"))
+    text = " ".join("".join(page.text).split())
+    # the merged model's loss, and what 4 bits cost: 2.9876543211 - 2.5
+    assert {1.5625, 2.5 - 1.5625, 2.9876543211 - 2.5} <= page.numbers
+    assert "Cost of 4 bits+0.4877" in text
+    assert "Merged: one model with the adapter in its weights, in 16 bits." in text
 
 
 def test_drawn_answers_stand_below_the_greedy_ones(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_every_mention_of_the_base_says_that_it_is_the_quantized_one(tmp_path: P
     text = " ".join(" ".join(page.text).split())
     assert text.count("NF4 base") > 10
     assert [text[m.start() - 40 : m.end() + 40] for m in UNLABELLED_BASE.finditer(text)] == []
-    assert "The base model before its quantization was not measured" in text
+    assert "The model before its quantization was not measured" in text
 
 
 def test_every_element_is_closed_in_order(two_runs: str) -> None:

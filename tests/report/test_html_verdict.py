@@ -14,9 +14,9 @@ from workflow.lib.settings.config import ReportConfig
 @pytest.mark.parametrize(
     ("ends", "words"),
     [
-        ([0.1, 0.3], "Held-out loss is lower than the NF4 base&#39;s"),
-        ([-0.1, 0.3], "Held-out loss is not clearly different from the NF4 base&#39;s"),
-        ([-0.3, -0.1], "Held-out loss is higher than the NF4 base&#39;s"),
+        ([0.1, 0.3], "Held-out loss is lower than the NF4 base's"),
+        ([-0.1, 0.3], "Held-out loss is not clearly different from the NF4 base's"),
+        ([-0.3, -0.1], "Held-out loss is higher than the NF4 base's"),
     ],
 )
 def test_verdict_follows_the_interval_of_the_difference(
@@ -25,7 +25,7 @@ def test_verdict_follows_the_interval_of_the_difference(
     folder = write_run(tmp_path, "demo", num_steps=3)
     edit(
         folder / "evaluate_run" / "tuned.json",
-        lambda d: d["comparison"].update(loss_difference_ci95=ends),
+        lambda d: d["comparisons"]["base"].update(loss_difference_ci95=ends),
     )
     assert f"<h3>{words}</h3>" in rendered(tmp_path, "demo")
 
@@ -67,7 +67,7 @@ def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -
         better(tmp_path, name, loss)
     edit(
         tmp_path / "runs" / "two" / "evaluate_run" / "tuned.json",
-        lambda d: d["comparison"].update(loss_difference_ci95=[-0.3, -0.1]),
+        lambda d: d["comparisons"]["base"].update(loss_difference_ci95=[-0.3, -0.1]),
     )
     warned = rendered(tmp_path, "one", "two").split("<article")[0].rpartition("Look at")[2]
     assert "two" in warned
@@ -88,7 +88,7 @@ def test_verdict_says_what_became_of_the_tasks(
     folder = write_run(tmp_path, "demo", num_steps=3)
 
     def change(document: Any) -> None:
-        document["comparison"]["tasks"]["pydocs_mc"]["acc"]["difference_ci95"] = ends
+        document["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"]["difference_ci95"] = ends
         document["tasks"]["pydocs_mc"]["metrics"]["acc"]["higher_is_better"] = upwards
 
     edit(folder / "evaluate_run" / "tuned.json", change)

@@ -19,13 +19,14 @@ from tests.support.models import quantized, tiny_llama
 from tests.support.report_examples import HOSTILE, edit, write_run
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import tiny_adapter
-from workflow.lib.artifacts.evaluation_record import Evaluation, TunedEvaluation
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.report.model_card import CardInputs, model_card
+from workflow.lib.report.card_inputs import CardInputs
+from workflow.lib.report.model_card import model_card
+from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import write_json
 
@@ -41,8 +42,7 @@ def read(folder: Path, **changes: Any) -> CardInputs:
         summary=read_record(folder / "finetune" / "summary.json", Summary),
         manifest=read_record(tokens / "manifest.json", Manifest),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
-        base=read_record(folder / "evaluate_run" / "base.json", Evaluation),
-        tuned=read_record(folder / "evaluate_run" / "tuned.json", TunedEvaluation),
+        measured=read_measured(folder / "evaluate_run", run=folder.name),
     )
     return dataclasses.replace(inputs, **changes)
 
@@ -178,9 +178,12 @@ def test_card_names_modules_that_were_trained_whole(run: Path) -> None:
 def test_first_sentence_follows_the_interval(run: Path, ends: list[float], words: str) -> None:
     edit(
         run / "evaluate_run" / "tuned.json",
-        lambda d: d["comparison"].update(loss_difference_ci95=ends),
+        lambda d: d["comparisons"]["base"].update(loss_difference_ci95=ends),
     )
-    assert f"Its held-out loss {words} that of the base in 4 bits (NF4)" in model_card(read(run))
+    sentence = (
+        f"(tuned: the adapter on the NF4 base) {words} that of the NF4 base: NF4 base - tuned "
+    )
+    assert sentence in model_card(read(run))
 
 
 BETTER, WORSE, UNCLEAR, UNJUDGED = (
@@ -206,7 +209,9 @@ def test_each_metric_of_a_task_is_told_by_its_own_interval(
 ) -> None:
     def change(document: dict[str, Any]) -> None:
         for metric, ends in (("acc", acc), ("acc_norm", acc_norm)):
-            document["comparison"]["tasks"]["pydocs_mc"][metric].update(difference_ci95=ends)
+            document["comparisons"]["base"]["tasks"]["pydocs_mc"][metric].update(
+                difference_ci95=ends
+            )
             document["tasks"]["pydocs_mc"]["metrics"][metric].update(higher_is_better=upwards)
 
     edit(run / "evaluate_run" / "tuned.json", change)
@@ -258,7 +263,7 @@ def test_run_that_measured_nothing_says_so(run: Path) -> None:
     for subject in ("base", "tuned"):
         edit(run / "evaluate_run" / f"{subject}.json", lambda d: d.update(heldout=None, tasks={}))
     nothing = {"loss_difference": None, "loss_difference_ci95": None, "p_value": None, "tasks": {}}
-    edit(run / "evaluate_run" / "tuned.json", lambda d: d["comparison"].update(nothing))
+    edit(run / "evaluate_run" / "tuned.json", lambda d: d["comparisons"]["base"].update(nothing))
     text = model_card(read(run))
     assert "Nothing was measured." in text
     assert "model-index" not in ModelCard(text).data.to_dict()
@@ -277,7 +282,9 @@ def test_hostile_text_is_neither_markup_nor_metadata(run: Path) -> None:
         )
     edit(
         run / "evaluate_run" / "tuned.json",
-        lambda d: d["comparison"].update(tasks={hostile: d["comparison"]["tasks"]["pydocs_mc"]}),
+        lambda d: d["comparisons"]["base"].update(
+            tasks={hostile: d["comparisons"]["base"]["tasks"]["pydocs_mc"]}
+        ),
     )
     text = model_card(read(run))
     assert "license" not in ModelCard(text).data.to_dict()

@@ -23,19 +23,20 @@ def folder(tmp_path: Path) -> Path:
 def test_values_are_those_of_the_files(tmp_path: Path, folder: Path) -> None:
     (run,) = read(tmp_path, "demo")
     tuned = read_json(folder / "evaluate_run" / "tuned.json")
-    assert run.tuned.heldout is not None
-    assert run.tuned.heldout.loss == tuned["heldout"]["loss"]
-    assert list(run.tuned.heldout.loss_ci95) == tuned["heldout"]["loss_ci95"]
+    served = run.measured.served.heldout
+    assert served is not None
+    assert served.loss == tuned["heldout"]["loss"]
+    assert list(served.loss_ci95) == tuned["heldout"]["loss_ci95"]
     assert run.summary.elapsed_s == read_json(folder / "finetune" / "summary.json")["elapsed_s"]
 
 
-def test_samples_stand_base_beside_tuned(tmp_path: Path, folder: Path) -> None:
+def test_samples_stand_reference_beside_served(tmp_path: Path, folder: Path) -> None:
     (run,) = read(tmp_path, "demo")
     base, tuned = (
         read_json(folder / "evaluate_run" / f"{subject}.json")["samples"]
         for subject in ("base", "tuned")
     )
-    assert [(s.document, s.base, s.tuned) for s in run.samples] == [
+    assert [(s.document, s.before, s.after) for s in run.samples] == [
         (b["document"], b["answer"], t["answer"]) for b, t in zip(base, tuned, strict=True)
     ]
 
@@ -43,7 +44,8 @@ def test_samples_stand_base_beside_tuned(tmp_path: Path, folder: Path) -> None:
 def test_scores_pair_every_metric_with_its_difference(tmp_path: Path, folder: Path) -> None:
     (run,) = read(tmp_path, "demo")
     assert [
-        (s.metric, s.base.value, s.tuned.value, s.difference.difference) for s in run.scores
+        (s.metric, s.before.value, s.after.value, s.difference.difference)
+        for s in run.measured.scores
     ] == [
         ("acc", 0.2519, 0.6137, 0.3618),
         ("acc_norm", 0.2777, 0.6331, 0.3554),
@@ -81,7 +83,7 @@ def _fewer_documents(document: dict[str, Any]) -> None:
 
 
 def _no_difference(document: dict[str, Any]) -> None:
-    del document["comparison"]["tasks"]["pydocs_mc"]["acc"]
+    del document["comparisons"]["base"]["tasks"]["pydocs_mc"]["acc"]
 
 
 def _swapped(document: dict[str, Any]) -> None:
@@ -100,7 +102,7 @@ def _swapped(document: dict[str, Any]) -> None:
             r"tuned\.json: samples\.document = \[3, 12, 29\]",
         ),
         ("evaluate_run/tuned.json", _other_task, r"tuned\.json: tasks = \{'other'"),
-        ("evaluate_run/tuned.json", _no_difference, r"tuned\.json: comparison\.tasks = "),
+        ("evaluate_run/tuned.json", _no_difference, r"tuned\.json: comparisons\.tasks = "),
         ("evaluate_run/tuned.json", _fewer_documents, r"tuned\.json: heldout\.documents = 126"),
         (
             "finetune/summary.json",

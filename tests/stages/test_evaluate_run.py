@@ -16,11 +16,12 @@ from tests.support.tiny_export import (
     tiny_tokens,
 )
 from tests.system.test_checksums import flip, flip_tensor
-from workflow.lib.artifacts.evaluation_record import Evaluation, MergedEvaluation, TunedEvaluation
+from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.system.files import canonical_json, read_json, write_checksums
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ["original", "base", "tuned", "merged"]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,13 @@ def folder(tmp_path_factory):
 
 def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
     config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
-    outputs = {f"output-{name}": output / f"{name}.json" for name in ("base", "tuned", "merged")}
-    inputs = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
-    options = inputs | outputs | {"log": output / "log", "run": "demo", "config": config}
-    options["archive"] = output / "archive"
-    options["chat-template"] = folder / "template.jinja"
+    options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
+    options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
+    options |= {name: output / name for name in ("archive", "evaluation", "log")}
+    options["output"] = options.pop("evaluation")
+    options |= {"config": config, "chat-template": folder / "template.jinja"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    arguments += ["--subjects", *MEASURED]
     return subprocess.run(
         [sys.executable, "-m", "workflow.scripts.evaluate_run", *arguments],
         cwd=ROOT,
@@ -68,20 +70,18 @@ def finished(folder, settings, tmp_path_factory):
     return evaluate(folder, output, settings), output
 
 
-def test_stage_succeeds_and_writes_both_artifacts_as_the_report_reads_them(finished):
+def test_stage_succeeds_and_writes_its_artifacts_as_the_report_reads_them(finished):
     """The base's tokenizer has no chat template, which would be refused: --chat-template gives
     it.
     """
     process, output = finished
     assert process.returncode == 0, process.stderr
-    base = Evaluation.model_validate_json((output / "base.json").read_text())
-    tuned = TunedEvaluation.model_validate_json((output / "tuned.json").read_text())
-    merged = MergedEvaluation.model_validate_json((output / "merged.json").read_text())
-    assert (base.run, base.subject, tuned.subject) == ("demo", "base", "tuned")
-    assert (merged.subject, merged.merging.documents) == ("merged", 7)
-    assert base.provenance.stage == "evaluate_run"
-    assert tuned.comparison.documents == 7
-    assert list(tuned.tasks) == ["local", "writes"]
+    measured = read_measured(output / "evaluation", run="demo")
+    assert list(measured.subjects) == MEASURED
+    assert (measured.served.subject, measured.reference.subject) == ("merged", "original")
+    assert measured.served.provenance.stage == "evaluate_run"
+    assert measured.comparison.documents == 7
+    assert list(measured.served.tasks) == ["local", "writes"]
 
 
 def test_log_tells_what_is_measured_and_what_came_out(finished):
@@ -95,8 +95,8 @@ def test_log_tells_what_is_measured_and_what_came_out(finished):
 def numbers(output: Path) -> dict[str, float]:
     """Every number of the artifacts that a model computed, by its path."""
     found = {}
-    for subject in ("base", "tuned", "merged"):
-        content = read_json(output / f"{subject}.json")
+    for subject in MEASURED:
+        content = read_json(output / "evaluation" / f"{subject}.json")
         for document in content["heldout"]["per_document"]:
             found[f"{subject} document {document['document']}"] = document["loss_sum"]
         for task, scores in content["tasks"].items():
@@ -107,7 +107,7 @@ def numbers(output: Path) -> dict[str, float]:
 
 def texts(output: Path) -> list[tuple[str, str]]:
     """Both answers to every sample prompt, of all subjects."""
-    found = [read_json(output / f"{subject}.json")["samples"] for subject in ("base", "tuned")]
+    found = [read_json(output / "evaluation" / f"{name}.json")["samples"] for name in MEASURED]
     return [(sample["answer"], sample["drawn"]) for samples in found for sample in samples]
 
 
@@ -135,7 +135,7 @@ def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, t
     assert process.returncode == 1
     assert "evaluate.heldout = True: an interval needs at least 2" in process.stderr
     assert "Traceback" not in process.stderr
-    assert not (tmp_path / "base.json").exists()
+    assert not (tmp_path / "evaluation").exists()
 
 
 def flip_token(folder: Path) -> Path:
@@ -165,4 +165,4 @@ def test_damaged_files_are_named_though_all_parts_were_measured_before(
         f"{path} is damaged: it does not have the SHA-256 that was recorded when it was made. "
         f"Delete the folder {path.parent} and repeat the command; the folder is made again."
     )
-    assert not list(tmp_path.glob("*.json"))
+    assert not (tmp_path / "evaluation").exists()

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.report_examples import evaluation
 from tests.support.workflow_project import Finished, Project, executed, make_project
-from workflow.lib.artifacts.evaluation_record import TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
+from workflow.lib.report.verdict import Measured
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import canonical_json, write_json
 
@@ -25,7 +26,10 @@ def judged(require, *, by="estimate", change=None):
     content = json.loads(json.dumps(TUNED))
     if change:
         change(content)
-    return verdicts(require, TunedEvaluation.model_validate_json(json.dumps(content)), by=by)
+    base, tuned = (
+        Evaluation.model_validate_json(json.dumps(d)) for d in (evaluation("demo", "base"), content)
+    )
+    return verdicts(require, Measured({"base": base, "tuned": tuned}), by=by)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,9 @@ def test_every_missed_requirement_of_every_run_is_named():
 
 
 def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
-    write_json(folder / "runs" / "demo" / "evaluate_run" / "tuned.json", TUNED)
+    evaluations = folder / "runs" / "demo" / "evaluate_run"
+    write_json(evaluations / "tuned.json", TUNED)
+    write_json(evaluations / "base.json", evaluation("demo", "base"))
     config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
     arguments = ["--config", canonical_json(config), "--runs-dir", str(folder / "runs")]
     command = [sys.executable, "-m", "workflow.scripts.require_gain", *arguments]

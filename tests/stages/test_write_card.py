@@ -19,8 +19,7 @@ def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
         "adapter-config": run / "consolidate" / "adapter" / "adapter_config.json",
         "manifest": root / "tokens" / "demo-data" / "manifest.json",
         "parity": run / "consolidate" / "parity.json",
-        "base": run / "evaluate_run" / "base.json",
-        "tuned": run / "evaluate_run" / "tuned.json",
+        "evaluation": run / "evaluate_run",
         "output": root / "README.md",
     }
     command = [sys.executable, "-m", "workflow.scripts.write_card"]
@@ -47,9 +46,9 @@ def test_stage_writes_the_card_with_hub_ids_linked(
 
 def test_file_of_another_stage_is_one_message_and_no_card(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
-    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.pop("comparison"))
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.pop("comparisons"))
     done = write_card(tmp_path)
     assert done.returncode == 1
-    assert "tuned.json: the field comparison is missing" in done.stderr
+    assert "tuned.json: the field comparisons is missing" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "README.md").exists()

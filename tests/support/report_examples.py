@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
+from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.files import read_json, write_json, write_jsonl
 
 HOSTILE = (
@@ -198,6 +199,8 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
     result: dict[str, Any] = {
         "subject": subject,
         "run": run,
+        "served": tuned,
+        "comparisons": {},
         "heldout": {
             "loss": 1.5123456789 if tuned else 2.9876543211,
             "loss_ci95": [1.4511, 1.5732] if tuned else [2.8801, 3.0912],
@@ -233,7 +236,7 @@ def evaluation(run: str, subject: str) -> dict[str, Any]:
         "provenance": provenance("evaluate_run"),
     }
     if tuned:
-        result["comparison"] = {
+        result["comparisons"]["base"] = {
             "loss_difference": 1.4753086422,
             "loss_difference_ci95": [1.3711, 1.5802],
             "p_value": 0.000999,
@@ -333,6 +336,42 @@ def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4
         write_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
     write_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())
     return folder
+
+
+def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:
+    """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
+    with all that are there.
+    """
+    others = {path.stem: read_json(path) for path in (folder / "evaluate_run").glob("*.json")}
+    document = others["tuned"] | {"subject": subject, "served": served}
+    document["heldout"] = document["heldout"] | {"loss": loss}
+    document["comparisons"] = {
+        name: compared(other, loss=loss)
+        for name, other in others.items()
+        if SUBJECTS.index(name) < SUBJECTS.index(subject)
+    }
+    write_json(folder / "evaluate_run" / f"{subject}.json", document)
+
+
+def add_original(folder: Path, *, loss: float) -> None:
+    """Add the original's evaluation to the run in `folder`, and all others' comparison with it."""
+    add_subject(folder, "original", loss=loss)
+    original = read_json(folder / "evaluate_run" / "original.json")
+    for path in (folder / "evaluate_run").glob("*.json"):
+        if path.stem != "original":
+            own = read_json(path)["heldout"]["loss"]
+            edit(
+                path,
+                lambda d, own=own: d["comparisons"].update(original=compared(original, loss=own)),
+            )
+
+
+def compared(other: Any, *, loss: float) -> dict[str, Any]:
+    """Return the comparison of a subject of this held-out loss with another."""
+    gain = other["heldout"]["loss"] - loss
+    tuned = evaluation("demo", "tuned")["comparisons"]["base"]
+    ends = [gain - 0.125, gain + 0.125]
+    return {**tuned, "loss_difference": gain, "loss_difference_ci95": ends}
 
 
 def edit(path: Path, change: Any) -> None:

@@ -40,8 +40,11 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "merged model",
         {"export": {"merged": True}},
-        ["consolidate_and_merged", "evaluate_run_and_merged", "write_card", *REPORT],
+        ["consolidate_and_merged", *EVALUATION],
     ),
+    ("subjects", {"evaluate": {"subjects": ["base", "tuned"]}}, EVALUATION),
+    ("what is served", {"evaluate": {"served": "tuned_on_original"}}, EVALUATION),
+    ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
     ("live view", {"tracking": {"tensorboard": False}}, []),
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
     ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),

@@ -50,6 +50,7 @@ ARTIFACTS = {
     "results/runs/demo/consolidate/adapter/tokenizer_config.json",
     "results/runs/demo/consolidate/parity.json",
     "results/runs/demo/evaluate_run/base.json",
+    "results/runs/demo/evaluate_run/original.json",
     "results/runs/demo/evaluate_run/tuned.json",
     "results/runs/demo/finetune/adapter/*",
     "results/runs/demo/finetune/adapter_config.json",

@@ -134,7 +134,7 @@ REQUIRED = {
     if run.evaluate.require
 }
 
-# Runs whose merged model is exported and evaluated too.
+# Runs whose merged model is exported.
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 
 TRAINED_FILES = [
@@ -371,11 +371,15 @@ def merged_model(name):
     return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
 
 
-def merged_options(input, output):
-    """The evaluation's options for the merged model, if one is exported."""
-    if not input.merged:
-        return []
-    return ["--merged", input.merged, "--output-merged", output.merged]
+def original_files(run):
+    """The original model's files as inputs, if the evaluation loads them."""
+    return model_files(run) if {"original", "tuned_on_original"} & set(run.subjects) else []
+
+
+def model_options(run, input):
+    """The evaluation's options for the models besides base and adapter."""
+    model = ["--model", model_folder(run, input.model)] if input.model else []
+    return [*model, *(["--merged", input.merged] if input.merged else [])]
 
 
 def of_runs(stage, *files):
@@ -398,12 +402,8 @@ def requirements():
 
 
 def evaluations(runs=RUNS):
-    """The artifacts of the evaluation: one a subject."""
-    return [
-        f"{layout.stage_dir(name, 'evaluate_run')}/{subject}.json"
-        for name in runs
-        for subject in ["base", "tuned", *(["merged"] if name in MERGED else [])]
-    ]
+    """The folders of the evaluations: in each a file a subject."""
+    return [layout.stage_dir(name, "evaluate_run") for name in runs]
 
 
 def benchmark_requests():

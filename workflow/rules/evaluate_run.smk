@@ -1,4 +1,3 @@
-# Two rules, one stage: where a merged model is exported, it is one more subject and one more output.
 rule evaluate_run:
     input:
         base=lambda w: layout.base_dir(RUNS[w.run]),
@@ -6,18 +5,17 @@ rule evaluate_run:
             "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
         ),
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
-        merged=lambda w: merged_model(w.run),
+        model=lambda w: original_files(RUNS[w.run]),
+        merged=lambda w: merged_model(w.run) if "merged" in RUNS[w.run].subjects else [],
         tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
         tasks=lambda w: task_files(RUNS[w.run]),
         chat_template=lambda w: chat_template(RUNS[w.run]),
+    # A file a subject; which ones, the settings say.
     output:
-        base="results/runs/{run}/evaluate_run/base.json",
-        tuned="results/runs/{run}/evaluate_run/tuned.json",
+        directory("results/runs/{run}/evaluate_run"),
     log:
         "logs/evaluate_run/{run}.log",
-    wildcard_constraints:
-        run=any_of(run for run in RUNS if run not in MERGED),
     conda:
         "../../envs/torch.yaml"
     threads: lambda w: cores(RUNS[w.run])
@@ -38,7 +36,9 @@ rule evaluate_run:
         tokens=subpath(input.tokens, parent=True),
         # Not an output: Snakemake would delete what was measured before.
         archive=layout.EVALUATIONS,
-        merged=lambda w, input, output: merged_options(input, output),
+        subjects=lambda w: list(RUNS[w.run].subjects),
+        served=lambda w: RUNS[w.run].served,
+        models=lambda w, input: model_options(RUNS[w.run], input),
         travelling=lambda w: travelling(RUNS[w.run], tasks=True),
         chat_template=lambda w: [
             part
@@ -50,14 +50,6 @@ rule evaluate_run:
         "python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.evaluate_run --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
-        " --archive {params.archive:q} {params.merged:q}"
-        " --output-base {output.base:q} --output-tuned {output.tuned:q} --log {log:q}"
+        " --archive {params.archive:q} {params.models:q} --subjects {params.subjects:q} --served {params.served:q}"
+        " --output {output:q} --log {log:q}"
 
-
-use rule evaluate_run as evaluate_run_and_merged with:
-    output:
-        base="results/runs/{run}/evaluate_run/base.json",
-        tuned="results/runs/{run}/evaluate_run/tuned.json",
-        merged="results/runs/{run}/evaluate_run/merged.json",
-    wildcard_constraints:
-        run=any_of(MERGED),

@@ -12,7 +12,7 @@ rule require_gain:
         "../../envs/report.yaml"
     params:
         config=json.dumps(REQUIRED, sort_keys=True),
-        folder=lambda w, input: subpath(input.evaluation[0], ancestor=3),
+        folder=lambda w, input: subpath(input.evaluation[0], ancestor=2),
     shell:
         "python -m workflow.scripts.require_gain --config {params.config:q} --runs-dir {params.folder:q}"
         " --output {output:q} --log {log:q}"

@@ -5,8 +5,7 @@ rule write_card:
         adapter_config="results/runs/{run}/consolidate/adapter/adapter_config.json",
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         parity="results/runs/{run}/consolidate/parity.json",
-        base="results/runs/{run}/evaluate_run/base.json",
-        tuned="results/runs/{run}/evaluate_run/tuned.json",
+        evaluation="results/runs/{run}/evaluate_run",
     output:
         report(
             "results/runs/{run}/consolidate/adapter/README.md",
@@ -25,4 +24,4 @@ rule write_card:
     shell:
         "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
         " --adapter-config {input.adapter_config:q} --manifest {input.manifest:q}"
-        " --parity {input.parity:q} --base {input.base:q} --tuned {input.tuned:q} --output {output:q} --log {log:q}"
+        " --parity {input.parity:q} --evaluation {input.evaluation:q} --output {output:q} --log {log:q}"

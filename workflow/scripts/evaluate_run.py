@@ -1,11 +1,12 @@
-"""Measure the exported adapter, its NF4 base and, if there is one, the merged model: held-out loss,
+"""Measure what is served beside the original model, the NF4 base and other forms: held-out loss,
 tasks, sample answers.
 
-Reads exported files only, through stock Transformers and PEFT. What was measured before on the same
+Reads model files only, through stock Transformers and PEFT. What was measured before on the same
 model under the same settings (a folder of results, `--archive`) is not measured again. A process a
 GPU takes a share of the work, with the model on each, or sharded over all of them where it is
-larger than one. Writes `base.json`, `tuned.json` and, with `--merged`, `merged.json`. Works without
-a network unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
+larger than one. An original that fits nowhere is read layer by layer, for its held-out loss alone.
+Writes `<subject>.json` of each of `--subjects` into the folder `--output`. Works without a network
+unless `evaluate.tasks` names a task that is not in `evaluate.tasks_dir`.
 """
 
 import argparse
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from workflow.lib.evaluation.task_files import environment
 from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.environment import is_worker
-from workflow.lib.system.hardware import visible_gpus
+from workflow.lib.system.hardware import available_host_bytes, visible_gpus
 from workflow.scripts.command import run, stage_parser
 
 
@@ -27,18 +29,24 @@ def main(args: argparse.Namespace) -> None:
     # Hugging Face libraries read these variables when they are imported, so they are imported
     # after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
-    from workflow.lib.distributed.work_sharing import divide
+    from workflow.lib.distributed.work_sharing import divide, fits
     from workflow.lib.evaluation.batch_size import restarting
     from workflow.lib.model.backends import choose_device
     from workflow.lib.training.launch import Workers, launch_workers
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
+    gpu_bytes = [gpu.total_bytes for gpu in gpus]
+    loaded = [args.base, args.merged, args.model if "tuned_on_original" in args.subjects else None]
     division = divide(
         settings.processes,
         shard=settings.shard,
-        folders=[folder for folder in (args.base, args.merged) if folder],
-        gpu_bytes=[gpu.total_bytes for gpu in gpus],
+        folders=[folder for folder in loaded if folder],
+        gpu_bytes=gpu_bytes,
     )
+    if args.model not in loaded and not is_worker():
+        args.stream_original = not fits(
+            args.model, division, gpu_bytes=gpu_bytes, host_bytes=available_host_bytes()
+        )
     if division.processes == 1 or is_worker():
         from workflow.scripts.evaluate_run_worker import work
 
@@ -46,9 +54,11 @@ def main(args: argparse.Namespace) -> None:
         return
 
     def launch(most: int | None) -> None:
+        more = ["--stream-original"] if args.stream_original else []
+        more += [] if most is None else ["--batch-size", str(most)]
         workers = Workers(
             "workflow.scripts.evaluate_run",
-            [*sys.argv[1:], *([] if most is None else ["--batch-size", str(most)])],
+            [*sys.argv[1:], *more],
             processes=division.processes,
             what="evaluation",
         )
@@ -64,12 +74,18 @@ if __name__ == "__main__":
     parser.add_argument(
         "--adapter", type=Path, required=True, help="folder of the exported adapter"
     )
+    parser.add_argument("--model", type=Path, help="folder of the original; default: not measured")
     parser.add_argument("--merged", type=Path, help="folder of the merged model; default: none")
+    parser.add_argument(
+        "--subjects", nargs="+", choices=SUBJECTS, required=True, help="models to measure"
+    )
+    parser.add_argument("--served", choices=SUBJECTS, required=True, help="which is served")
     parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
     parser.add_argument("--archive", type=Path, required=True, help="folder of finished parts")
-    parser.add_argument("--output-base", type=Path, required=True, help="base.json to write")
-    parser.add_argument("--output-tuned", type=Path, required=True, help="tuned.json to write")
-    parser.add_argument("--output-merged", type=Path, help="merged.json to write")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--stream-original", action="store_true", help="read it layer by layer; of a new start"
+    )
     parser.add_argument(
         "--batch-size", type=int, help="instead of evaluate.batch_size; of a new start"
     )

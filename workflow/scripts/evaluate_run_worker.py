@@ -8,6 +8,7 @@ here read environment variables when they are imported, so `evaluate_run` sets t
 import argparse
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
@@ -33,12 +34,13 @@ from workflow.lib.evaluation.questions import (
     parts,
     prepare,
 )
-from workflow.lib.evaluation.results import Evaluations, evaluations, summary_lines
+from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.model.backends import choose_device
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
-from workflow.lib.system.checksums import listed_files
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
+from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.environment import is_worker
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import put_in_place, write_json
 
 logger = logging.getLogger("workflow")
 
@@ -68,7 +70,8 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
     with ExitStack() as stack:
         process = join(stack, sharded=sharded)
         store = TokenStore.open(args.tokens)
-        check_inputs(args, store, process)
+        folders = model_folders(args)
+        sources = check_inputs(args, folders, store, process)
         options = evaluated_models.load_options(
             args.base,
             device=process.device,
@@ -78,19 +81,26 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         with main_first(process.world):
             questions = prepare_questions(args, settings, store)
             models = evaluated_models.subjects(
-                base=args.base,
-                adapter=args.adapter,
-                merged=args.merged,
+                args.subjects,
+                folders,
                 options=options,
+                sources=sources,
                 shards=process.world if sharded else None,
+                streamed=args.stream_original,
             )
         logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
         machine = evaluated_models.machine_facts(options)
         log_questions(questions, store, machine, process)
         measured = measure_all(args, models, questions, machine, process)
         if process.is_main:
-            four_bits = four_bits_of(args.base)
-            write(args, evaluations(measured, questions, run=args.run, four_bits=four_bits))
+            results = evaluations(
+                measured,
+                questions,
+                run=args.run,
+                served=args.served,
+                four_bits=four_bits_of(args.base),
+            )
+            write(args.output, results)
 
 
 def join(stack: ExitStack, *, sharded: bool) -> Process:
@@ -107,17 +117,31 @@ def join(stack: ExitStack, *, sharded: bool) -> Process:
     return Process(world.device, world, pulse, sharded)
 
 
-def model_folders(args: argparse.Namespace) -> list[Path]:
-    """Return the folders of base, adapter and, if there is one, merged model."""
-    return [folder for folder in (args.base, args.adapter, args.merged) if folder]
+def model_folders(args: argparse.Namespace) -> evaluated_models.ModelFolders:
+    """Return the folders of the models that are measured."""
+    return evaluated_models.ModelFolders(
+        base=args.base, adapter=args.adapter, model=args.model, merged=args.merged
+    )
 
 
-def check_inputs(args: argparse.Namespace, store: TokenStore, process: Process) -> None:
-    """Hold models and tokens to their recorded checksums. Collective."""
+def check_inputs(
+    args: argparse.Namespace,
+    folders: evaluated_models.ModelFolders,
+    store: TokenStore,
+    process: Process,
+) -> list[RecordedFile]:
+    """Hold models and tokens to their recorded checksums; return the files of the original, if it
+    is measured. Collective.
+    """
     process.pulse.phase("checking the files")
-    recorded = [file for folder in model_folders(args) for file in listed_files(folder)]
+    recorded = [file for folder in folders.made_here() for file in listed_files(folder)]
     recorded += recorded_arrays(args.tokens, store.manifest)
     check_recorded(recorded, world=process.world, moved=process.pulse.moved)
+    if folders.model is None:
+        return []
+    return evaluated_models.source_files(
+        folders.model, world=process.world, moved=process.pulse.moved
+    )
 
 
 def prepare_questions(
@@ -154,11 +178,11 @@ def measure_all(
     questions: Questions,
     machine: dict[str, Any],
     process: Process,
-) -> dict[str, Measurement]:
+) -> dict[SubjectName, Measurement]:
     """Return what each model answers, by its name. Collective."""
     asked = parts(questions, world=process.world)
-    archive, folders = Archive(args.archive), model_folders(args)
-    measured = {}
+    archive, folders = Archive(args.archive), model_folders(args).all()
+    measured: dict[SubjectName, Measurement] = {}
     for model in models:
         measured[model.name], new = measure(
             evaluated_models.watched(model, pulse=process.pulse, folders=folders),
@@ -168,18 +192,24 @@ def measure_all(
             world=process.world,
         )
         logger.info(
-            "%s: measured %s, %d of %d parts known before",
+            "%s%s: measured %s, %d of %d parts known before",
             SUBJECT_LABELS[model.name],
+            ", larger than memory and read layer by layer, its held-out loss alone"
+            if model.streamed
+            else "",
             ", ".join(new) or "nothing",
-            len(asked) - len(new),
-            len(asked),
+            (1 if model.streamed else len(asked)) - len(new),
+            1 if model.streamed else len(asked),
         )
     return measured
 
 
-def write(args: argparse.Namespace, results: Evaluations) -> None:
-    """Write one file a subject, and tell what came out."""
-    for subject, evaluation in results.by_subject().items():
-        write_json(getattr(args, f"output_{subject}"), evaluation.as_json())
+def write(folder: Path, results: dict[SubjectName, Evaluation]) -> None:
+    """Write one file a subject, all or none, and tell what came out."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for subject, evaluation in results.items():
+        write_json(partial / f"{subject}.json", evaluation.as_json())
+    put_in_place(partial, folder)
     for line in summary_lines(results):
         logger.info("%s", line)

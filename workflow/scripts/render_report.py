@@ -15,6 +15,7 @@ from workflow.lib.report.comparison import comparison_csv
 from workflow.lib.report.html_page import render_page
 from workflow.lib.report.paper_figures import write_paper_figures
 from workflow.lib.report.run_results import Run, read_runs
+from workflow.lib.report.verdict import label
 from workflow.lib.settings.config import ReportConfig
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import write_text
@@ -33,7 +34,6 @@ def main(args: argparse.Namespace) -> None:
         args.runs_dir,
         names=args.run,
         tokens=read_tokens(args.tokens),
-        merged=[name for name in changed if changed[name].get("export", {}).get("merged")],
     )
     for run in runs:
         logger.info("%s", describe(run))
@@ -46,10 +46,11 @@ def main(args: argparse.Namespace) -> None:
 
 def describe(run: Run) -> str:
     """Return a run's result as one line."""
-    base, tuned = run.base.heldout, run.tuned.heldout
+    reference, served = run.measured.reference, run.measured.served
     change = (
-        f"held-out loss, NF4 base -> tuned: {loss(base.loss)} -> {loss(tuned.loss)}, "
-        if base and tuned
+        f"held-out loss, {label(reference)} -> {label(served)}: {loss(reference.heldout.loss)} -> "
+        f"{loss(served.heldout.loss)}, "
+        if reference.heldout and served.heldout
         else ""
     )
     passed = f"{len(run.checks) - len(run.failed_checks)} of {len(run.checks)} checks passed"

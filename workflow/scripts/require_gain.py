@@ -1,17 +1,18 @@
-"""Fail the workflow if a tuned model does not gain what `evaluate.require` demands.
+"""Fail the workflow if what is served does not gain what `evaluate.require` demands.
 
-The gain is over the NF4 base. Reads finished evaluations only, so nothing is lost when it fails;
-writes `requirements.json` when all are met.
+The gain is over the original model, or over the NF4 base where that was not measured. Reads
+finished evaluations only, so nothing is lost when it fails; writes `requirements.json` when all are
+met.
 """
 
 import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts.evaluation_record import Requirements, TunedEvaluation
-from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
+from workflow.lib.report.verdict import read_measured
 from workflow.lib.system.files import write_json
 from workflow.scripts.command import run, stage_parser
 
@@ -21,9 +22,8 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     by_run = {}
     for name, settings in args.config.items():
-        path = args.runs_dir / name / "evaluate_run" / "tuned.json"
-        tuned = read_record(path, TunedEvaluation)
-        by_run[name] = verdicts(settings["require"], tuned, by=settings["require_by"])
+        measured = read_measured(args.runs_dir / name / "evaluate_run", run=name)
+        by_run[name] = verdicts(settings["require"], measured, by=settings["require_by"])
     refuse_unmet(by_run)
     requirements = Requirements(runs=by_run, provenance=Provenance.now())
     write_json(args.output, requirements.as_json())

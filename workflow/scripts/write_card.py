@@ -8,12 +8,13 @@ import argparse
 import logging
 from pathlib import Path
 
-from workflow.lib.artifacts.evaluation_record import Evaluation, TunedEvaluation
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.training_record import Summary
-from workflow.lib.report.model_card import CardInputs, model_card
+from workflow.lib.report.card_inputs import CardInputs
+from workflow.lib.report.model_card import model_card
+from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import RunConfig, is_hub_id
 from workflow.lib.system.files import read_json, write_text
 from workflow.scripts.command import run, stage_parser
@@ -32,8 +33,7 @@ def main(args: argparse.Namespace) -> None:
         summary=read_record(args.summary, Summary),
         manifest=read_record(args.manifest, Manifest),
         parity=read_record(args.parity, Parity),
-        base=read_record(args.base, Evaluation),
-        tuned=read_record(args.tuned, TunedEvaluation),
+        measured=read_measured(args.evaluation, run=args.evaluation.parent.name),
     )
     write_text(args.output, model_card(inputs))
     logger.info("model card: %s", args.output)
@@ -47,8 +47,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--manifest", type=Path, required=True, help="manifest.json of the tokens")
     parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
-    parser.add_argument("--base", type=Path, required=True, help="base.json of the evaluation")
-    parser.add_argument("--tuned", type=Path, required=True, help="tuned.json of the evaluation")
+    parser.add_argument(
+        "--evaluation", type=Path, required=True, help="folder of the run's evaluation"
+    )
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
     # One small file, replaced at once; a lock would stay in the folder of the adapter that people
     # publish.

@@ -1,14 +1,12 @@
-"""`base.json`, `tuned.json` and `merged.json` of `evaluate_run`, written by `evaluation.results`,
-and `requirements.json` of `require_gain`, written by `report.required_gains`.
+"""`<subject>.json` of `evaluate_run`, written by `evaluation.results`, and `requirements.json` of
+`require_gain`, written by `report.required_gains`.
 """
 
 from typing import Literal
 
 from workflow.lib.artifacts.quantization_record import LinearErrors
 from workflow.lib.artifacts.records import Interval, Provenance, Record
-
-# What people read in place of an evaluation's `subject`: the measured base is the quantized one.
-SUBJECT_LABELS = {"base": "NF4 base", "tuned": "tuned", "merged": "merged"}
+from workflow.lib.settings.subjects import SubjectName
 
 
 class SourceLoss(Record):
@@ -126,21 +124,6 @@ class Comparison(LossDifference):
     """Differences by task and metric."""
 
 
-class SubjectResults(Record):
-    """What all evaluations say of their subject."""
-
-    subject: Literal["base", "tuned", "merged"]
-    """Which model was asked."""
-    run: str
-    """Name of the run."""
-    heldout: Heldout | None
-    """Held-out loss; null where it is switched off."""
-    tasks: dict[str, Task]
-    """Scores by task."""
-    samples: list[Sample]
-    """Answers to some held-out prompts."""
-
-
 class WorstLinear(LinearErrors):
     """One of the linears that are furthest off in 4 bits."""
 
@@ -167,31 +150,26 @@ class FourBits(Record):
     """The linears that are furthest off in the base, the worst first."""
 
 
-class Evaluation(SubjectResults):
-    """`evaluate_run/base.json`."""
+class Evaluation(Record):
+    """`evaluate_run/<subject>.json`."""
 
+    subject: SubjectName
+    """Which model was asked."""
+    run: str
+    """Name of the run."""
+    served: bool
+    """Whether this is what will be served (`evaluate.served`)."""
+    heldout: Heldout | None
+    """Held-out loss; null where it is switched off."""
+    tasks: dict[str, Task]
+    """Scores by task."""
+    samples: list[Sample]
+    """Answers to some held-out prompts."""
+    comparisons: dict[SubjectName, Comparison]
+    """With each measured subject before it, as first subject, in the order original, base, tuned,
+    tuned_on_original, merged."""
     four_bits: FourBits | None = None
-    """With `quantize.method: calibrated`."""
-    provenance: Provenance
-    """What made the file."""
-
-
-class TunedEvaluation(SubjectResults):
-    """`evaluate_run/tuned.json`."""
-
-    comparison: Comparison
-    """With the NF4 base as first subject."""
-    provenance: Provenance
-    """What made the file."""
-
-
-class MergedEvaluation(SubjectResults):
-    """`evaluate_run/merged.json`, where `export.merged` is set."""
-
-    comparison: Comparison
-    """With the NF4 base as first subject."""
-    merging: Comparison
-    """With tuned as first subject: what merging cost."""
+    """Of the base, with `quantize.method: calibrated`."""
     provenance: Provenance
     """What made the file."""
 
@@ -203,8 +181,12 @@ class GainVerdict(Record):
     """`heldout_loss`, or task/metric."""
     least: float
     """The gain asked for."""
+    subject: SubjectName
+    """What is served."""
+    reference: SubjectName
+    """What it is compared with: the original, or the NF4 base if that was not measured."""
     gain: float
-    """The gain over the NF4 base; positive is better."""
+    """The gain over the reference; positive is better."""
     gain_ci95: Interval | None
     """Its 95% interval; null if there is none."""
     judged_by: Literal["estimate", "interval"]

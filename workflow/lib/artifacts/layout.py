@@ -264,7 +264,8 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
     "preflight_run": {
         "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}
     },
-    "evaluate_run": {"evaluate": {"require", "require_by"}},
+    # What is measured and what is served it is told by options.
+    "evaluate_run": {"evaluate": {"require", "require_by", "subjects", "served"}},
 }
 
 

@@ -15,9 +15,7 @@ from pydantic.fields import FieldInfo
 from workflow.lib.artifacts.benchmark_record import BenchmarkRow
 from workflow.lib.artifacts.evaluation_record import (
     Evaluation,
-    MergedEvaluation,
     Requirements,
-    TunedEvaluation,
 )
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest
 from workflow.lib.artifacts.parity_record import Parity
@@ -38,9 +36,7 @@ FILES: tuple[tuple[str, tuple[type[Record], ...]], ...] = (
     ("`metrics.jsonl`, each line", (Step,)),
     ("`summary.json`", (Summary,)),
     ("`parity.json`", (Parity,)),
-    ("`base.json`", (Evaluation,)),
-    ("`tuned.json`", (TunedEvaluation,)),
-    ("`merged.json`", (MergedEvaluation,)),
+    ("`<subject>.json` of an evaluation", (Evaluation,)),
     ("`requirements.json`", (Requirements,)),
     ("`measurements.jsonl` of the benchmark, each line", (BenchmarkRow,)),
 )

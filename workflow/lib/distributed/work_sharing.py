@@ -31,6 +31,7 @@ ResultT = TypeVar("ResultT")
 WEIGHTS_SHARE = 0.6
 # The same for a slice: no other GPUs are to be had, and batches shrink to what is left.
 SLICE_SHARE = 0.9
+HOST_SHARE = 0.6  # of the memory that is free, for all copies in float32
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ def divide(
     return Division(count, sharded)
 
 
+def fits(folder: Path, division: Division, *, gpu_bytes: Sequence[int], host_bytes: int) -> bool:
+    """Tell whether a 16-bit model in safetensors files can be loaded by the processes of
+    `division`; on the CPU in float32.
+    """
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if not gpu_bytes:
+        copies = 1 if division.sharded else division.processes
+        return 2 * size * copies <= HOST_SHARE * host_bytes
+    if division.sharded:
+        return size / division.processes <= SLICE_SHARE * min(gpu_bytes)
+    return size <= WEIGHTS_SHARE * min(gpu_bytes)
+
+
 def _check_shards(largest: int, *, count: int, gpu_bytes: Sequence[int]) -> None:
     if count == 1:
         raise setting_error(
@@ -88,7 +102,7 @@ def _check_shards(largest: int, *, count: int, gpu_bytes: Sequence[int]) -> None
             count,
             f"a slice of {largest / count / 2**30:.1f} GiB leaves a GPU of "
             f"{min(gpu_bytes) / 2**30:.1f} GiB too little",
-            "Use more GPUs, or do not export a merged model (export.merged)",
+            "Use more GPUs, or measure no model in 16 bits (evaluate.subjects, export.merged)",
         )
 
 

@@ -1,14 +1,16 @@
-"""The models that are evaluated, each loaded from exported files when a part of its evaluation is
-not archived yet.
+"""The models that are evaluated, each loaded from its files when a part of its evaluation is not
+archived yet.
 
-Base and tuned are one copy of the weights with the adapter switched off and on. The merged model
-takes the place of that copy.
+NF4 base and tuned are one copy of the weights with the adapter switched off and on, and so are the
+original and the adapter on it. Only one copy is in memory: a model takes the place of the one
+before it.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,21 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from workflow.lib.distributed.heartbeat import FIRST_PASS_S, Pulse
-from workflow.lib.distributed.work_sharing import is_sharded
+from workflow.lib.distributed.work_sharing import check_recorded, is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.measurement_cache import content_key
 from workflow.lib.evaluation.questions import Model, Subject
+from workflow.lib.evaluation.streamed_model import StreamedModel
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import resolve_attention, resolve_dtype
 from workflow.lib.settings.config import ModelConfig
-from workflow.lib.system.files import package_versions
+from workflow.lib.settings.subjects import SubjectName
+from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files
+from workflow.lib.system.files import file_sha256, package_versions
 
+Opened = Model | StreamedModel
 SCORING_S = 1800.0  # between two forward passes: a task's requests are made, or its answers judged
 
 # Of the installed packages, those that compute the numbers.
@@ -57,45 +63,94 @@ def machine_facts(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def subjects(
-    *,
-    base: Path,
-    adapter: Path,
-    merged: Path | None,
-    options: dict[str, Any],
-    shards: World | None = None,
-) -> list[Subject]:
-    """Return base, tuned and, if there is one, merged, in this order; nothing is loaded yet.
+@dataclass(frozen=True)
+class ModelFolders:
+    """Where the files of the models lie; None for what is not measured."""
 
-    options: of `load_options`; shards: the processes over which the weights are sharded, None for a
-    whole copy.
+    base: Path
+    adapter: Path
+    model: Path | None = None
+    """The original."""
+    merged: Path | None = None
+
+    def made_here(self) -> list[Path]:
+        """Return the folders that stages have made, which hold `SHA256SUMS`."""
+        return [folder for folder in (self.base, self.adapter, self.merged) if folder]
+
+    def all(self) -> list[Path]:
+        """Return all folders."""
+        return [*self.made_here(), *([self.model] if self.model else [])]
+
+
+def source_files(
+    folder: Path, *, world: World | None = None, moved: Callable[[], None] = lambda: None
+) -> list[RecordedFile]:
+    """Return the files of the original that its numbers depend on, with their SHA-256. Collective.
+
+    Those of a download are held to its record; a user's own are hashed now.
+    Raises `UserError` if one is damaged.
+    """
+    recorded = [file for file in downloaded_files(folder) if _counts(file.name)]
+    if recorded:
+        check_recorded(recorded, world=world, moved=moved)
+        return recorded
+    paths = sorted(path for path in folder.iterdir() if _counts(path.name))
+    hashes = shared_out(
+        paths, lambda mine: [file_sha256(path, moved=moved) for path in mine], world=world
+    )
+    return [RecordedFile(folder, p.name, sha) for p, sha in zip(paths, hashes, strict=True)]
+
+
+def _counts(name: str) -> bool:
+    """Tell whether a file of the original holds weights, or settings of model or generation."""
+    return name in ("config.json", "generation_config.json") or name.endswith(".safetensors")
+
+
+def subjects(
+    names: Collection[SubjectName],
+    folders: ModelFolders,
+    *,
+    options: dict[str, Any],
+    sources: Sequence[RecordedFile] = (),
+    shards: World | None = None,
+    streamed: bool = False,
+) -> list[Subject]:
+    """Return the named subjects, in the order in which they are best loaded; nothing is loaded yet.
+
+    options: of `load_options`; sources: `source_files` of the original, if it is measured; shards:
+    the processes over which the weights are sharded, None for a whole copy; streamed: the original
+    is larger than memory.
     Raises `UserError` if a folder is not finished.
     """
-
-    def load_tuned() -> PeftModel:
-        if shards is None:
-            return load_adapter(load_base(base, **options), adapter)
-        return load_sharded_adapter(base, adapter, world=shards, **_computing(options))
-
-    def load_merged(folder: Path) -> PreTrainedModel:
-        if shards is None:
-            return load_base(folder, **options)
-        return load_sharded_base(folder, world=shards, **_computing(options))
-
-    tuned = _Loaded(load_tuned)
-    models = [
-        Subject("base", content_key(base), tuned.with_adapter_off),
-        Subject("tuned", content_key(base, adapter), tuned.opened),
+    loading, memory = _Loading(options, shards), _Memory()
+    base, adapter = listed_files(folders.base), listed_files(folders.adapter)
+    known: dict[SubjectName, tuple[str, Callable[[], AbstractContextManager[Opened]]]] = {}
+    if folders.model is not None:
+        on_original = memory.opener(partial(loading.tuned, folders.model, folders.adapter))
+        known |= {
+            "original": (content_key(sources), partial(on_original, adapter=False)),
+            "tuned_on_original": (content_key(sources, adapter), on_original),
+        }
+    on_base = memory.opener(partial(loading.tuned, folders.base, folders.adapter))
+    known |= {
+        "base": (content_key(base), partial(on_base, adapter=False)),
+        "tuned": (content_key(base, adapter), on_base),
+    }
+    if folders.merged is not None:
+        merged = memory.opener(partial(loading.plain, folders.merged))
+        known["merged"] = (content_key(listed_files(folders.merged)), merged)
+    if streamed and folders.model is not None:
+        known["original"] = (content_key(sources), partial(_streamed, folders.model, options))
+    return [
+        Subject(name, *known[name], streamed=streamed and name == "original")
+        for name in known
+        if name in names
     ]
-    if merged is not None:
 
-        @contextmanager
-        def opened() -> Iterator[Model]:
-            tuned.release()
-            yield load_merged(merged)
 
-        models.append(Subject("merged", content_key(merged), opened))
-    return models
+@contextmanager
+def _streamed(folder: Path, options: dict[str, Any]) -> Iterator[StreamedModel]:
+    yield StreamedModel(folder, device=options["device"], dtype=options["compute_dtype"])
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:
@@ -106,10 +161,14 @@ def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subje
     num_bytes = sum(path.stat().st_size for path in files)
 
     @contextmanager
-    def opened() -> Iterator[Model]:
+    def opened() -> Iterator[Opened]:
         pulse.phase(f"loading {subject.name}", num_bytes=num_bytes, least_s=FIRST_PASS_S)
         with subject.opened() as model:
             pulse.phase(f"measuring {subject.name}", least_s=SCORING_S)
+            if isinstance(model, StreamedModel):
+                model.moved = pulse.moved
+                yield model
+                return
             # of the model inside: PEFT's own wrapper is not called when it generates
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             hook = inner.register_forward_pre_hook(pulse.moved)
@@ -121,9 +180,57 @@ def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subje
     return replace(subject, opened=opened)
 
 
-def _computing(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the load options but the device, which processes that share the weights know."""
-    return {name: value for name, value in options.items() if name != "device"}
+@dataclass(frozen=True)
+class _Loading:
+    """How models are loaded: whole on a device, or sliced over processes."""
+
+    options: dict[str, Any]
+    shards: World | None
+
+    def plain(self, folder: Path) -> PreTrainedModel:
+        if self.shards is None:
+            return load_base(folder, **self.options)
+        return load_sharded_base(folder, world=self.shards, **self._computing)
+
+    def tuned(self, folder: Path, adapter: Path) -> PeftModel:
+        if self.shards is None:
+            return load_adapter(load_base(folder, **self.options), adapter)
+        return load_sharded_adapter(folder, adapter, world=self.shards, **self._computing)
+
+    @property
+    def _computing(self) -> dict[str, Any]:
+        """The options but the device, which processes that share the weights know."""
+        return {name: value for name, value in self.options.items() if name != "device"}
+
+
+class _Memory:
+    """The one model that is loaded; another takes its place."""
+
+    def __init__(self) -> None:
+        self._load: Callable[[], Model] | None = None
+        self._model: Model | None = None
+
+    def opener(self, load: Callable[[], Model]) -> Callable[..., AbstractContextManager[Model]]:
+        """Return what opens the model that `load` loads, with its adapter on or off."""
+
+        @contextmanager
+        def opened(*, adapter: bool = True) -> Iterator[Model]:
+            model = self._loaded(load)
+            if not isinstance(model, PeftModel):
+                yield model
+                return
+            with nullcontext() if adapter else model.disable_adapter():
+                yield _called(model)
+
+        return opened
+
+    def _loaded(self, load: Callable[[], Model]) -> Model:
+        if self._model is None or self._load is not load:
+            self._model = None  # freed before the next one comes
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._model, self._load = load(), load
+        return self._model
 
 
 def _called(tuned: PeftModel) -> Model:
@@ -133,34 +240,3 @@ def _called(tuned: PeftModel) -> Model:
     # PEFT declares any module
     inner: PreTrainedModel = tuned.get_base_model()  # type: ignore[assignment]
     return inner if is_sharded(inner) else tuned
-
-
-class _Loaded:
-    """A tuned model that is loaded at its first use and stays until it is released."""
-
-    def __init__(self, load: Callable[[], PeftModel]) -> None:
-        self._load = load
-        self._model: PeftModel | None = None
-
-    @contextmanager
-    def opened(self) -> Iterator[Model]:
-        """Yield the model with its adapter on."""
-        yield _called(self._tuned())
-
-    @contextmanager
-    def with_adapter_off(self) -> Iterator[Model]:
-        """Yield the model with its adapter off."""
-        tuned = self._tuned()
-        with tuned.disable_adapter():
-            yield _called(tuned)
-
-    def _tuned(self) -> PeftModel:
-        if self._model is None:
-            self._model = self._load()
-        return self._model
-
-    def release(self) -> None:
-        """Free the model's memory."""
-        self._model = None
-        gc.collect()
-        torch.cuda.empty_cache()

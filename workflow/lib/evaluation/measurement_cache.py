@@ -1,21 +1,21 @@
 """Finished measurements, kept by everything that they depend on, so that a new evaluation measures
 only what is new.
 
-A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (a
-base, an adapter on it, a merged model). It lies in `<folder>/<subject>/<part>-<key>.json`; both
-names are short hashes of content: the subject's from its checksums, the key from the part's
-settings, data and package versions. Nothing is ever replaced by something else under the same name,
-so runs may share the folder, and it is safe to delete.
+A measurement is one part of an evaluation (held-out loss, samples, one task) of one subject (the
+original, a base, an adapter on either, a merged model). It lies in
+`<folder>/<subject>/<part>-<key>.json`; both names are short hashes of content: the subject's from
+its checksums, the key from the part's settings, data and package versions. Nothing is ever replaced
+by something else under the same name, so runs may share the folder, and it is safe to delete.
 """
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.system.checksums import listed_files
+from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.files import json_sha256, provenance, read_json, short_hash, write_json
 
 logger = logging.getLogger("workflow")
@@ -25,16 +25,13 @@ FORMAT_VERSION = 1  # raised whenever the same part is measured otherwise than b
 UNMEASURED = ("README.md", "quantization.json")
 
 
-def content_key(*folders: Path) -> str:
-    """Return a short hash of the content of model folders, from their `SHA256SUMS`.
+def content_key(*models: Sequence[RecordedFile]) -> str:
+    """Return a short hash of the content of models, from the recorded SHA-256 of their files.
 
-    The files must have been checked against it (`work_sharing.check_recorded`). Raises `UserError`
-    if
-    a folder has none: it is not finished.
+    The files must have been checked against it (`work_sharing.check_recorded`).
     """
-    listed = (listed_files(folder) for folder in folders)
     return short_hash(
-        [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in listed]
+        [[f"{f.sha256}  {f.name}" for f in files if f.name not in UNMEASURED] for files in models]
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
 from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import agreed, shared_out
 from workflow.lib.distributed.world import World
@@ -29,8 +28,10 @@ from workflow.lib.evaluation.sample_answers import (
     generate_answers,
     stop_token_ids,
 )
+from workflow.lib.evaluation.streamed_model import StreamedModel
 from workflow.lib.evaluation.task_scores import NO_SCORES, TaskScores
 from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.errors import UserError, setting_error
 
 HELDOUT = "heldout"
@@ -40,12 +41,13 @@ Model = PeftModel | PreTrainedModel
 @dataclass(frozen=True)
 class Subject:
     """A model to be asked: its name in the artifacts, its content's key, and how to get it (perhaps
-    loading it).
+    loading it). `streamed`: it is a `StreamedModel`, of which the held-out loss alone is measured.
     """
 
-    name: str
+    name: SubjectName
     key: str
-    opened: Callable[[], AbstractContextManager[Model]]
+    opened: Callable[[], AbstractContextManager[Model | StreamedModel]]
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Part:
 
     name: str
     facts: dict[str, Any]
-    compute: Callable[[Model], Any]
+    compute: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,10 @@ def parts(questions: Questions, *, world: World | None = None) -> list[Part]:
 def _losses(questions: Questions, *, world: World | None) -> Part:
     documents = [questions.documents[number] for number in questions.losses_of]
 
-    def compute(model: Model) -> list[tuple[float, int]]:
+    def compute(model: Model | StreamedModel) -> list[tuple[float, int]]:
+        if isinstance(model, StreamedModel):
+            return shared_out(documents, model.losses, world=world)
+
         def of(mine: list[Document]) -> list[tuple[float, int]]:
             return heldout_losses(
                 model, mine, batch_size=questions.settings.batch_size, device=model.device
@@ -165,13 +170,13 @@ def _digest(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-def _check_finite(losses: list[tuple[float, int]], *, subject: str) -> None:
+def _check_finite(losses: list[tuple[float, int]], *, subject: SubjectName) -> None:
     """Raise `UserError` if the mean loss is no number, or its exponential too large for one."""
     loss = sum(loss_sum for loss_sum, _ in losses) / sum(tokens for _, tokens in losses)
     if not loss < math.log(1e300):  # also true of NaN
         raise UserError(
             f"The held-out loss of {SUBJECT_LABELS[subject]} is {loss}: its weights are broken. "
-            "If only the tuned model's is, training diverged: lower train.learning_rate."
+            "If only those with the adapter are, training diverged: lower train.learning_rate."
         )
 
 
@@ -233,6 +238,7 @@ def measure(
     the main process reads and writes files.
     """
     is_main = world is None or world.is_main
+    asked = [part for part in asked if part.name == HELDOUT or not subject.streamed]
     values = agreed(
         {
             part.name: archive.find(subject.key, part.name, machine | part.facts)

@@ -1,97 +1,62 @@
-"""Measurements of two or three subjects as the JSON artifacts of the evaluation.
+"""Measurements of the subjects as the JSON artifacts of the evaluation.
 
 Everything here is computed anew from stored answers: intervals and p-values cost no model.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from workflow.lib.artifacts.evaluation_record import (
-    SUBJECT_LABELS,
     Comparison,
     DocumentLoss,
     Evaluation,
     FourBits,
     Heldout,
     LossDifference,
-    MergedEvaluation,
     Sample,
     SourceLoss,
-    SubjectResults,
-    TunedEvaluation,
 )
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 from workflow.lib.evaluation.questions import Measurement, Questions
 from workflow.lib.evaluation.task_scores import task_differences
 from workflow.lib.settings.config import EvaluateConfig
+from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
 
 Losses = Sequence[tuple[float, int]]
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """The artifacts of a run; `merged` is None where no model was merged."""
-
-    base: Evaluation
-    tuned: TunedEvaluation
-    merged: MergedEvaluation | None
-
-    def by_subject(self) -> dict[str, SubjectResults]:
-        """Return the artifacts that there are, by the name of their subject."""
-        merged = {} if self.merged is None else {"merged": self.merged}
-        return {"base": self.base, "tuned": self.tuned, **merged}
-
-
 def evaluations(
-    measured: Mapping[str, Measurement],
+    measured: Mapping[SubjectName, Measurement],
     questions: Questions,
     *,
     run: str,
+    served: SubjectName,
     four_bits: FourBits | None = None,
-) -> Evaluations:
-    """Return the artifacts of all subjects.
+) -> dict[SubjectName, Evaluation]:
+    """Return the artifacts of all subjects by name, in the order in which they are shown.
 
-    measured: `base`, `tuned` and perhaps `merged`, by name; four_bits: of a calibrated base.
+    four_bits: of a calibrated base.
     """
-    shared: dict[str, dict[str, Any]] = {
-        name: _shared_fields(measurement, questions, name=name, run=run)
-        for name, measurement in measured.items()
-    }
-    if four_bits is not None:
-        shared["base"]["four_bits"] = four_bits
-    base, tuned, provenance = measured["base"], measured["tuned"], Provenance.now()
-    merged = None
-    if "merged" in measured:
-        merged = MergedEvaluation(
-            **shared["merged"],
-            comparison=compare(base, measured["merged"], questions),
-            merging=compare(tuned, measured["merged"], questions),
+    shown = [name for name in SUBJECTS if name in measured]
+    provenance = Provenance.now()
+    return {
+        name: Evaluation(
+            subject=name,
+            run=run,
+            served=name == served,
+            heldout=_heldout(measured[name].losses, questions),
+            tasks=measured[name].tasks.scores,
+            samples=_samples(measured[name], questions),
+            comparisons={
+                other: compare(measured[other], measured[name], questions)
+                for other in shown[:position]
+            },
+            four_bits=four_bits if name == "base" else None,
             provenance=provenance,
         )
-    return Evaluations(
-        base=Evaluation(**shared["base"], provenance=provenance),
-        tuned=TunedEvaluation(
-            **shared["tuned"],
-            comparison=compare(base, tuned, questions),
-            provenance=provenance,
-        ),
-        merged=merged,
-    )
-
-
-def _shared_fields(
-    measured: Measurement, questions: Questions, *, name: str, run: str
-) -> dict[str, Any]:
-    """Return the fields of `SubjectResults`."""
-    return {
-        "subject": name,
-        "run": run,
-        "heldout": _heldout(measured.losses, questions),
-        "tasks": measured.tasks.scores,
-        "samples": _samples(measured, questions),
+        for position, name in enumerate(shown)
     }
 
 
@@ -99,6 +64,8 @@ def _samples(measured: Measurement, questions: Questions) -> list[Sample]:
     def decode(ids: list[int], *, skip_special_tokens: bool = False) -> str:
         return str(questions.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    if not measured.answers:  # of a model that was read layer by layer
+        return []
     drawn: list[str] | list[None] = measured.drawn or [None] * len(questions.prompts)
     return [
         Sample(
@@ -198,22 +165,22 @@ def _difference_fields(
     }
 
 
-def summary_lines(run: Evaluations) -> list[str]:
-    """Return the comparisons as lines of text: what, before -> after, the signed difference and its
-    interval.
+def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
+    """Return each subject against the reference (`REFERENCES`) as lines of text: what, before ->
+    after, the signed difference and its interval.
     """
-    lines = _comparison_lines(run.base, run.tuned, run.tuned.comparison)
-    if run.merged is not None:
-        label = f"{SUBJECT_LABELS[run.merged.subject]}: "
-        merging = _comparison_lines(run.tuned, run.merged, run.merged.merging)
-        lines += [label + line for line in merging]
-    return lines
+    reference = next(name for name in REFERENCES if name in results)
+    return [
+        line
+        for name, after in results.items()
+        if name != reference
+        for line in _comparison_lines(results[reference], after)
+    ]
 
 
-def _comparison_lines(
-    before: SubjectResults, after: SubjectResults, comparison: Comparison
-) -> list[str]:
+def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:
     old, new = (SUBJECT_LABELS[results.subject] for results in (before, after))
+    comparison = after.comparisons[before.subject]
     lines = []
     if before.heldout is not None and after.heldout is not None:
         assert comparison.loss_difference is not None, "both subjects have a loss"

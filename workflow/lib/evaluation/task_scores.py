@@ -63,9 +63,11 @@ NO_SCORES = TaskScores(scores={}, items={})
 def task_differences(
     base: TaskScores, tuned: TaskScores, *, resamples: int, seed: int
 ) -> dict[str, dict[str, MetricDifference]]:
-    """Return the paired differences, tuned - base, by task and metric."""
+    """Return the paired differences, tuned - base, by task and metric, of the tasks of both."""
     differences: dict[str, dict[str, MetricDifference]] = {}
     for name, score in tuned.scores.items():
+        if name not in base.scores:  # of a model that was read layer by layer
+            continue
         before = base.scores[name].metrics
         differences[name] = {
             metric: MetricDifference(

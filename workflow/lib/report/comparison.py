@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.report.run_results import Run
+from workflow.lib.settings.subjects import SubjectName
 
 Value = str | int | float | bool | None
-# Of an evaluation's `subject`: the base that is measured is the quantized one.
-COLUMN_NAMES = {"base": "nf4_base", "tuned": "tuned"}
+# Where a column does not have the subject's own name: the base that is measured is in 4 bits.
+COLUMN_NAMES: dict[SubjectName, str] = {"base": "nf4_base"}
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ def _settings(run: Run) -> dict[str, Value]:
 
 
 def _results(run: Run) -> dict[str, Value]:
-    summary, comparison = run.summary, run.tuned.comparison
+    summary, measured = run.summary, run.measured
+    comparison = measured.comparison
     low, high = comparison.loss_difference_ci95 or (None, None)
+    losses = {k: v for found in measured.subjects.values() for k, v in _heldout(found).items()}
     return {
         "first_loss": summary.first_loss,
         "final_loss": summary.final_loss,
-        **_heldout(run, "base"),
-        **_heldout(run, "tuned"),
+        "served": measured.served.subject,
+        "reference": measured.reference.subject,
+        **losses,
         "heldout_loss_difference": comparison.loss_difference,
         "heldout_loss_difference_ci95_low": low,
         "heldout_loss_difference_ci95_high": high,
@@ -108,10 +113,10 @@ def _results(run: Run) -> dict[str, Value]:
     }
 
 
-def _heldout(run: Run, subject: str) -> dict[str, Value]:
-    heldout = {"base": run.base, "tuned": run.tuned}[subject].heldout
+def _heldout(found: Evaluation) -> dict[str, Value]:
+    heldout = found.heldout
     low, high = (None, None) if heldout is None else heldout.loss_ci95
-    name = COLUMN_NAMES[subject]
+    name = COLUMN_NAMES.get(found.subject, found.subject)
     return {
         f"{name}_heldout_loss": None if heldout is None else heldout.loss,
         f"{name}_heldout_loss_ci95_low": low,
@@ -122,14 +127,14 @@ def _heldout(run: Run, subject: str) -> dict[str, Value]:
 
 def _task_results(run: Run) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    for score in run.scores:
+    for score in run.measured.scores:
         low, high = score.difference.difference_ci95 or (None, None)
         key = f"{score.task}.{score.metric}"
         values |= {
-            f"{key}.{COLUMN_NAMES['base']}": score.base.value,
-            f"{key}.{COLUMN_NAMES['base']}_stderr": score.base.stderr,
-            f"{key}.tuned": score.tuned.value,
-            f"{key}.tuned_stderr": score.tuned.stderr,
+            f"{key}.reference": score.before.value,
+            f"{key}.reference_stderr": score.before.stderr,
+            f"{key}.served": score.after.value,
+            f"{key}.served_stderr": score.after.stderr,
             f"{key}.difference": score.difference.difference,
             f"{key}.difference_ci95_low": low,
             f"{key}.difference_ci95_high": high,
@@ -138,8 +143,8 @@ def _task_results(run: Run) -> dict[str, Value]:
 
 
 def task_columns(runs: list[Run]) -> list[str]:
-    """Return the names of the result columns that hold a task's score of the tuned model."""
-    return _names([{f"{s.task}.{s.metric}.tuned": None for s in run.scores} for run in runs])
+    """Return the names of the result columns that hold a task's score of what is served."""
+    return _names([{f"{s.task}.{s.metric}.served": None for s in r.measured.scores} for r in runs])
 
 
 def comparable(runs: list[Run]) -> bool:
@@ -148,10 +153,11 @@ def comparable(runs: list[Run]) -> bool:
 
 
 def best_run(runs: list[Run]) -> Run | None:
-    """Return the run with the lowest held-out loss; None for a single one, and where losses cannot
-    be compared.
+    """Return the run whose served model has the lowest held-out loss; None for a single one, and
+    where losses cannot be compared.
     """
-    losses = [(run.tuned.heldout.loss, run) for run in runs if run.tuned.heldout]
+    served = [(run.measured.served.heldout, run) for run in runs]
+    losses = [(heldout.loss, run) for heldout, run in served if heldout]
     if len(losses) < 2 or not comparable(runs):
         return None
     return min(losses, key=lambda pair: pair[0])[1]

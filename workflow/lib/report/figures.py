@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
 from workflow.lib.artifacts.training_record import Step
 from workflow.lib.report.run_results import Run
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.number_formats import binary_unit, size, thinned, visible
 
 NUM_COLORS = 8  # --series-1 to --series-8 in style.css
@@ -196,22 +196,20 @@ def _over_steps(runs: list[Run], *, axis: str, from_zero: bool = False) -> dict[
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:
-    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run
+    """Return held-out loss of all subjects with 95% intervals, a row per run; None if no run
     measured it.
     """
-    measured = [run for run in runs if run.base.heldout and run.tuned.heldout]
+    measured = [run for run in runs if run.measured.served.heldout]
     if not measured:
         return None
+    shown = [name for name in SUBJECTS if any(name in run.measured.subjects for run in measured)]
     return Figure(
         "heldout",
-        "Held-out loss, NF4 base and tuned",
+        "Held-out loss: " + ", ".join(SUBJECT_LABELS[name] for name in shown),
         "Mean loss per trained token on the held-out documents, nats; bars are 95% bootstrap "
         "intervals. Lower is better.",
         "comparison-numbers" if len(runs) > 1 else "verdict",
-        [
-            _interval_points(measured, "base", color="muted", symbol="circle-open"),
-            _interval_points(measured, "tuned", color="series-1", symbol="circle"),
-        ],
+        [_interval_points(measured, name) for name in shown],
         {
             "height": 150 + 34 * len(measured),
             "margin": {"l": 12, "r": 16, "t": 10, "b": 44},
@@ -228,16 +226,28 @@ def _rows(count: int) -> dict[str, Any]:
     return {"automargin": True, "type": "category", "range": [count - 0.5, -0.5]}
 
 
-def _interval_points(runs: list[Run], subject: str, *, color: str, symbol: str) -> dict[str, Any]:
-    results = [{"base": run.base, "tuned": run.tuned}[subject].heldout for run in runs]
+# Colour's variable and Plotly's symbol.
+MARKS: dict[SubjectName, tuple[str, str]] = {
+    "original": ("muted", "diamond-open"),
+    "base": ("muted", "circle-open"),
+    "tuned": ("series-1", "circle"),
+    "tuned_on_original": ("series-2", "square"),
+    "merged": ("series-3", "diamond"),
+}
+
+
+def _interval_points(runs: list[Run], subject: SubjectName) -> dict[str, Any]:
+    measured = [run for run in runs if subject in run.measured.subjects]
+    results = [run.measured.subjects[subject].heldout for run in measured]
     heldouts = [heldout for heldout in results if heldout is not None]
+    color, symbol = MARKS[subject]
     return {
         "type": "scatter",
         "mode": "markers",
         "name": SUBJECT_LABELS[subject],
         "meta": color,
         "x": [heldout.loss for heldout in heldouts],
-        "y": [plotly_text(run.name) for run in runs],
+        "y": [plotly_text(run.name) for run in measured],
         "marker": {"size": 11, "symbol": symbol, "line": {"width": 2}},
         "error_x": {
             "type": "data",

@@ -34,7 +34,9 @@ from workflow.lib.report.length_figure import length_figure
 from workflow.lib.report.parallel_coordinates import parallel_figure
 from workflow.lib.report.required_gains import gate
 from workflow.lib.report.run_results import Run
+from workflow.lib.report.verdict import Measured, label
 from workflow.lib.settings.config import EvaluateConfig, ReportConfig
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS, SUBJECTS
 from workflow.lib.system import number_formats
 from workflow.lib.system.files import provenance
 
@@ -65,6 +67,9 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     variables = {
         "report": report,
         "runs": runs,
+        "subject_labels": SUBJECT_LABELS,
+        "subject_meanings": SUBJECT_MEANINGS,
+        "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],
         **_tables(runs),
         **_verdicts(runs, settings),
         **_figures(runs),
@@ -90,13 +95,13 @@ def _tables(runs: list[Run]) -> dict[str, Any]:
 def _verdicts(runs: list[Run], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables of what each run was asked and what it reached."""
     asked = {run.name: _evaluation_settings(settings, run) for run in runs}
-    gates = {run.name: gate(asked[run.name], run.tuned) for run in runs}
+    gates = {run.name: gate(asked[run.name], run.measured) for run in runs}
     return {
         "gates": gates,
         "doubtful": [
             run
             for run in runs
-            if verdict(run) != "improved" or run.failed_checks or not gates[run.name].passed
+            if run.measured.outcome != "improved" or run.failed_checks or not gates[run.name].passed
         ],
         "temperatures": {name: of_run.sample_temperature for name, of_run in asked.items()},
     }
@@ -188,7 +193,8 @@ def _environment() -> Environment:
         "spoken": number_formats.spoken,
         "cell": cell,
         "flat": flat,
-        "verdict": verdict,
+        "label": label,
+        "task_pair": task_pair,
         "selected_steps": selected_steps,
         "nearest_plans": nearest_plans,
         "plan_choices": choices,
@@ -235,14 +241,9 @@ def cell(value: str | float | bool | None) -> Markup:
     )
 
 
-def verdict(run: Run) -> str:
-    """Return `improved`, `worsened`, `unclear` (the interval holds 0) or `not measured` of the
-    held-out loss.
-    """
-    ends = run.tuned.comparison.loss_difference_ci95
-    if ends is None:
-        return "not measured"
-    return "improved" if ends[0] > 0 else "worsened" if ends[1] < 0 else "unclear"
+def task_pair(measured: Measured) -> tuple[str, str]:
+    """Return what the scores of tasks are of, before and after, as people read it."""
+    return label(measured.task_reference), label(measured.served)
 
 
 def selected_steps(steps: list[Step]) -> list[Step]:

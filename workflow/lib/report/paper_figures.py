@@ -10,14 +10,21 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from workflow.lib.artifacts.evaluation_record import SUBJECT_LABELS
 from workflow.lib.report.run_results import Run
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECTS, SubjectName
 from workflow.lib.system.files import atomic_path
 
 WIDTH_INCHES = 5.5  # text width of the common one-column conference styles
 DOTS_PER_INCH = 300
 # Okabe and Ito, "Color Universal Design", 2008: told apart with every form of colour blindness.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SUBJECT_COLORS: dict[SubjectName, str] = {
+    "original": "#000000",
+    "base": "#767676",
+    "tuned": COLORS[0],
+    "tuned_on_original": COLORS[1],
+    "merged": COLORS[2],
+}
 
 
 def write_paper_figures(folder: Path, runs: list[Run]) -> list[Path]:
@@ -50,25 +57,30 @@ def loss_figure(runs: list[Run]) -> Figure:
 
 
 def heldout_figure(runs: list[Run]) -> Figure | None:
-    """Return held-out loss of NF4 base and tuned with 95% intervals, a row per run; None if no run
-    has it.
+    """Return held-out loss of all subjects with 95% intervals, a row per run; None if no run has
+    it.
     """
-    measured = [run for run in runs if run.base.heldout and run.tuned.heldout]
+    measured = [run for run in runs if run.measured.served.heldout]
     if not measured:
         return None
-    figure, axes = _axes(height_inches=1.1 + 0.3 * len(measured))
-    for subject, color, shift in (("base", "#767676", -0.12), ("tuned", COLORS[0], 0.12)):
+    shown = [name for name in SUBJECTS if any(name in run.measured.subjects for run in measured)]
+    figure, axes = _axes(height_inches=1.1 + (0.1 + 0.1 * len(shown)) * len(measured))
+    for position, subject in enumerate(shown):
+        shift = 0.48 * (position - (len(shown) - 1) / 2) / len(shown)
+        label: str | None = SUBJECT_LABELS[subject]
         for row, run in enumerate(measured):
-            heldout = {"base": run.base, "tuned": run.tuned}[subject].heldout
-            assert heldout is not None, "only runs with a held-out loss are drawn"
-            low, high = heldout.loss_ci95
+            found = run.measured.subjects.get(subject)
+            if found is None or found.heldout is None:
+                continue
+            (low, high), color = found.heldout.loss_ci95, SUBJECT_COLORS[subject]
             axes.hlines(row + shift, low, high, color=color, linewidth=1.5)
-            label = SUBJECT_LABELS[subject] if row == 0 else None
-            axes.plot([heldout.loss], [row + shift], "o", color=color, markersize=4, label=label)
+            point = [found.heldout.loss]
+            axes.plot(point, [row + shift], "o", color=color, markersize=4, label=label)
+            label = None
     axes.set_yticks(range(len(measured)), [run.name for run in measured])
     axes.set_ylim(len(measured) - 0.5, -0.5)
     axes.set_xlabel("held-out loss (nats per token), 95% interval")
-    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    figure.legend(loc="outside upper right", ncols=len(shown), frameon=False)
     return figure
 
 

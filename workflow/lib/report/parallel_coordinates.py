@@ -37,7 +37,7 @@ def parallel_figure(runs: list[Run]) -> Figure | None:
     """Return the figure; None unless two runs or more were measured on the same documents with
     other settings.
     """
-    measured = [run for run in runs if run.tuned.heldout]
+    measured = [run for run in runs if run.measured.served.heldout]
     if len(measured) < 2 or not comparable(measured):
         return None
     columns, followers = _independent(
@@ -45,7 +45,8 @@ def parallel_figure(runs: list[Run]) -> Figure | None:
     )
     if not columns:
         return None
-    losses = [run.tuned.heldout.loss for run in measured if run.tuned.heldout]
+    served = [run.measured.served.heldout for run in measured]
+    losses = [heldout.loss for heldout in served if heldout]
     axes = [*(_axis(column) for column in columns[:MAX_AXES]), _loss_axis(losses)]
     return Figure(
         "parallel",

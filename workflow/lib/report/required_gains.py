@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from workflow.lib.artifacts.evaluation_record import GainVerdict, TunedEvaluation
+from workflow.lib.artifacts.evaluation_record import Evaluation, GainVerdict
 from workflow.lib.artifacts.records import Interval
+from workflow.lib.report.verdict import Measured
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
+from workflow.lib.settings.subjects import SUBJECT_LABELS
 from workflow.lib.system.errors import UserError, setting_error
 
 RequireBy = Literal["estimate", "interval"]
@@ -27,31 +29,35 @@ class Gate:
         return self.problem is None and all(verdict.met for verdict in self.verdicts)
 
 
-def gate(settings: EvaluateConfig, tuned: TunedEvaluation) -> Gate:
+def gate(settings: EvaluateConfig, measured: Measured) -> Gate:
     """Return the judgement of a run for the report, which tells what `verdicts` refuses to
     judge.
     """
     try:
-        return Gate(verdicts(settings.require, tuned, by=settings.require_by))
+        return Gate(verdicts(settings.require, measured, by=settings.require_by))
     except UserError as error:
         return Gate([], problem=str(error))
 
 
 def verdicts(
-    require: Mapping[str, float], tuned: TunedEvaluation, *, by: RequireBy
+    require: Mapping[str, float], measured: Measured, *, by: RequireBy
 ) -> list[GainVerdict]:
     """Return the verdict on each requirement.
 
-    A gain is positive where tuned is better than the NF4 base: a smaller loss, or a metric's change
-    in its own direction.
+    A gain is positive where what is served is better than the reference: a smaller loss, or a
+    metric's change in its own direction.
     by: `estimate` (the gain) or `interval` (the lower end of its 95% interval). Raises `UserError`
     for a metric that was not measured, has no direction, or has no interval to judge by.
     """
-    return [_verdict(name, least, tuned, by=by) for name, least in require.items()]
+    return [_verdict(name, least, measured, by=by) for name, least in require.items()]
 
 
-def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: RequireBy) -> GainVerdict:
-    gain, ci95 = _loss_gain(tuned) if name == HELDOUT_LOSS else _metric_gain(name, tuned)
+def _verdict(name: str, least: float, measured: Measured, *, by: RequireBy) -> GainVerdict:
+    if name == HELDOUT_LOSS:
+        reference, (gain, ci95) = measured.reference, _loss_gain(measured)
+    else:
+        reference = measured.task_reference
+        gain, ci95 = _metric_gain(name, measured.served, reference)
     if by == "interval" and ci95 is None:
         raise setting_error(
             "evaluate.require_by", by, f"{name} has no interval", "Set estimate, or remove it"
@@ -60,6 +66,8 @@ def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: RequireBy) 
     return GainVerdict(
         requirement=name,
         least=least,
+        subject=measured.served.subject,
+        reference=reference.subject,
         gain=gain,
         gain_ci95=ci95,
         judged_by=by,
@@ -67,16 +75,18 @@ def _verdict(name: str, least: float, tuned: TunedEvaluation, *, by: RequireBy) 
     )
 
 
-def _loss_gain(tuned: TunedEvaluation) -> tuple[float, Interval | None]:
-    comparison = tuned.comparison
+def _loss_gain(measured: Measured) -> tuple[float, Interval | None]:
+    comparison = measured.comparison
     assert comparison.loss_difference is not None, "the settings require it to be measured"
     return comparison.loss_difference, comparison.loss_difference_ci95
 
 
-def _metric_gain(name: str, tuned: TunedEvaluation) -> tuple[float, Interval | None]:
+def _metric_gain(
+    name: str, served: Evaluation, reference: Evaluation
+) -> tuple[float, Interval | None]:
     known = {
-        f"{task}/{metric}": (paired, tuned.tasks[task].metrics[metric].higher_is_better)
-        for task, metrics in tuned.comparison.tasks.items()
+        f"{task}/{metric}": (paired, served.tasks[task].metrics[metric].higher_is_better)
+        for task, metrics in served.comparisons[reference.subject].tasks.items()
         for metric, paired in metrics.items()
     }
     if name not in known:
@@ -100,8 +110,8 @@ def _metric_gain(name: str, tuned: TunedEvaluation) -> tuple[float, Interval | N
 def refuse_unmet(by_run: Mapping[str, list[GainVerdict]]) -> None:
     """Raise `UserError` naming every requirement that a run missed."""
     lines = [
-        f"{run}: {verdict.requirement} gained {_spelled(verdict)} over the NF4 base, required "
-        f"{verdict.least:+.4g}"
+        f"{run}: {verdict.requirement} gained {_spelled(verdict)} over the "
+        f"{SUBJECT_LABELS[verdict.reference]}, required {verdict.least:+.4g}"
         for run, verdicts_of_run in by_run.items()
         for verdict in verdicts_of_run
         if not verdict.met

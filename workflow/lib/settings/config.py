@@ -21,6 +21,7 @@ from workflow.lib.settings.data import DataColumns, DataConfig, DataSource
 from workflow.lib.settings.errors_in_words import explain
 from workflow.lib.settings.evaluate import EvaluateConfig, ExportConfig, ReportConfig
 from workflow.lib.settings.section_base import Name, Section
+from workflow.lib.settings.subjects import SUBJECTS, Served, SubjectName
 from workflow.lib.settings.tracking import TrackingConfig
 from workflow.lib.settings.train import (
     HardwareConfig,
@@ -87,6 +88,36 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     """What is measured."""
 
+    @property
+    def served(self) -> Served:
+        """What will be served, which the verdict is about."""
+        if self.evaluate.served == "auto":
+            return "merged" if self.export.merged else "tuned"
+        return self.evaluate.served
+
+    @property
+    def subjects(self) -> tuple[SubjectName, ...]:
+        """The models that are measured, in the order in which they are shown."""
+        chosen: set[SubjectName] = set(self.evaluate.subjects)  # type: ignore[arg-type]
+        if self.evaluate.subjects == "auto":
+            chosen = {"original", "base", "tuned", self.served}
+            chosen |= {"merged"} if self.export.merged else set()
+        return tuple(name for name in SUBJECTS if name in chosen)
+
+    @model_validator(mode="after")
+    def _what_is_served_is_measured(self) -> "RunConfig":
+        if "merged" in (self.served, *self.subjects) and not self.export.merged:
+            raise ValueError(
+                "export.merged = False: evaluate.served or evaluate.subjects names the merged "
+                "model, and none is exported. Set it to true, or name another"
+            )
+        if self.served not in self.subjects:
+            raise ValueError(
+                f"evaluate.subjects = {', '.join(self.subjects)}: what will be served "
+                f"(evaluate.served: {self.served}) must be measured. Add it, or set auto"
+            )
+        return self
+
 
 class Config(RunConfig):
     """The whole document: shared settings, the report, the benchmark, and the runs that override
@@ -101,6 +132,10 @@ class Config(RunConfig):
     """What the target `benchmark` measures."""
     runs: dict[Name, dict[str, Any] | None] = Field({"demo": {}}, min_length=1)
     """One entry per run: settings that differ from the shared ones (same keys); {} = none."""
+
+    @model_validator(mode="after")
+    def _what_is_served_is_measured(self) -> "Config":
+        return self  # runs are held to it: one may export what the shared settings name
 
     @model_validator(mode="before")
     @classmethod

@@ -61,7 +61,10 @@ def explain(
         if detail["type"] == "extra_forbidden":
             lines.append(_unknown_key(model, detail["loc"]))
         elif detail["type"] == "value_error":
-            lines.append(f"{_spell(detail['loc'])}: {detail['ctx']['error']}.")
+            place = (
+                f"{_spell(detail['loc'])}: " if detail["loc"] else ""
+            )  # none: of sections together
+            lines.append(f"{place}{detail['ctx']['error']}.")
         elif detail["type"] == "invalid_key":
             lines.append(f"{_spell(detail['loc'])}: a key must be text. {CHANGE}")
         elif not detail["loc"]:  # pydantic names no place for a key that is no text

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from workflow.lib.settings.section_base import Section
+from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
 
@@ -14,16 +15,22 @@ class ExportConfig(Section):
 
     merged: bool = False
     """Also write a merged bf16 model (streamed, one shard in memory at a time)."""
-    merge_onto: Literal["dequantized", "original"] = "dequantized"
-    """Weights that the adapter is merged into: the NF4 ones it was trained on, or the original
-    ones."""
+    merge_onto: Literal["dequantized", "original"] = "original"
+    """Weights that the adapter is merged into: the original ones, or the NF4 ones it was trained
+    on."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
 
 
 class EvaluateConfig(Section):
-    """What is measured on the exported adapter and on the NF4 base."""
+    """What is measured, and on which models."""
 
+    subjects: tuple[SubjectName, ...] | Literal["auto"] = "auto"
+    """Models to measure. `auto`: the original in 16 bits, the NF4 base, the adapter on it, the
+    merged model where one is exported, and what is served."""
+    served: Served | Literal["auto"] = "auto"
+    """What you will serve, which the verdict is about: the adapter on the NF4 base (`tuned`) or on
+    the original, or the merged model. `auto`: `merged` where it is exported, else `tuned`."""
     heldout: bool = True
     """Held-out loss and perplexity per trained token, with intervals."""
     max_documents: int | None = Field(None, ge=1)
@@ -62,8 +69,9 @@ class EvaluateConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of bootstrap, choice of samples and drawn answers."""
     require: dict[str, float] = Field({})
-    """Least gain of tuned over the NF4 base, by `heldout_loss` (nats per token) or `task/metric`;
-    if missed, the workflow fails after everything is made."""
+    """Least gain of what is served over the original (over the NF4 base if the original is not
+    measured), by `heldout_loss` (nats per token) or `task/metric`; if missed, the workflow fails
+    after everything is made."""
     require_by: Literal["estimate", "interval"] = "estimate"
     """What must reach it: the gain itself, or the lower end of its 95% interval."""
 
@@ -77,6 +85,19 @@ class EvaluateConfig(Section):
                 raise ValueError(
                     f"{name} = {count}: must be between 1 and {most}. Change it, or set auto"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_compared(self) -> "EvaluateConfig":
+        if self.subjects == "auto":
+            return self
+        if repeated := {name for name in self.subjects if self.subjects.count(name) > 1}:
+            raise ValueError(f"subjects = {min(repeated)}: it stands there twice. Name it once")
+        if not set(REFERENCES) & set(self.subjects):
+            raise ValueError(
+                f"subjects = {', '.join(self.subjects) or '[]'}: gains are measured against one "
+                f"of {', '.join(REFERENCES)}. Add it, or set auto"
+            )
         return self
 
     @model_validator(mode="after")

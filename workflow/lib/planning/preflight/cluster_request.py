@@ -61,8 +61,8 @@ def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
 
 
 def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
-    """Return what a stage needs that loads the quantized base and runs it: `consolidate`,
-    `evaluate_run`.
+    """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
+    `evaluate_run`, which loads the original too.
 
     Weights are read by way of host memory; a pass over the held-out tokens costs less than training
     on them.
@@ -73,7 +73,9 @@ def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
     speed = time.tokens_per_s_per_process
     tokens = read_tokens(Path(manifest)).heldout_tokens
     measuring = UNKNOWN_MIN if speed is None else 2 * tokens / speed / 60 * TIME_ROOM
-    minutes = 60 + measuring + 4 * base / DISK_BYTES_PER_S / 60
+    shape = read_shape(Path(model))
+    original = (shape.quantized_weights + shape.plain_weights) * shape.source_bytes
+    minutes = 60 + measuring + 4 * (base + original) / DISK_BYTES_PER_S / 60
     return _allocation(PROGRAM_BYTES + base + 2 * merged, minutes)
 
 

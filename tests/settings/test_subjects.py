@@ -1,0 +1,53 @@
+"""Which forms of the model are measured, and which one is served."""
+
+from typing import Any
+
+import pytest
+
+from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.system.errors import UserError
+
+
+def run_with(**sections: Any) -> RunConfig:
+    (run,) = load_config(sections)[1].values()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sections", "subjects", "served"),
+    [
+        ({}, ("original", "base", "tuned"), "tuned"),
+        ({"export": {"merged": True}}, ("original", "base", "tuned", "merged"), "merged"),
+        (
+            {"evaluate": {"served": "tuned_on_original"}},
+            ("original", "base", "tuned", "tuned_on_original"),
+            "tuned_on_original",
+        ),
+        ({"evaluate": {"subjects": ["tuned", "base"]}}, ("base", "tuned"), "tuned"),
+    ],
+)
+def test_what_is_served_is_among_the_measured(
+    sections: dict[str, Any], subjects: tuple[str, ...], served: str
+) -> None:
+    run = run_with(**sections)
+    assert (run.subjects, run.served) == (subjects, served)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"evaluate": {"subjects": ["base"]}}, r"evaluate\.served: tuned\) must be measured"),
+        ({"evaluate": {"served": "merged"}}, r"export\.merged = False: .* none is exported"),
+        ({"evaluate": {"subjects": ["tuned"]}}, "measured against one of original, base"),
+        ({"evaluate": {"subjects": ["base", "base", "tuned"]}}, "stands there twice"),
+        ({"evaluate": {"subjects": ["orginal"]}}, "entry 1 must be 'original', 'base'"),
+    ],
+)
+def test_subjects_that_do_not_suit_are_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_with(**sections)
+
+
+def test_shared_settings_may_name_what_a_run_exports() -> None:
+    document = {"evaluate": {"served": "merged"}, "runs": {"a": {"export": {"merged": True}}}}
+    assert load_config(document)[1]["a"].served == "merged"

@@ -1,0 +1,47 @@
+"""What a model card is written from, and how text from elsewhere is written in it."""
+
+import html
+import re
+from dataclasses import dataclass
+
+from workflow.lib.artifacts.manifest_record import Manifest
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.report.verdict import Measured
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.number_formats import visible
+
+
+@dataclass(frozen=True)
+class CardInputs:
+    """What a card is written from.
+
+    `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the
+    base on the hub.
+    """
+
+    model_id: str | None
+    revision: str | None
+    dataset_id: str | None
+    dataset: str
+    quantize: QuantizeConfig
+    summary: Summary
+    manifest: Manifest
+    parity: Parity
+    measured: Measured
+
+    @property
+    def base_name(self) -> str:
+        """The base by its hub id, or its label: a path of the machine is nothing to publish."""
+        return self.model_id or self.summary.settings.model.name
+
+
+def text(value: object) -> str:
+    """Write text from elsewhere on one line of Markdown: no markup, no cell border, no link."""
+    flat = " ".join(visible(str(value)).split())
+    return re.sub(r"([\\`*_{}\[\]()#+!|~])", r"\\\1", html.escape(flat, quote=False))
+
+
+def code(value: object) -> str:
+    """Write text from elsewhere as code in a line or a table's cell."""
+    return f"<code>{text(value)}</code>"

@@ -1,0 +1,126 @@
+"""The results in a model card: what each form of the model scored, and what that says."""
+
+from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.records import Interval
+from workflow.lib.report.card_inputs import CardInputs, text
+from workflow.lib.report.verdict import label
+from workflow.lib.settings.subjects import SUBJECT_LABELS, SUBJECT_MEANINGS
+from workflow.lib.system.number_formats import count, general, loss, probability, signed
+
+# By what a metric's paired interval says (`TaskScore.change`).
+CHANGE_SENTENCES = {
+    "better": "Better than the {}, by the 95% interval: {}.",
+    "worse": "Worse than the {}, by the 95% interval: {}.",
+    "without a clear change": "No clear change against the {}: {}.",
+    "not judged": "Not judged, for want of an interval or of a direction: {1}.",
+}
+OUTCOME_WORDS = {
+    "improved": "lower than",
+    "worsened": "higher than",
+    "unclear": "not clearly different from",
+}
+
+
+def verdict_sentence(inputs: CardInputs) -> str:
+    """Return what the held-out loss of what is served says, in one sentence."""
+    measured = inputs.measured
+    difference = measured.comparison
+    if measured.outcome == "not measured" or difference.loss_difference is None:
+        return "Its held-out loss was not measured."
+    reference, served = label(measured.reference), label(measured.served)
+    return (
+        f"Its held-out loss ({served}: {SUBJECT_MEANINGS[measured.served.subject]}) is "
+        f"{OUTCOME_WORDS[measured.outcome]} that of the {reference}: {reference} - {served} "
+        f"{signed(difference.loss_difference)} {_interval(difference.loss_difference_ci95)} nats "
+        "per token."
+    )
+
+
+def results_section(inputs: CardInputs) -> str:
+    """Return the table of scores and what they say; a sentence if nothing was measured."""
+    shown = list(inputs.measured.subjects.values())
+    rows = [*_heldout_rows(inputs, shown), *_task_rows(inputs, shown)]
+    if not rows:
+        return "Nothing was measured.\n"
+    labels = [label(found) for found in shown]
+    head = f"| measured | {' | '.join(labels)} | difference |\n|{'---|' * (len(labels) + 2)}\n"
+    return (
+        head
+        + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        + f"\n{_meanings(inputs)}\n"
+        + "".join(f"\n- {sentence}" for sentence in _changes(inputs))
+        + "\n"
+    )
+
+
+def _meanings(inputs: CardInputs) -> str:
+    """Return what the columns stand for, what 4 bits cost, and how differences are made."""
+    measured = inputs.measured
+    meanings = [
+        f"{SUBJECT_LABELS[name].capitalize() if name != 'base' else SUBJECT_LABELS[name]}: "
+        f"{SUBJECT_MEANINGS[name]}."
+        for name in measured.subjects
+    ]
+    cost = measured.four_bits_cost
+    bits = "What 4 bits cost was not measured."
+    if cost is not None and cost.loss_difference is not None:
+        bits = (
+            f"4 bits cost {signed(cost.loss_difference)} "
+            f"{_interval(cost.loss_difference_ci95)} nats per token (NF4 base - original)."
+        )
+    before, after = label(measured.reference), label(measured.served)
+    tasks = label(measured.task_reference)
+    return (
+        f"{' '.join(meanings)} {bits}\nBrackets are 95% intervals; differences are paired, "
+        f"held-out loss {before} - {after}, tasks {after} - {tasks}."
+    )
+
+
+def _changes(inputs: CardInputs) -> list[str]:
+    """Return which metrics of the tasks became better and which did not, a sentence each."""
+    scores, reference = inputs.measured.scores, label(inputs.measured.task_reference)
+    metrics = {
+        change: [f"{text(s.task)} {text(s.metric)}" for s in scores if s.change == change]
+        for change in CHANGE_SENTENCES
+    }
+    return [
+        CHANGE_SENTENCES[change].format(reference, ", ".join(some))
+        for change, some in metrics.items()
+        if some
+    ]
+
+
+def _heldout_rows(inputs: CardInputs, shown: list[Evaluation]) -> list[list[str]]:
+    served, paired = inputs.measured.served.heldout, inputs.measured.comparison
+    if served is None or paired.loss_difference is None:
+        return []
+    p = "" if paired.p_value is None else f", {probability(paired.p_value)}".replace("<", "&lt;")
+    losses = [found.heldout for found in shown]
+    return [
+        [
+            f"loss on {count(served.documents)} held-out documents, nats per token",
+            *(f"{loss(h.loss)} {_interval(h.loss_ci95)}" if h else "" for h in losses),
+            f"{signed(paired.loss_difference)} {_interval(paired.loss_difference_ci95)}{p}",
+        ],
+        ["perplexity", *(general(h.perplexity) if h else "" for h in losses), ""],
+    ]
+
+
+def _task_rows(inputs: CardInputs, shown: list[Evaluation]) -> list[list[str]]:
+    return [
+        [
+            f"{text(score.task)}, {text(score.metric)}, {count(score.items)} items",
+            *(_score(found, score.task, score.metric) for found in shown),
+            f"{signed(score.difference.difference)} "
+            f"{_interval(score.difference.difference_ci95)}".strip(),
+        ]
+        for score in inputs.measured.scores
+    ]
+
+
+def _score(found: Evaluation, task: str, metric: str) -> str:
+    return loss(found.tasks[task].metrics[metric].value) if task in found.tasks else ""
+
+
+def _interval(ends: Interval | None) -> str:
+    return "" if ends is None else f"\\[{loss(ends[0])}, {loss(ends[1])}\\]"

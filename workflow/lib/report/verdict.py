@@ -1,0 +1,197 @@
+"""What the evaluations of a run say of what will be served: the one judgement that report, model
+card and required gains share.
+
+Gains are those of what is served over the reference: the original model, or the NF4 base where the
+original was not measured.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from workflow.lib.artifacts.evaluation_record import (
+    Comparison,
+    Evaluation,
+    LossDifference,
+    Metric,
+    MetricDifference,
+)
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.system.errors import UserError
+
+Outcome = Literal["improved", "worsened", "unclear", "not measured"]
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One metric of one task, the reference beside what is served, and the paired difference."""
+
+    task: str
+    metric: str
+    items: int
+    before: Metric
+    after: Metric
+    difference: MetricDifference
+
+    @property
+    def change(self) -> str:
+        """What the paired interval says of what is served against the reference: `better`, `worse`
+        or `without a clear change`.
+
+        `not judged` where there is no interval, or the task does not say whether more is better.
+        """
+        ends, upwards = self.difference.difference_ci95, self.after.higher_is_better
+        if ends is None or upwards is None:
+            return "not judged"
+        low, high = ends if upwards else (-ends[1], -ends[0])
+        return "better" if low > 0 else "worse" if high < 0 else "without a clear change"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The evaluations of a run, by subject, in the order in which they are shown."""
+
+    subjects: Mapping[SubjectName, Evaluation]
+
+    @property
+    def served(self) -> Evaluation:
+        """What will be served."""
+        return next(found for found in self.subjects.values() if found.served)
+
+    @property
+    def reference(self) -> Evaluation:
+        """What held-out losses are compared with."""
+        return self._reference(lambda found: found.heldout is not None)
+
+    @property
+    def task_reference(self) -> Evaluation:
+        """What tasks are compared with; an original larger than memory has no scores."""
+        return self._reference(lambda found: bool(found.tasks))
+
+    @property
+    def sample_reference(self) -> Evaluation:
+        """Whose answers stand beside those of what is served."""
+        return self._reference(lambda found: bool(found.samples))
+
+    def _reference(self, has_it: Callable[[Evaluation], bool]) -> Evaluation:
+        known = [self.subjects[name] for name in REFERENCES if name in self.subjects]
+        return next((found for found in known if has_it(found)), known[0])
+
+    @property
+    def comparison(self) -> Comparison:
+        """What is served against the reference, on the held-out documents."""
+        return self.served.comparisons[self.reference.subject]
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the interval says of the held-out loss; `unclear`: it holds 0."""
+        ends = self.comparison.loss_difference_ci95
+        if ends is None:
+            return "not measured"
+        return "improved" if ends[0] > 0 else "worsened" if ends[1] < 0 else "unclear"
+
+    @property
+    def scores(self) -> list[TaskScore]:
+        """Every metric of every task, in the order of the evaluation."""
+        before, after = self.task_reference, self.served
+        differences = after.comparisons[before.subject].tasks
+        return [
+            TaskScore(
+                task=task,
+                metric=metric,
+                items=result.items,
+                before=before.tasks[task].metrics[metric],
+                after=value,
+                difference=differences[task][metric],
+            )
+            for task, result in after.tasks.items()
+            for metric, value in result.metrics.items()
+            if task in before.tasks
+        ]
+
+    @property
+    def four_bits_cost(self) -> LossDifference | None:
+        """NF4 base - original, nats per token: what quantization cost; None unless both were
+        measured.
+        """
+        base = self.subjects.get("base")
+        if base is None or (found := base.comparisons.get("original")) is None:
+            return None
+        if found.loss_difference is None:
+            return None
+        ends = found.loss_difference_ci95
+        return LossDifference(
+            loss_difference=-found.loss_difference,
+            loss_difference_ci95=None if ends is None else (-ends[1], -ends[0]),
+            p_value=found.p_value,
+            documents=found.documents,
+        )
+
+
+def label(evaluation: Evaluation) -> str:
+    """Return what people read in place of the subject's name."""
+    return SUBJECT_LABELS[evaluation.subject]
+
+
+def read_measured(folder: Path, *, run: str) -> Measured:
+    """Read the evaluations in a folder of `evaluate_run`.
+
+    Raises `UserError` if one is damaged, of another run or subject, or answered other questions,
+    and unless exactly one is served and one is a reference.
+    """
+    files = {name: folder / f"{name}.json" for name in SUBJECTS}
+    found = {name: read_record(path, Evaluation) for name, path in files.items() if path.is_file()}
+    served = [name for name, evaluation in found.items() if evaluation.served]
+    if len(served) != 1 or not set(REFERENCES) & found.keys():
+        raise UserError(
+            f"{folder}: of the evaluations there ({', '.join(found) or 'none'}) {len(served)} are "
+            f"of what is served, which must be one; and one of {', '.join(REFERENCES)} must be "
+            "measured. Run evaluate_run again."
+        )
+    for name, evaluation in found.items():
+        refuse_mismatch(files[name], "run", evaluation.run, "its folder", run)
+        refuse_mismatch(files[name], "subject", evaluation.subject, "its file name", name)
+    measured = Measured(found)
+    _check_questions(measured, files)
+    return measured
+
+
+def _check_questions(measured: Measured, files: Mapping[SubjectName, Path]) -> None:
+    """Raise `UserError` if two subjects did not answer the same questions."""
+    served = measured.served
+    path = files[served.subject]
+    for field, other, value in (
+        ("samples.document", measured.sample_reference, _sampled),
+        ("tasks", measured.task_reference, _metric_names),
+        ("heldout.documents", measured.reference, _documents),
+    ):
+        refuse_mismatch(path, field, value(served), str(files[other.subject]), value(other))
+    reference = measured.task_reference
+    compared = {
+        task: sorted(metrics)
+        for task, metrics in served.comparisons[reference.subject].tasks.items()
+    }
+    refuse_mismatch(path, "comparisons.tasks", compared, "tasks", _metric_names(served))
+
+
+def _sampled(evaluation: Evaluation) -> list[int]:
+    return [sample.document for sample in evaluation.samples]
+
+
+def _metric_names(evaluation: Evaluation) -> dict[str, list[str]]:
+    return {task: sorted(result.metrics) for task, result in evaluation.tasks.items()}
+
+
+def _documents(evaluation: Evaluation) -> int | None:
+    return None if evaluation.heldout is None else evaluation.heldout.documents
+
+
+def refuse_mismatch(path: Path, field: str, value: object, other: str, expected: object) -> None:
+    """Raise `UserError` unless a field of `path` is what another file says."""
+    if value != expected:
+        raise UserError(
+            f"{path}: {field} = {value!r} does not agree with {other} = {expected!r}. "
+            "The files are of different runs; run the stage that writes them again."
+        )
