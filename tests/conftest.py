@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -15,6 +16,10 @@ from tests.support.workflow_project import LONG, Project, make_project
 
 if TYPE_CHECKING:
     from tests.support.tokenizing import Stage
+
+# Threads of a stage that wait for each other would spin, on cores that other tests need: half of
+# the processor time of a training by one process with two threads. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # By falling processor time or wait, measured on two cores. Processes take whole files: a long one
 # begun last would run alone at the end.
@@ -52,6 +57,12 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # until all is imported, and then nothing of that is ever garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -218,6 +218,19 @@ def test_no_stage_imports_the_compiler_that_a_package_asks_for() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
+def test_garbage_is_looked_for_when_a_stage_works_and_not_while_it_is_imported() -> None:
+    """The import is what `python -m` makes of a stage before it finds its module."""
+    look = (
+        "import gc, sys; sys.argv = ['-m']; import workflow.scripts; found = [gc.isenabled()]\n"
+        "from workflow.scripts.command import run, stage_parser\n"
+        "sys.argv = ['stage', '--config', '{}']\n"
+        "run(lambda args: found.append(gc.isenabled()), stage_parser(None)); print(found)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", look], cwd=root, capture_output=True, text=True)
+    assert done.stdout == "[False, True]\n", done.stderr
+
+
 def test_ctrl_c_during_the_imports_ends_a_stage_without_traceback() -> None:
     stage = [sys.executable, "-X", "importtime", "-m", "workflow.scripts.quantize_base", "--help"]
     process = subprocess.Popen(

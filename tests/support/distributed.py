@@ -7,6 +7,7 @@ start: no port is looked for and then used.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -103,6 +104,7 @@ def _enter(
     rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: Any
 ) -> None:
     faulthandler.enable()  # a crash in a package's own code tells where, on standard error
+    gc.freeze()  # a collection would copy all that is shared with the server
     torch.set_num_threads(1)
     os.environ |= INTERFACE | {
         "RANK": str(rank),

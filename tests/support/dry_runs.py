@@ -8,6 +8,7 @@ calls; it starts the jobs of a real run as that does. Runs that get signals are 
 starts them (`Project.start`).
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -83,8 +84,11 @@ def _server() -> "subprocess.Popen[str]":
 
 def serve(requests: Iterator[str]) -> None:
     """Make the runs that are asked for, one after the other, and tell how each ended."""
+    gc.disable()
     from snakemake.cli import main
 
+    gc.freeze()  # a collection in a fork would copy all of it
+    gc.enable()
     for line in requests:
         child = os.fork()
         if child == 0:

@@ -6,6 +6,7 @@ are in the log too.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -64,6 +65,8 @@ def run(
     The status is 0, 1 (user's mistake or defect), 75 (training stopped by a signal) or 130 (another
     stage, by Ctrl-C).
     """
+    gc.freeze()  # what is imported is never garbage
+    gc.enable()
     args = parser.parse_args()
     start_log(args.log)
     work = told_to_launcher(main) if is_worker() else main
