@@ -20,6 +20,7 @@ from workflow.lib.quantization.calibration import (
     Hidden,
     document_losses,
 )
+from workflow.lib.quantization.calibration_memory import check_gpu_memory
 from workflow.lib.quantization.calibration_rows import calibration_batches, measured_batches
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.quantization.nf4_checkpoint import SHARD_BYTES, ShardWriter, quantized_tensors
@@ -59,6 +60,7 @@ def write_calibrated(
     Continues what is in the folder if it was begun with the same fingerprint.
     """
     stream = LayerStream(inputs.model, inputs.reader, device=inputs.device, dtype=inputs.dtype)
+    check_gpu_memory(stream.layers, inputs.device)
     rows = calibration_batches(settings, inputs.store, inputs.model, device=inputs.device)
     measured = measured_batches(inputs.store, device=inputs.device)
     tokens = sum(_tokens(batch) for batch in rows)

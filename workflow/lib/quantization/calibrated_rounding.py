@@ -11,6 +11,7 @@ loses, where the columns' own order won 81% (docs/results.md).
 """
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79)
 DAMPING = 0.02  # of the correlation's mean diagonal, added to its diagonal before it is inverted
 MORE_DAMPING = (0.02, 0.1, 1.0)  # where the factorization fails, in float64
 COLUMNS = 128  # whose errors are taken to all later columns at once
+BLOCKS = 2**18  # that are searched at once: more would take gigabytes for the widest linears
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Rounded:
     """A weight in 4 bits."""
 
     codes: torch.Tensor
-    """int64, shape (out, in)."""
+    """uint8, shape (out, in)."""
     scales: Scales
 
 
@@ -85,9 +87,8 @@ def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
     float64 is tried, then more damping, and a warning tells it.
     """
     order = correlation.diagonal().argsort(descending=True, stable=True)
-    ordered = correlation[order][:, order]
     for dtype, damping in ((torch.float32, DAMPING), *((torch.float64, d) for d in MORE_DAMPING)):
-        factor = _factor(ordered.to(dtype), damping)
+        factor = _factor(correlation[order][:, order].to(dtype), damping)
         if factor is not None:
             if damping > DAMPING:
                 logger.warning(
@@ -99,19 +100,20 @@ def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
     raise AssertionError(f"{what}: a damped correlation is positive definite")
 
 
-def _factor(correlation: torch.Tensor, damping: float) -> torch.Tensor | None:
-    """Return U with U^T U = (H + damping)^-1, or None if H is not positive definite in its type."""
-    damped = correlation.clone()
+def _factor(damped: torch.Tensor, damping: float) -> torch.Tensor | None:
+    """Return U with U^T U = (H + damping)^-1, or None if H is not positive definite in its type.
+
+    damped: H, which is overwritten.
+    """
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
     lower, failed = torch.linalg.cholesky_ex(damped)
     if failed:
         return None
-    del damped, diagonal  # of the widest linears each of these matrices takes gigabytes
-    inverse = torch.cholesky_inverse(lower)
-    del lower
-    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+    inverse = torch.cholesky_inverse(lower, out=damped)
+    # of the widest linears each of these matrices takes gigabytes
+    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True, out=(lower, failed))
     return None if failed or not upper.isfinite().all() else upper
 
 
@@ -122,9 +124,16 @@ def searched_scales(
     of its largest weight, the one with the least squared error, each input's times its `importance`
     (in,). The first of equal ones: bitsandbytes' own where nothing is better.
     """
-    edges = code_edges(table := code_table(weight.device))
-    blocks = _blocks(weight, block_size)
-    weights = _blocks(importance.expand_as(weight), block_size)
+    scales = []
+    for first, blocks in _numbered(_blocks(weight, block_size).split(BLOCKS)):
+        places = torch.arange(blocks.numel(), device=weight.device) + first * block_size
+        scales.append(_best_scales(blocks, importance[places % len(importance)].view_as(blocks)))
+    return torch.cat(scales)
+
+
+def _best_scales(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the scale (blocks,) of blocks (blocks, block_size) whose errors have these weights."""
+    edges = code_edges(table := code_table(blocks.device))
     largest = blocks.abs().amax(1, keepdim=True)
     best, least = largest, torch.full_like(largest, torch.inf)
     for share in SHARES:
@@ -146,19 +155,19 @@ def _blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
 def codes_with_feedback(
     weight: torch.Tensor, feedback: ErrorFeedback, scales: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Return codes (out, in) int64: nearest ones, column by column, errors fed to later columns.
+    """Return codes (out, in) uint8: nearest ones, column by column, errors fed to later columns.
 
     weight: (out, in) fp32; scales: decoded ones, (blocks,).
     """
     edges = code_edges(table := code_table(weight.device))
     order, factor = feedback.order, feedback.factor
-    remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.int64)
+    remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):
         columns = order[first : first + COLUMNS]
         last = first + len(columns)
         part, upper = remaining[:, first:last], factor[first:last, first:last]
         scale = column_scales(scales, weight.shape, columns, block_size=block_size)
-        errors, chosen = torch.empty_like(part), torch.empty_like(part, dtype=torch.int64)
+        errors, chosen = torch.empty_like(part), torch.empty_like(part, dtype=torch.uint8)
         for column in range(len(columns)):
             code = nearest_codes(part[:, column], scale[:, column], edges)
             lost = (part[:, column] - table[code] * scale[:, column]) / upper[column, column]
@@ -182,10 +191,22 @@ def column_scales(
 
 def decode(rounded: Rounded, *, block_size: int) -> torch.Tensor:
     """Return the weight (out, in) fp32 that codes and scales stand for."""
-    shape, scales = rounded.codes.shape, rounded.scales.decoded
-    columns = torch.arange(shape[1], device=scales.device)
-    scale = column_scales(scales, shape, columns, block_size=block_size)
-    return code_table(scale.device)[rounded.codes] * scale
+    table = code_table(rounded.codes.device)
+    scales = rounded.scales.decoded
+    parts = [
+        table[codes.int()] * scales[first : first + len(codes), None]
+        for first, codes in _numbered(_blocks(rounded.codes, block_size).split(BLOCKS))
+    ]
+    shape = rounded.codes.shape
+    return torch.cat(parts).view(-1)[: shape.numel()].view(shape)
+
+
+def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the number of the first block of each part, and the part."""
+    first = 0
+    for part in parts:
+        yield first, part
+        first += len(part)
 
 
 def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
@@ -193,11 +214,13 @@ def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
     it, and every code is the nearest one.
     """
     edges = code_edges(code_table(weight.device))
-    blocks = _blocks(weight, settings.block_size)
-    largest = blocks.abs().amax(1)
-    codes = nearest_codes(blocks, largest.unsqueeze(1), edges).reshape(-1)[: weight.numel()]
-    scales = store_scales(largest, double_quant=settings.double_quant)
-    return Rounded(codes.view(weight.shape), scales)
+    largest, codes = [], []
+    for blocks in _blocks(weight, settings.block_size).split(BLOCKS):
+        scale = blocks.abs().amax(1)
+        largest.append(scale)
+        codes.append(nearest_codes(blocks, scale.unsqueeze(1), edges).to(torch.uint8))
+    scales = store_scales(torch.cat(largest), double_quant=settings.double_quant)
+    return Rounded(torch.cat(codes).view(-1)[: weight.numel()].view(weight.shape), scales)
 
 
 def weighted_error(

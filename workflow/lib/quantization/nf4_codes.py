@@ -76,7 +76,7 @@ def packed_tensors(
     """Return the checkpoint tensors of a weight by suffix (`weight`, `weight.absmax`, ...), on the
     CPU.
 
-    codes: (out * in,) in the order of the flattened weight. dtype: of the original weight.
+    codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original weight.
     """
     state = QuantState(
         absmax=scales.stored,
@@ -95,7 +95,6 @@ def packed_tensors(
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Return two codes a byte, the first in the high half, shape (bytes, 1)."""
-    codes = codes.to(torch.uint8)
     if codes.numel() % 2:
         codes = torch.cat([codes, codes.new_zeros(1)])
     return (codes[0::2] << 4 | codes[1::2]).unsqueeze(1)

@@ -1,0 +1,42 @@
+"""What calibrating a layer takes of a GPU, and the error where it has less."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from workflow.lib.quantization.calibration_memory import check_gpu_memory, layer_bytes
+from workflow.lib.quantization.calibration_rows import BATCH_TOKENS
+from workflow.lib.system.errors import UserError
+
+GPU = torch.device("cuda")
+
+
+def layer() -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict({"up": nn.Linear(96, 160), "down": nn.Linear(160, 96, bias=False)})
+
+
+def test_bytes_of_a_small_layer_by_hand() -> None:
+    weights = 4 * (96 * 160 * 2 + 160)
+    expected = 4 * (4 * 160**2 + 6 * 96 * 160) + 5 * weights // 2 + 3 * 4 * BATCH_TOKENS * 160
+    assert layer_bytes(layer()) == expected
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_too_little_memory_is_told_with_both_numbers(
+    enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = layer_bytes(layer()) - (0 if enough else 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    if enough:
+        check_gpu_memory([layer()], GPU)
+        return
+    with pytest.raises(UserError, match=r"quantize.method = 'calibrated'.*0.0 GiB.*absmax"):
+        check_gpu_memory([layer()], GPU)
+
+
+def test_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace())
+    check_gpu_memory([layer()], torch.device("cpu"))
