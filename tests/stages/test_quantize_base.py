@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked_stage import forked_stage
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
@@ -18,17 +19,24 @@ from workflow.lib.system.files import file_sha256, read_json
 
 
 def stage(model: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    """Start the stage as Snakemake does."""
+    command = [sys.executable, "-m", "workflow.scripts.quantize_base"]
+    return subprocess.run([*command, *arguments(model, output)], capture_output=True, text=True)
+
+
+def refused(model: Path, output: Path) -> str:
+    """Expect the stage to end by one message and to leave no base; return what it said."""
+    done = forked_stage("quantize_base", *arguments(model, output))
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not output.exists()
+    return done.stderr
+
+
+def arguments(model: Path, output: Path) -> list[str]:
     settings = json.dumps({"quantize": {"block_size": 64, "double_quant": True}})
-    command = ["-m", "workflow.scripts.quantize_base", "--config", settings]
-    paths = [
-        "--model",
-        str(model),
-        "--output",
-        str(output),
-        "--log",
-        str(output.parent / "log.txt"),
-    ]
-    return subprocess.run([sys.executable, *command, *paths], capture_output=True, text=True)
+    paths = ["--model", str(model), "--output", str(output)]
+    return ["--config", settings, *paths, "--log", str(output.parent / "log.txt")]
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +81,8 @@ def test_record_counts_what_was_quantized(folder: Path) -> None:
 
 
 def test_mistaken_source_leaves_no_base_and_one_message(folder: Path, tmp_path: Path) -> None:
-    done = stage(folder / "base", tmp_path / "again")
-    assert done.returncode == 1
-    assert "Set model.source to the original bf16 or fp16 checkpoint." in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "again").exists()
+    said = refused(folder / "base", tmp_path / "again")
+    assert "Set model.source to the original bf16 or fp16 checkpoint." in said
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
@@ -86,9 +91,6 @@ def test_damaged_download_leaves_no_base_and_is_named(
 ) -> None:
     model = recorded_as_download(shutil.copytree(folder / "model", tmp_path / "model"))
     flip(model / name, -2)
-    done = stage(model, tmp_path / "base")
-    assert done.returncode == 1
-    assert f"{model}/{name} is damaged: it does not have the SHA-256" in done.stderr
-    assert f"Delete the folder {model} and repeat the command" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "base").exists()
+    said = refused(model, tmp_path / "base")
+    assert f"{model}/{name} is damaged: it does not have the SHA-256" in said
+    assert f"Delete the folder {model} and repeat the command" in said

@@ -15,6 +15,7 @@ import queue
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -47,8 +48,7 @@ def run_distributed(
     with the tracebacks that
     there are by then: the others may wait for that process for as long as a collective may take.
     """
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fresh_processes()
     results = context.Queue()
     store = loopback_store()
     workers = [
@@ -74,6 +74,13 @@ def run_distributed(
             worker.kill()
             worker.join()
     return [pickle.loads(found[rank][1]) for rank in range(world_size)]
+
+
+def fresh_processes() -> BaseContext:
+    """Return what starts processes in which nothing has run."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _collect(

@@ -116,11 +116,15 @@ def kill(project: Project, *, after: int) -> Killed:
     return Killed(refused, [orphan.pid for orphan in below], survivors)
 
 
-def ready_to_train(finished_project: Project, root: Path) -> Project:
-    """A project with tokens and base, whose training is still to come."""
+def ready_to_train(finished_project: Project, root: Path, *, processes: int = 2) -> Project:
+    """A project with tokens and base, whose training is still to come.
+
+    processes: two as in the finished one, for the same bytes; one starts sooner.
+    """
     project = finished_project.copy(root)
     for folder in ("checkpoints", "runs/demo/finetune", "runs/demo/consolidate"):
         shutil.rmtree(project.root / "results" / folder)
+    project.edit({"hardware": {"cpu_processes": processes}})
     return project
 
 
@@ -158,7 +162,7 @@ ALONE = {
 def test_signal_to_snakemake_alone_ends_the_training_with_a_checkpoint(
     finished_project: Project, tmp_path: Path, number: signal.Signals, ctrl_c: Any
 ) -> None:
-    project = ready_to_train(finished_project, tmp_path / "project")
+    project = ready_to_train(finished_project, tmp_path / "project", processes=1)
     before = signal.signal(signal.SIGINT, ctrl_c)
     try:
         stopped = signal_snakemake_alone(project, number=number)
@@ -252,7 +256,7 @@ def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
     """Broken by a rate that no adapter survives; the message is the last thing that the user
     sees.
     """
-    project = ready_to_train(finished_project, tmp_path / "project")
+    project = ready_to_train(finished_project, tmp_path / "project", processes=1)
     rate = {"learning_rate": 1.0, "max_grad_norm": None, "adam_beta2": 0.0}
     project.edit({"train": rate, "lora": {"alpha": 65536.0}})
     done = project.snakemake("train")
