@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.test_lm_eval_tasks import WRITE, task_file
+from tests.support.forked_stage import forked_stage
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.tiny_export import (
     random_documents,
@@ -39,6 +40,30 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
+    """Start the stage as Snakemake does."""
+    arguments = command_line(folder, output, settings)
+    return subprocess.run(
+        [sys.executable, "-m", "workflow.scripts.evaluate_run", *arguments],
+        cwd=ROOT,
+        env=environment(output),
+        capture_output=True,
+        text=True,
+    )
+
+
+def refused(folder: Path, output: Path, settings: EvaluateConfig) -> str:
+    """Expect the stage to end by a message; return what it said."""
+    arguments = command_line(folder, output, settings)
+    done = forked_stage("evaluate_run", *arguments, environment=environment(output))
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+def environment(output: Path) -> dict[str, str]:
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output / "hf")}
+
+
+def command_line(folder: Path, output: Path, settings: EvaluateConfig) -> list[str]:
     config = canonical_json({"model": {}, "evaluate": settings.model_dump(mode="json")})
     options = {name: folder / name for name in ("base", "adapter", "merged", "tokens")}
     options |= {"model": folder / "base-original", "served": "merged", "run": "demo"}
@@ -46,14 +71,7 @@ def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
     options["output"] = options.pop("evaluation")
     options |= {"config": config, "chat-template": folder / "template.jinja"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    arguments += ["--subjects", *MEASURED]
-    return subprocess.run(
-        [sys.executable, "-m", "workflow.scripts.evaluate_run", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output / "hf")},
-        capture_output=True,
-        text=True,
-    )
+    return [*arguments, "--subjects", *MEASURED]
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +149,9 @@ def test_no_bars_are_drawn_without_a_terminal(finished):
 
 def test_wrong_setting_ends_in_one_message_before_the_weights_are_read(folder, tmp_path):
     settings = EvaluateConfig(tasks=(), max_documents=1)
-    process = evaluate(folder, tmp_path, settings)
-    assert process.returncode == 1
-    assert "evaluate.heldout = True: an interval needs at least 2" in process.stderr
-    assert "Traceback" not in process.stderr
+    said = refused(folder, tmp_path, settings)
+    assert "evaluate.heldout = True: an interval needs at least 2" in said
+    assert "Traceback" not in said
     assert not (tmp_path / "evaluation").exists()
 
 
@@ -159,9 +176,7 @@ def test_damaged_files_are_named_though_all_parts_were_measured_before(
     copy = Path(shutil.copytree(folder, tmp_path / "run"))
     shutil.copytree(finished[1] / "archive", tmp_path / "archive")
     path = DAMAGES[damage](copy)
-    process = evaluate(copy, tmp_path, settings)
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-1] == (
+    assert refused(copy, tmp_path, settings).splitlines()[-1] == (
         f"{path} is damaged: it does not have the SHA-256 that was recorded when it was made. "
         f"Delete the folder {path.parent} and repeat the command; the folder is made again."
     )
