@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.kernel_cases import ACTIVATIONS, SHAPES, act_and_mul_results, decoded, rotations
+from tests.support.kernel_cases import (
+    ACTIVATIONS,
+    SHAPES,
+    act_and_mul_results,
+    decoded,
+    droppings,
+    lengthenings,
+    rotations,
+)
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.flex_attention import all_scores, flex_arguments, flex_attention
 from workflow.lib.model.layers.flex_masks import MaskKind, first_keys
@@ -51,6 +59,19 @@ def test_activation_and_product_equal_autograd(activation: str) -> None:
 def test_rotation_equals_its_definition_and_turns_back() -> None:
     results = [x.float() for x in rotations(dtype=torch.bfloat16, device="cuda")]
     torch.testing.assert_close(results[::2], results[1::2], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dropout_drops_what_the_cpu_drops_bit_by_bit(dtype: torch.dtype) -> None:
+    results = droppings(dtype=dtype, device="cuda")
+    assert all(map(torch.equal, results[::2], results[1::2]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_backward_of_row_lengths_equals_autograd(activation: str) -> None:
+    """Of bf16, so values and gradients are off by 2^-8, and sums of 131 of them by less."""
+    results = [x.float() for x in lengthenings(activation, dtype=torch.bfloat16, device="cuda")]
+    torch.testing.assert_close(results[::2], results[1::2], rtol=1e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])

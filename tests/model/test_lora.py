@@ -1,5 +1,5 @@
 """Adapters: PEFT's names and configuration, initial values of any number of processes, the fused
-path and PEFT's.
+path.
 """
 
 import math
@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import NF4LoraMatMul
 from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.lora import (
-    FusedLoraLinear,
     init_adapters_,
     inject_adapters,
     lora_config,
@@ -173,14 +173,22 @@ def test_fused_path_gives_the_logits_of_stock_peft(base: Path, fused_calls: list
     assert len(fused_calls) == 21
 
 
-def test_dropout_trains_through_pefts_own_forward(base: Path, fused_calls: list[None]) -> None:
+def test_dropout_is_a_function_of_the_rows_keys(base: Path, fused_calls: list[None]) -> None:
     training = randomized(adapted(base, r=3, dropout=0.5)).train()
-    torch.manual_seed(0)
-    first = logits(training)
-    assert not torch.allclose(first, logits(training)), "dropout is random"
-    torch.manual_seed(0)
-    assert torch.equal(first, logits(training)), "and a function of the seed"
-    assert not fused_calls
+
+    def loss(*keys: int) -> float:
+        ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(0))
+        places = torch.arange(13).repeat(2, 1)
+        targets, bounds = ids.flatten()[:9], document_bounds(places)
+        chosen = torch.arange(9)
+        batch = MicroBatch(ids, places, chosen, targets, bounds, row_keys=torch.tensor(keys))
+        return float(training(batch).detach())
+
+    first = loss(5, 6)
+    torch.manual_seed(1)
+    assert first == loss(5, 6), "whatever other random numbers are"
+    assert first != loss(7, 6)
+    assert len(fused_calls) == 3 * 21
 
 
 def test_dropout_is_off_in_evaluation_which_is_fused(base: Path, fused_calls: list[None]) -> None:

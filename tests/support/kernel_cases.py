@@ -7,6 +7,7 @@ from bitsandbytes.functional import QuantState, quantize_4bit
 from torch import nn
 
 from workflow.lib.model.layers import kernels, nf4_linear
+from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -79,3 +80,44 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         back = kernels.apply_rotary(turned, cos, sin, back=True)
         results += [turned, expected, back, x.float()]
     return results
+
+
+def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return rows that the kernel has dropped from, alone and added, each followed by what the CPU
+    drops; of one group, of groups that are not full, and of more groups than a program's.
+    """
+    draw = torch.Generator().manual_seed(0)
+    keys = torch.tensor(row_keys(3, step=2, rows=[5, 2**40]))
+    results = []
+    for linear, features in ((0, 5), (223, 80), (7, 4219)):
+        rows, total = (torch.randn(2 * 11, features, generator=draw).to(dtype) for _ in range(2))
+        expected = dropped(rows, Draw(keys, linear, 20_000))
+        rows, total, there = rows.to(device), total.to(device), keys.to(device)
+        added = kernels.drop(total.clone(), rows, there, linear, 20_000, add=True)
+        kernels.drop(rows, rows, there, linear, 20_000)
+        results += [rows.cpu(), expected, added.cpu(), (total.cpu() + expected)]
+    return results
+
+
+def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return what backward makes of a gated product whose parts have row factors, and of a value
+    that has one, each followed by autograd's in fp32.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shape = (131, 300)  # more rows and columns than a program's, and no multiple
+    gate, up, grad = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3))
+    factors = [(torch.rand(300, generator=draw) + 0.5).to(device).requires_grad_() for _ in "gu"]
+    values = zip((gate, up), factors, strict=True)
+    sides = [(y.float() / factor).detach().requires_grad_() for y, factor in values]
+    lower, upper = (side * factor for side, factor in zip(sides, factors, strict=True))
+    product = ACTIVATIONS[activation](lower) * upper
+    expected = torch.autograd.grad(product, (*sides, *factors), grad.float(), retain_graph=True)
+    scaled, total = kernels.lengthen_backward(grad, up, factors[1].detach())
+    alone = torch.autograd.grad(upper, (sides[1], factors[1]), grad.float(), retain_graph=True)
+    plain = [factor.detach() for factor in factors]
+    sums = kernels.lengthened_act_and_mul_backward_(grad, gate, up, plain, activation=activation)
+    return [
+        grad, product.detach(), gate, expected[0], up, expected[1],
+        sums[0] / plain[0], expected[2], sums[1] / plain[1], expected[3],
+        scaled, alone[0], total / plain[1], alone[1],
+    ]  # fmt: skip

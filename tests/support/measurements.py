@@ -16,10 +16,10 @@ from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
 from workflow.lib.model.architecture.vocabulary_slices import chunk_rows, exchanged_rows
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.closed_form import Prediction, predict
 from workflow.lib.planning.memory.replay import Replay, replay_tape
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.trace_linears import WEIGHT
+from workflow.lib.planning.memory.trace_adapters import CASTS, WEIGHT
 from workflow.lib.planning.memory.trace_step import step_trace
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.units import GIB
@@ -40,6 +40,8 @@ FUSED_AS_NOW = {"b5887f2", "e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"
 VALUES_FIRST = {"e6a3b18", "b5887f2", "e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 # AdamW's moments are made before the first step in these; before, in the first update.
 MOMENTS_AT_ONCE = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
+# Dropout and DoRA were PEFT's own forward, and every use cast its adapters, until these.
+CASTS_EACH_USE = BEFORE | VALUES_FIRST | MOMENTS_AT_ONCE | {"8e40e65", "90d21bf", "f08bbfc"}
 
 # What the allocator reserves depends on what the process has done before. Measured after other
 # cases, these reserved 20% and 8% more than the replay; measured again, first in their processes,
@@ -93,6 +95,8 @@ def _counts(line: dict[str, Any]) -> bool:
         return False
     if setup["fused_layers"] and commit not in FUSED_AS_NOW:
         return False
+    if commit in CASTS_EACH_USE and (setup["dropout"] or setup.get("dora")):
+        return False
     if commit not in BEFORE:
         return True
     slices = Setup(**line["setup"]).slices
@@ -106,7 +110,9 @@ def _row(line: dict[str, Any]) -> Row:
     sizes = BenchmarkConfig(**line["sizes"])
     shape = shape_of_config(model_config(sizes), origin=Path(sizes.model))
     tape = step_trace(shape, setup, checked=sizes.check_bytes)
-    all_adapted = len(setup.targets) == len(shape.linears) and not setup.dropout and not setup.dora
+    if line["versions"]["commit"] in CASTS_EACH_USE:
+        keep_no_casts(tape)
+    all_adapted = len(setup.targets) == len(shape.linears)
     if line["versions"]["commit"] not in VALUES_FIRST and all_adapted:
         decode_weights_first(tape)
     if line["versions"]["commit"] not in MOMENTS_AT_ONCE:
@@ -120,8 +126,26 @@ def _row(line: dict[str, Any]) -> Row:
     return Row(
         line["case"], line["processes"], setup, shape,
         line["measured"]["allocated_bytes"], line["measured"]["reserved_bytes"],
-        replay_tape(tape), predict(shape, setup).peak_bytes,
+        replay_tape(tape), closed_peak(predict(shape, setup), line["versions"]["commit"]),
     )  # fmt: skip
+
+
+def closed_peak(prediction: Prediction, commit: str) -> int:
+    """Return the closed form's peak, without kept casts where there were none."""
+    left_out = {CASTS} if commit in CASTS_EACH_USE else set()
+    return max(
+        sum(size for term, size in terms.items() if term not in left_out)
+        for terms in prediction.phases.values()
+    )
+
+
+def keep_no_casts(tape: Tape) -> None:
+    """Leave out the casts of adapters that are kept, which are far larger than one that is not."""
+    tape.events = [
+        event
+        for event in tape.events
+        if isinstance(event, str) or tape.terms[max(event, ~event)] != CASTS
+    ]
 
 
 def hold_gradient_of_loss(tape: Tape) -> None:

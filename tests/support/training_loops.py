@@ -17,10 +17,10 @@ CLIP = 0.05
 LEARNING_RATE = 1e-2
 
 
-def settings(*, dropout: float = 0.0, **train: Any) -> RunConfig:
+def settings(*, dropout: float = 0.0, use_dora: bool = False, **train: Any) -> RunConfig:
     fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH, "weight_decay": 0.1}
     return RunConfig(
-        lora=LoraSettings(r=4, alpha=8, dropout=dropout),
+        lora=LoraSettings(r=4, alpha=8, dropout=dropout, use_dora=use_dora),
         train=TrainConfig(
             **(
                 {"max_grad_norm": None, "learning_rate": LEARNING_RATE, "fused_layers": False}

@@ -5,13 +5,17 @@ Each group of processes trains all kinds one after the other; the reference trai
 same initial values.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from torch.nn.functional import cross_entropy
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
@@ -25,15 +29,16 @@ from workflow.lib.export.adapter_files import (
 )
 from workflow.lib.export.parity import compare_logits, save_logits, trained_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.layers import dora
+from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.layers.adapter_dropout import AdapterDropout, row_keys
 from workflow.lib.model.layers.dora import lengthened
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.planning.memory import trace_linears
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.files import read_json, write_json
-from workflow.lib.training.batches import make_batch
+from workflow.lib.training.batches import make_batch, stored_batch
 from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer, make_optimizer
@@ -254,60 +259,74 @@ def test_merged_weights_are_those_that_peft_merges(
         torch.testing.assert_close(tensor, theirs[name].bfloat16(), rtol=2**-7, atol=1e-6)
 
 
-def test_dora_with_dropout_is_pefts(folder: Path) -> None:
-    """The same draws on both sides: dropout meets the layers in the same order, on inputs of the
-    same shape.
-    """
-    settings = {"r": 4, "use_dora": True, "dropout": 0.4}
-    ours = adapted(folder / "nf4", **settings).train()
+@pytest.mark.parametrize("fused", [False, True], ids=["linear by linear", "fused layers"])
+@pytest.mark.parametrize("use_dora", [False, True], ids=["plain", "DoRA"])
+def test_dropout_is_pefts_with_our_masks(folder: Path, use_dora: bool, fused: bool) -> None:
+    """PEFT's own layers, given our masks, have our loss and gradients."""
+    ours = adapted(folder / "nf4", r=4, use_dora=use_dora, dropout=0.4).train()
+    if fused:
+        fuse_layers_(ours.peft_model.get_base_model())  # type: ignore[operator]
     base = load_base(folder / "nf4", device=CPU, compute_dtype=torch.float32, attention="sdpa")
     config = LoraConfig(
-        r=4,
-        lora_alpha=32,
-        lora_dropout=0.4,
-        use_dora=True,
-        target_modules="all-linear",
+        r=4, lora_alpha=32, lora_dropout=0.4, use_dora=use_dora, target_modules="all-linear",
         task_type="CAUSAL_LM",
-    )
+    )  # fmt: skip
     theirs = get_peft_model(base, config).train()
-    generator = torch.Generator().manual_seed(1)
-    values = {
-        n: torch.rand(p.shape, generator=generator) for n, p in trainable_parameters(ours).items()
+    give_masks(theirs, ours)
+    params = {
+        n.replace(".default", "").replace("vector.weight", "vector"): p
+        for n, p in theirs.named_parameters()
+        if p.requires_grad
     }
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, param in trainable_parameters(ours).items():
-            param.copy_(values[name])
-        for name, param in theirs.named_parameters():
-            if param.requires_grad:
-                short = name.replace(".default", "")
-                param.copy_(values[short.replace("vector.weight", "vector")])
-    ids, places = torch.arange(13)[None], torch.arange(13)
-    torch.manual_seed(3)
-    expected = theirs(input_ids=ids, position_ids=places[None], use_cache=False).logits[0]
-    torch.manual_seed(3)
-    found = ours.logits(ids, places[None], places)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+            draw = torch.rand(param.shape, generator=generator)
+            param.copy_(param * (0.5 + draw) if "magnitude" in name else 0.2 * draw - 0.1)
+            params[name].copy_(param)
+    store, rows = random_store(rows=3, seq_len=SEQ_LEN), np.arange(3)
+    keys = torch.tensor(row_keys(0, step=4, rows=rows))
+    batch = replace(stored_batch(store, rows), row_keys=keys)
+    loss = ours(batch)
+    logits = theirs(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+    ).logits.flatten(0, 1)
+    expected = cross_entropy(logits[batch.positions], batch.targets, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+    loss.backward()
+    expected.backward()
+    for name, param in trainable_parameters(ours).items():
+        largest = float(params[name].grad.abs().max())
+        torch.testing.assert_close(param.grad, params[name].grad, rtol=1e-3, atol=1e-4 * largest)
+
+
+def give_masks(theirs: torch.nn.Module, ours: CausalLMForTraining) -> None:
+    """Have the dropouts of stock layers drop what ours do."""
+    layers = [m for m in theirs.modules() if isinstance(m, LoraLayer)]
+    assert len(layers) == 21
+    for number, layer in enumerate(layers):
+        layer.lora_dropout["default"] = AdapterDropout(0.4).train()
+        layer.lora_dropout["default"].share(ours.adapters, linear=number)
 
 
 def test_gradient_of_doras_magnitudes_is_made_in_fp32() -> None:
     """300 tokens in bf16: rounded to bf16 the gradient would be off by up to 2^-9 of itself, a
-    hundred times the tolerance.
+    hundred times the tolerance. Backward has the value, whose own rounding averages out.
     """
     draw = torch.Generator().manual_seed(0)
     direction = torch.randn(2, 150, 13, generator=draw).bfloat16().requires_grad_()
-    factor = torch.rand(13, generator=draw).requires_grad_()
+    factor = (torch.rand(13, generator=draw) + 0.1).requires_grad_()
     grad = torch.randn(2, 150, 13, generator=draw).bfloat16()
     y = lengthened(direction, factor)
-    assert torch.equal(y, direction * factor.bfloat16())
+    assert torch.equal(y, (direction.float() * factor).bfloat16())
     of_direction, of_factor = torch.autograd.grad(y, (direction, factor), grad)
-    expected = (grad.double() * direction.detach().double()).sum(dim=(0, 1))
     assert of_factor.dtype == torch.float32
-    torch.testing.assert_close(of_factor.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(of_direction, grad * factor.detach().bfloat16())
-
-
-def test_trace_knows_in_how_many_parts_the_magnitudes_gradient_is_made() -> None:
-    assert trace_linears.DORA_CHUNKS == dora.GRADIENT_CHUNKS
+    directions = (y.detach().double() / factor.detach().double(), direction.detach().double())
+    exact, ideal = ((grad.double() * x).sum(dim=(0, 1)) for x in directions)
+    torch.testing.assert_close(of_factor.double(), exact, rtol=1e-5, atol=1e-5)
+    # 300 errors of at most 2^-9 of a value of order 1: the root of their number times that
+    torch.testing.assert_close(of_factor.double(), ideal, rtol=0, atol=5 * 300**0.5 * 2**-9)
+    assert torch.equal(of_direction, (grad.float() * factor.detach()).bfloat16())
 
 
 @torch.no_grad()

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from tests.support.models import random_store
-from workflow.lib.training.batches import attention_costs, make_batch, micro_batches, process_rows
+from workflow.lib.training.batches import (
+    RowGroup,
+    attention_costs,
+    make_batch,
+    micro_batches,
+    process_rows,
+)
 
 CPU = torch.device("cpu")
 
@@ -82,9 +88,11 @@ def test_rows_that_cannot_be_shared_equally_are_refused() -> None:
 def test_micro_batches_hold_the_rows_in_order(micro_batch_size: int) -> None:
     store = random_store(rows=11, seq_len=13)
     rows = np.array([3, 10, 0, 7, 5])
-    groups = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    groups = [RowGroup(part, [int(-row) for row in part]) for part in parts]
     batches = list(micro_batches(store, groups, device=CPU))
     assert max(len(b.input_ids) for b in batches) == min(micro_batch_size, len(rows))
+    assert [int(key) for b in batches for key in b.row_keys] == [-3, -10, 0, -7, -5]
     ids = torch.cat([b.input_ids for b in batches]).numpy()
     assert (ids == store.input_ids[rows]).all()
     assert sum(len(b.targets) for b in batches) == store.loss_mask[rows].sum()
@@ -100,7 +108,7 @@ def test_next_micro_batch_is_made_while_one_is_computed() -> None:
         return ids[:, None].float()
 
     batches = micro_batches(
-        store, [np.array([row]) for row in range(4)], device=CPU, look_up=look_up
+        store, [RowGroup(np.array([row]), [0]) for row in range(4)], device=CPU, look_up=look_up
     )
     first = next(batches)
     batches.close()  # waits for the one that is being made, and makes no other
@@ -111,7 +119,7 @@ def test_next_micro_batch_is_made_while_one_is_computed() -> None:
 
 def test_micro_batch_that_cannot_be_made_stops_the_step() -> None:
     store = random_store(rows=4, seq_len=8)
-    batches = micro_batches(store, [np.array([0]), np.array([9])], device=CPU)
+    batches = micro_batches(store, [RowGroup(np.array([row]), [0]) for row in (0, 9)], device=CPU)
     next(batches)
     with pytest.raises(IndexError):
         next(batches)

@@ -100,8 +100,8 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: dict[str, Any]) -
 def test_another_number_of_processes_continues_from_the_same_state(
     folder: Path, run: dict[str, Any]
 ) -> None:
-    """What follows differs by the dropout of other processes alone; the state does not differ at
-    all.
+    """What follows differs by the order of sums alone (2e-5 relative is 100 units in the last
+    place), as masks do not depend on processes; the state does not differ at all.
     """
     other = 2 if run["processes"] == 1 else 1
     results = run_distributed(
@@ -109,7 +109,7 @@ def test_another_number_of_processes_continues_from_the_same_state(
     )
     assert_identical(results[0]["resumed"], run["saved"])
     for loss, reference in zip(results[0]["late_losses"], run["losses"][SAVED:], strict=True):
-        assert loss == pytest.approx(reference, rel=0.05)
+        assert loss == pytest.approx(reference, rel=2e-5)
 
 
 def test_checkpoint_holds_trainable_tensors_alone(run: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_sharded_adapter_is_read_whole_without_a_process_group(folder: Path) -> 
 
 
 ELASTIC = RunConfig(
-    lora=LoraSettings(r=3),
+    lora=LoraSettings(r=3, dropout=0.1),
     train=TrainConfig(epochs=None, max_steps=6, global_batch_size=8, learning_rate=1e-2),
 )
 
@@ -165,9 +165,7 @@ def part_of_elastic_run(base: Path, folder: Path, last: int) -> list[float]:
 
 
 def test_losses_of_4_then_2_then_8_processes_are_those_of_4(folder: Path) -> None:
-    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place. No dropout,
-    which is per process.
-    """
+    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place."""
     undisturbed = run_distributed(
         part_of_elastic_run, folder / "nf4", folder / "four", 6, world_size=4
     )[0]

@@ -35,6 +35,7 @@ from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 
 STASHED = {"offload_activations": True, "offload_window_bytes": 4096}
 # Name of a variant -> what is changed in plan, adapter and training settings.
+# fmt: off
 SINGLE: dict[str, dict[str, Any]] = {
     "6 rows at once": {"micro_batch_size": 6},
     "1 row at a time": {},
@@ -51,6 +52,17 @@ SINGLE: dict[str, dict[str, Any]] = {
         "activation_checkpointing": False,
     },
     "fused, dropout": {"fused_layers": True, "dropout": 0.3},
+    "fused, dropout, 4 rows at a time": {
+        "fused_layers": True, "dropout": 0.3, "micro_batch_size": 4,
+    },
+    "fused, dropout, activations offloaded": {
+        "fused_layers": True, "dropout": 0.3, **STASHED, "activation_checkpointing": False,
+    },
+    "dora": {"use_dora": True},
+    "fused, dora": {"fused_layers": True, "use_dora": True},
+    "fused, dora, activations kept": {
+        "fused_layers": True, "use_dora": True, "activation_checkpointing": False,
+    },
     "inputs offloaded": STASHED,
     "activations offloaded": {**STASHED, "activation_checkpointing": False},
     "one layer's activations offloaded": {
@@ -59,13 +71,19 @@ SINGLE: dict[str, dict[str, Any]] = {
         "activation_checkpointing": False,
     },
 }
+# fmt: on
 SHARDED: dict[str, dict[str, Any]] = {
     "1 row at a time": {},
     "all rows at once": {"micro_batch_size": 2},
     "weights kept after forward": {"reshard_after_forward": False},
     "clipped": {"max_grad_norm": CLIP},
+    "fused, dropout": {"fused_layers": True, "dropout": 0.3},
+    "fused, dora": {"fused_layers": True, "use_dora": True},
     "fused, every second layer's activations offloaded": {
-        "fused_layers": True, **STASHED, "offload_activations": 1, "activation_checkpointing": 2,
+        "fused_layers": True,
+        **STASHED,
+        "offload_activations": 1,
+        "activation_checkpointing": 2,
     },
 }  # fmt: skip
 # fp32, sums in another order (per process and per micro-batch); losses are of order 5. AdamW
@@ -160,7 +178,9 @@ def test_run_is_the_same_for_any_micro_batch(single: dict[str, Any], variant: st
 def test_run_is_the_same_for_any_number_of_processes(
     single: dict[str, Any], sharded: list[dict[str, Any]], variant: str
 ) -> None:
-    reference = single["clipped" if variant == "clipped" else "6 rows at once"]
+    """Those that train something else by the run of one process that does so, too."""
+    others = ("clipped", "fused, dropout", "fused, dora")
+    reference = single[variant if variant in others else "6 rows at once"]
     for result in sharded:
         assert_same_run(result[variant], reference)
 
@@ -211,7 +231,17 @@ def test_fused_layers_with_dropout_train_the_same_run(single: dict[str, Any]) ->
 
 def test_recomputed_activations_meet_the_same_dropout(single: dict[str, Any]) -> None:
     assert_identical(single["dropout, activations kept"], single["dropout"])
+    assert_identical(single["fused, dropout, activations offloaded"], single["fused, dropout"])
     assert single["dropout"]["losses"] != single["1 row at a time"]["losses"]
+
+
+def test_micro_batches_of_another_size_meet_the_same_dropout(single: dict[str, Any]) -> None:
+    assert_same_run(single["fused, dropout, 4 rows at a time"], single["fused, dropout"])
+
+
+def test_fused_layers_with_dora_train_the_same_run(single: dict[str, Any]) -> None:
+    assert_same_run(single["fused, dora"], single["dora"])
+    assert_identical(single["fused, dora, activations kept"], single["fused, dora"])
 
 
 def test_weights_kept_after_forward_change_no_bit(sharded: list[dict[str, Any]]) -> None:

@@ -12,6 +12,8 @@ from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
 from workflow.lib.distributed.world import process_group
+from workflow.lib.model.layers.adapter_dropout import dropped as dropped_of
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
 from workflow.lib.system.errors import UserError
@@ -105,6 +107,13 @@ def test_divergence_names_layer_rows_and_process(
         ), message
 
 
+def mask(module: FusedLoraLinear, x: torch.Tensor) -> torch.Tensor:
+    """Return what the module's adapter drops of x (1, seq_len, features) in this pass."""
+    draw = module.fused_draw()
+    assert draw is not None
+    return dropped_of(torch.ones_like(x[0]), draw) == 0
+
+
 def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, Any]:
     """Be a process of a run where one feature behind a feed-forward has NaN as its gradient."""
 
@@ -123,8 +132,8 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, A
         training = build_training_model(base, config, make_plan(**changes), world, **build).training
         (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
         layer.mlp.register_forward_hook(poison)
-        layer.self_attn.q_proj.lora_dropout.default.register_forward_hook(
-            lambda module, inputs, output: dropped.append(output.detach() == 0)
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda module, inputs: dropped.append(mask(module, *inputs))
         )
         loop = trainer(training, config, world, micro_batch_size=1).steps(
             first_step=0, num_steps=STEPS

@@ -43,6 +43,19 @@ from tests.support.kernel_cases import rotations
 results = rotations(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 """
+DROPPED = """
+import torch
+from tests.support.kernel_cases import droppings
+results = droppings(dtype=torch.float32, device="cpu")
+assert all(map(torch.equal, results[::2], results[1::2]))
+"""
+LENGTHENED = """
+import torch
+from tests.support.kernel_cases import ACTIVATIONS, lengthenings
+for activation in ACTIVATIONS:
+    results = lengthenings(activation, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-4)
+"""
 
 
 @pytest.mark.skipif(
@@ -50,8 +63,8 @@ torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, ACT_AND_MUL, ROTARY],
-    ids=["decoding", "activation and product", "rotary positions"],
+    [DECODED, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED],
+    ids=["decoding", "activation and product", "rotary positions", "dropout", "row lengths"],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

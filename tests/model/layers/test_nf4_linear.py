@@ -10,6 +10,7 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import decoded_by_hand, nf4_linear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
@@ -25,11 +26,6 @@ SHAPES = {
     "the same, the last block not full": (3, 80),
     "rows of half a block": (5, 32),
 }
-SCALE = 1.75
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -115,22 +111,6 @@ def test_linear_without_adapter_has_the_value_and_gradient_of_the_plain_product(
     torch.testing.assert_close(
         torch.autograd.grad(out, x, grad), torch.autograd.grad(reference, x, grad)
     )
-
-
-class Layer:
-    """What the fused node asks of a PEFT layer: the base linear, and the masters A and B."""
-
-    def __init__(self, base: NF4Linear, a: torch.Tensor, b: torch.Tensor) -> None:
-        self.base, self.weights = base, (a, b)
-
-    def get_base_layer(self) -> NF4Linear:
-        return self.base
-
-    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.weights
-
-    def fused_scale(self) -> float:
-        return SCALE
 
 
 @pytest.fixture(params=[None, random(7, seed=5)], ids=["no bias", "bias"])

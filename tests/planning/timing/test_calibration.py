@@ -84,7 +84,9 @@ def timing(
 
 
 def early_timings() -> list[Timing]:
-    """Those of `measured_h200.jsonl`, without eager attention, for which nobody waits."""
+    """Those of `measured_h200.jsonl`, without eager attention, for which nobody waits, and without
+    dropout, which was PEFT's own forward.
+    """
     rows = [json.loads(line) for line in EARLY.read_text().splitlines()]
     return [
         timing(
@@ -94,14 +96,14 @@ def early_timings() -> list[Timing]:
             micro_batches=row["accum"],
         )
         for row in rows
-        if row["attn"] != "eager"
+        if row["attn"] != "eager" and not row["drop"]
     ]
 
 
 def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
     """Those of `tests/gpu/measurements` of fused layers or of others.
 
-    Without LoRA dropout, which takes PEFT's own forward.
+    Without dropout, which was PEFT's own forward, and DoRA, whose norms were made in every pass.
     """
     rows = [json.loads(row) for name in names for row in (FOLDER / name).read_text().splitlines()]
     rows = [
@@ -114,6 +116,7 @@ def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
         if serves(row, GPU.name)
         and (row["setup"]["fused_layers"] or row["case"] == "not_fused") == fused
         and not row["setup"]["dropout"]
+        and not row["setup"].get("dora")
     ]
 
 
@@ -170,8 +173,9 @@ def test_shipped_constants_are_those_of_the_fit() -> None:
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_constants_of_one_half_predict_the_other(half: int) -> None:
-    known = early_timings() + recent_timings()
-    assert len(known) >= 55
+    """By name in turn, so that cases that are alike are in both halves."""
+    known = sorted(early_timings() + recent_timings(), key=lambda found: found.label)
+    assert len(known) >= 50
     constants = fit(known[half::2], GPU, start=START)
     unseen = errors(known[1 - half :: 2], constants)
     assert statistics.median(unseen) <= MEDIAN

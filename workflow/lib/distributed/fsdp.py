@@ -40,6 +40,7 @@ def shard_(
     backward. ignored: parameters of decoder layers to leave as they are (`layer_offload`).
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    training.adapters.sharded = True
     sliced = share_vocabulary_(training, mesh)
     units: list[FSDPModule] = [
         fully_shard(

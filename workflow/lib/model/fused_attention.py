@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
-from workflow.lib.model.lora import FusedLoraLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
@@ -70,9 +70,9 @@ class FusedAttention(nn.Module):
         return self.get_submodule(PROJECTIONS[3])(output), weights
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values, by one node if their adapters are plain."""
+        """Return queries, keys and values, by one node if it can compute them."""
         layers: list[Any] = [self.get_submodule(name) for name in PROJECTIONS[:3]]
-        if all(isinstance(layer, FusedLoraLinear) and layer.is_plain_lora() for layer in layers):
+        if all(isinstance(layer, FusedLoraLinear) and layer.can_share_node() for layer in layers):
             return nf4_lora_matmuls(x, layers)
         return tuple(layer(x) for layer in layers)
 

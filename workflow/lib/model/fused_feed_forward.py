@@ -2,19 +2,26 @@
 
 Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
 `down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
-(`layers.two_nodes`), so recomputation of a layer makes neither the product nor `down` again.
+(`layers.two_nodes`), so recomputation of a layer makes neither the product nor `down` again. With
+DoRA a third node gives the rows of `down` their lengths, and keeps its value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.adapter_dropout import drop_
+from workflow.lib.model.layers.dora import lengthened, summed_products
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.lora_products import (
+    Adapted,
+    Draws,
     adapted,
     adapter_gradients,
+    draws_of,
     input_gradient,
     low_gradient,
     low_rank,
@@ -23,7 +30,6 @@ from workflow.lib.model.layers.lora_products import (
 )
 from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
-from workflow.lib.model.lora import FusedLoraLinear
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -32,8 +38,8 @@ class FusedFeedForward(nn.Module):
     """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they
     keep their names.
 
-    Where an adapter is not plain (dropout, DoRA, switched off) the linears compute one by one, as
-    in the family.
+    Where one node cannot compute an adapter (switched off, DoRA with dropout or biases) the linears
+    compute one by one, as in the family.
     """
 
     def __init__(self, original: nn.Module, *, activation: str) -> None:
@@ -47,61 +53,95 @@ class FusedFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return down(act(gate(x)) * up(x)); x: (..., hidden_size)."""
-        layers = [self.get_submodule(name) for name in LINEARS]
-        if not all(
-            isinstance(layer, FusedLoraLinear) and layer.is_plain_lora() for layer in layers
-        ):
+        layers: list[Any] = [self.get_submodule(name) for name in LINEARS]
+        if not all(map(_fits_node, layers)):
             gate, up, down = layers
             return cast("torch.Tensor", down(self.act_fn(gate(x)) * up(x)))
-        weights = [weight for layer in layers for weight in cast("Any", layer).fused_weights()]
+        draws = draws_of(layers)
+        factors = [layer.fused_factor(x.dtype) for layer in layers]
+        weights = [weight for layer in layers for weight in layer.fused_weights()]
 
         def output(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            product, down = _act_and_mul(gate, up, self._activation), adapted(layers[2:])
-            return value(down[0], product, low_rank(down, product))
+            product = _act_and_mul(gate, up, self._activation)
+            (down,) = adapted(layers[2:], draws[2:])
+            return value(down, product, low_rank([down], product), bias=down.base.bias)
 
-        return apply_two_nodes(
-            _FeedForwardGradient, x, layers, self._activation, *weights, value=output
-        )
+        options = layers, draws, self._activation
+        y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors[:2], *weights, value=output)
+        return y if factors[2] is None else lengthened(y, factors[2])
+
+
+def _fits_node(layer: nn.Module) -> bool:
+    """Whether the node can compute this linear now."""
+    if not isinstance(layer, FusedLoraLinear) or not layer.can_share_node():
+        return False
+    return not layer.has_dora() or layer.get_base_layer().bias is None
 
 
 class _FeedForwardGradient(torch.autograd.Function):
-    """The gradient of the feed-forward. Its intermediates are gate(x) and up(x)."""
+    """The gradient of the feed-forward, without the lengths of `down`. Its intermediates are
+    gate(x) and up(x).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layers: Any, activation: str, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, layers: Any, draws: Draws, activation: str, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
+        factors = tensors[:2]
         rows = x.reshape(-1, x.shape[-1])
-        into = adapted(layers[:2])
+        into = adapted(layers[:2], draws[:2])
         low = low_rank(into, rows)
-        gate, up = values(into, rows, low)
+        gate, up = values(into, rows, low, factors)
         ctx.norm, source = keepable(x)
-        ctx.layers, ctx.activation = layers, activation
-        ctx.save_for_backward(source, gate, up, low)
+        ctx.layers, ctx.draws, ctx.activation = layers, draws, activation
+        ctx.save_for_backward(source, gate, up, low, *(x for x in factors if x is not None))
         out_features = layers[2].get_base_layer().out_features
         return first_outputs(ctx, x, gate, up, out_features=out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A GPU's kernel overwrites gate and up, which nobody else needs.
-        source, gate, up, low = ctx.saved_tensors
-        linears = adapted(ctx.layers)
-        into, down = linears[:2], linears[2:]
+        source, gate, up, low, *factors = ctx.saved_tensors
+        into, down = _adapted(ctx)
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
         # The gradient of the product first, so that one kernel can make the product and both
         # gradients from it.
         of_low = low_gradient(down, grad)
-        parts, product = _act_and_mul_backward_(
-            input_gradient(down, grad, of_low), gate, up, ctx.activation
-        )
-        of_down = adapter_gradients(down, grad, product, low_rank(down, product), of_low)
-        del product  # (T, f), before the weights of gate and up are decoded
+        of_product = input_gradient(down, grad, of_low)
+        if factors:
+            parts, product, of_factors = _lengthened_backward_(
+                of_product, gate, up, factors, ctx.activation
+            )
+        else:
+            parts, product = _act_and_mul_backward_(of_product, gate, up, ctx.activation)
+            of_factors = [None, None]
+        of_down = _product_gradients(down[0], grad, product, of_low)
+        del product, of_product  # (T, f), before the weights of gate and up are decoded
         of_low = low_gradient(into, parts)
         of_into = adapter_gradients(into, parts, restored(ctx.norm, source), low, of_low)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(into, parts, of_low).view(*grads[0].shape[:-1], -1)
-        return grad_x, None, None, *of_into, *of_down
+        return grad_x, None, None, None, *of_factors, *of_into, *of_down
+
+
+def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
+    """Return gate and up, and down, whose A is used twice: within the node it is cast once."""
+    *into, down = adapted(ctx.layers, ctx.draws)
+    return into, [down._replace(casts={}) if down.casts is None else down]
+
+
+def _product_gradients(
+    down: Adapted, grad: Sequence[torch.Tensor], product: torch.Tensor, of_low: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the gradients of A and B of `down`. The product (T, f) may be overwritten."""
+    if down.draw is not None:
+        drop_(product, down.draw)
+    plain = [down._replace(draw=None)]
+    return adapter_gradients(plain, grad, product, low_rank(plain, product), of_low)
+
+
+Gates = tuple[torch.Tensor, torch.Tensor]
 
 
 def _act_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -113,7 +153,7 @@ def _act_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch
 
 def _act_and_mul_backward_(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> tuple[Gates, torch.Tensor]:
     """Return the gradients of gate and up for that of their product, and the product. What is given
     may be overwritten.
     """
@@ -123,6 +163,31 @@ def _act_and_mul_backward_(
     function, gradients = ACTIVATIONS[activation]
     product = function(gate).mul_(up)
     return gradients(grad, gate, up), product
+
+
+def _lengthened_backward_(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    activation: str,
+) -> tuple[Gates, torch.Tensor, list[torch.Tensor | None]]:
+    """The same where gate and up have row factors: their gradients are those of the directions,
+    and the factors' come third.
+    """
+    sums: Sequence[torch.Tensor]
+    if kernels.usable(gate.device):
+        both = kernels.lengthened_act_and_mul_backward_(
+            grad, gate, up, factors, activation=activation
+        )
+        sums = both.unbind()
+        parts, product = (gate, up), grad
+    else:
+        parts, product = _act_and_mul_backward_(grad, gate, up, activation)
+        sums = [summed_products(part, y) for part, y in zip(parts, (gate, up), strict=True)]
+        for part, factor in zip(parts, factors, strict=True):
+            part.mul_(factor)
+    return parts, product, [total / x for total, x in zip(sums, factors, strict=True)]
 
 
 def _silu_parts(
@@ -147,7 +212,7 @@ def _gelu_tanh_parts(
     return torch.ops.aten.gelu_backward(grad.mul_(up), gate, approximate="tanh"), of_up
 
 
-Parts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Parts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Gates]
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Parts]] = {
     "silu": (nn.functional.silu, _silu_parts),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_parts),

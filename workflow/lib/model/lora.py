@@ -1,29 +1,25 @@
-"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by one
-fused node where possible.
+"""Adapters: injected by PEFT, so that names, configuration and files are PEFT's; computed by fused
+nodes.
 
-`FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module dispatch). It
-takes the fused path when the adapter is plain (one active adapter, no dropout, no bias) and PEFT's
-own forward otherwise.
+`lora_linear.FusedLoraLinear` is registered as PEFT's layer for `NF4Linear` (PEFT's custom-module
+dispatch).
 """
 
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
-from workflow.lib.model.layers.dora import NF4Dora, scaled
+from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
     is_adapter,
@@ -37,70 +33,6 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.files import short_hash
 
 PREFIX = "base_model.model."  # PEFT's, of every name
-ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
-
-
-class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer on an `NF4Linear`, with dequantization, product and adapter fused; DoRA on
-    top of that.
-    """
-
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], Any]:
-        """The variants that this layer can be, by PEFT's names of their settings."""
-        return {(): None, ("use_dora",): NF4Dora}
-
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """Return x W^T + b + s (x A^T) B^T; x: (..., in_features)."""
-        if args or kwargs or not self._is_plain():
-            return super().forward(x, *args, **kwargs)
-        if self.lora_variant:
-            return scaled(self, x, bias=True)
-        return nf4_lora_matmul(x, self)
-
-    def get_base_layer(self) -> nn.Module:
-        """Return the linear below. PEFT's own asks each for one below it again, which takes longer
-        than all else here does.
-        """
-        base: nn.Module | None = self._modules["base_layer"]
-        assert base is not None
-        return base
-
-    def fused_scale(self) -> float:
-        """Return the factor of B A."""
-        scale: float = self.scaling[ADAPTER]
-        return scale
-
-    def fused_magnitude(self) -> torch.Tensor:
-        """Return DoRA's magnitudes (out_features,), gathered if FSDP has gathered them."""
-        magnitude = self.lora_magnitude_vector[ADAPTER].weight
-        assert isinstance(magnitude, torch.Tensor)
-        return magnitude
-
-    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has
-        gathered them.
-        """
-        parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
-        a_weight, b_weight = (
-            parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
-        )
-        return a_weight, b_weight
-
-    def is_plain_lora(self) -> bool:
-        """Whether the value is W x + b + s B A x and no more now."""
-        return self._is_plain() and not self.lora_variant
-
-    def _is_plain(self) -> bool:
-        dropout = self.lora_dropout[ADAPTER]
-        return (
-            isinstance(self.get_base_layer(), NF4Linear)
-            and not self.disable_adapters
-            and not self.merged
-            and list(self.active_adapters) == [ADAPTER]
-            and not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
-            and self.lora_B[ADAPTER].bias is None
-        )
 
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:

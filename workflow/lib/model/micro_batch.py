@@ -17,6 +17,7 @@ class MicroBatch:
     would have to be waited for.
     embedded: the tokens' embedding rows (rows * seq_len, hidden), where they are looked up outside
     of the model.
+    row_keys: (rows,) of what the adapters' dropout draws from; None where nothing is dropped.
     """
 
     input_ids: torch.Tensor
@@ -25,6 +26,7 @@ class MicroBatch:
     targets: torch.Tensor
     bounds: tuple[torch.Tensor, int]
     embedded: torch.Tensor | None = None
+    row_keys: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""
@@ -43,4 +45,5 @@ class MicroBatch:
             targets=change(self.targets),
             bounds=(change(bounds), longest),
             embedded=None if self.embedded is None else change(self.embedded),
+            row_keys=None if self.row_keys is None else change(self.row_keys),
         )

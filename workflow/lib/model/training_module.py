@@ -14,6 +14,7 @@ from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.flex_attention import flex_arguments
+from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
@@ -35,6 +36,7 @@ class CausalLMForTraining(nn.Module):
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
         head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
         self.head_loss = LinearCrossEntropy(head)
+        self.adapters = share_state(peft_model)
         self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
         self.loss_scale: LossScale | None = None
@@ -47,6 +49,7 @@ class CausalLMForTraining(nn.Module):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss () fp32 of a micro-batch's targets."""
+        self.adapters.row_keys = batch.row_keys
         hidden = self._hidden_states(
             batch.input_ids, batch.position_ids, bounds=batch.bounds, embedded=batch.embedded
         )
@@ -60,6 +63,7 @@ class CausalLMForTraining(nn.Module):
 
         input_ids, position_ids: (rows, seq_len) int64.
         """
+        self.adapters.row_keys = None
         hidden = self._hidden_states(input_ids, position_ids, bounds=None, embedded=None)
         logits: torch.Tensor = self.head_loss(hidden.index_select(0, positions), None)
         return logits

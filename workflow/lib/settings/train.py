@@ -73,8 +73,7 @@ class LoraSettings(Section):
     """Scale numerator: the update is multiplied by alpha / r (alpha / sqrt(r) with
     `use_rslora`)."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input, probability. At 0 one fused operation replaces PEFT's own,
-    faster and with less memory."""
+    """Dropout on the adapter's input, probability. Rounded to a multiple of 1 / 65,536."""
     target_modules: tuple[str, ...] | str = "all-linear"
     """Which linear layers get an adapter: a list of names (the end of their path: `q_proj`,
     `self_attn.q_proj`), a regular expression for the whole path
@@ -88,7 +87,7 @@ class LoraSettings(Section):
     """Rank-stabilized scale, arXiv 2312.03732."""
     use_dora: bool = False
     """Train the length of every weight row apart from its direction (DoRA, arXiv 2402.09353).
-    Slower, and takes more memory."""
+    Somewhat slower, and takes more memory; with dropout more so."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained whole beside the adapter and exported with it, by the names that
     PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both;

@@ -7,6 +7,7 @@ does not wait for it.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,21 +46,31 @@ def process_rows(
     return rounds[:, rank]
 
 
+class RowGroup(NamedTuple):
+    """The rows of a micro-batch."""
+
+    numbers: npt.NDArray[np.int64]
+    """(micro_batch_size,), in the tokens folder."""
+    keys: list[int]
+    """As many, of `adapter_dropout.row_keys`."""
+
+
 def micro_batches(
     store: TokenStore,
-    groups: Iterable[npt.NDArray[np.int64]],
+    groups: Iterable[RowGroup],
     *,
     device: torch.device,
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield a micro-batch on `device` for each group of row numbers; the next one is being made
+    """Yield a micro-batch on `device` for each group of rows; the next one is being made
     meanwhile.
 
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
     """
 
-    def load(group: npt.NDArray[np.int64]) -> MicroBatch:
-        batch = stored_batch(store, group)
+    def load(group: RowGroup) -> MicroBatch:
+        keys = torch.tensor(group.keys, dtype=torch.int64)
+        batch = replace(stored_batch(store, group.numbers), row_keys=keys)
         if look_up is not None:
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
         return batch.pinned() if device.type == "cuda" else batch

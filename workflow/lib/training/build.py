@@ -23,8 +23,9 @@ from workflow.lib.model.architecture.layer_choice import activation_offload_laye
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
+from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import nf4_linears
-from workflow.lib.model.lora import ADAPTER, init_adapters_, inject_adapters, trainable_parameters
+from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining

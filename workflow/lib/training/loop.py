@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
+from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss_scale import LossScale, loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
@@ -35,7 +36,12 @@ from workflow.lib.settings.config import TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
-from workflow.lib.training.batches import attention_costs, micro_batches, process_rows
+from workflow.lib.training.batches import (
+    RowGroup,
+    attention_costs,
+    micro_batches,
+    process_rows,
+)
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -97,8 +103,8 @@ class StepRows:
     """Counts from 0."""
     numbers: npt.NDArray[np.int64]
     """(global_batch_size,), the same on all processes."""
-    groups: list[npt.NDArray[np.int64]]
-    """(micro_batch_size,) each, of this process's micro-batches."""
+    groups: list[RowGroup]
+    """Of this process's micro-batches."""
     trained_tokens: int
     """Over all processes."""
 
@@ -173,7 +179,10 @@ class Trainer:
         costs = attention_costs(self.store.position_ids[numbers])
         own_numbers = process_rows(numbers, costs, rank=self.world.rank, size=self.world.size)
         size = self.micro_batch_size
-        groups = [own_numbers[start : start + size] for start in range(0, len(own_numbers), size)]
+        parts = [own_numbers[start : start + size] for start in range(0, len(own_numbers), size)]
+        groups = [
+            RowGroup(part, row_keys(self.settings.seed, step=step, rows=part)) for part in parts
+        ]
         trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
         return StepRows(step, numbers, groups, trained_tokens)
 
@@ -210,13 +219,14 @@ class Trainer:
     ) -> tuple[float, float]:
         """Forward, backward, clip, and begin the update; return loss and gradient norm."""
         self._seed_dropout(rows)
-        loss = backward(
-            self.training,
-            batches,
-            trained_tokens=rows.trained_tokens,
-            factor=1.0 if scale is None else scale.factor,
-            device=self.world.device,
-        )
+        with self.training.adapters.unchanged():
+            loss = backward(
+                self.training,
+                batches,
+                trained_tokens=rows.trained_tokens,
+                factor=1.0 if scale is None else scale.factor,
+                device=self.world.device,
+            )
         sum_copies_(self.training)
         if scale is not None:
             scale.unscale_(self.training)
@@ -233,14 +243,14 @@ class Trainer:
 
     def _made_again(self, rows: StepRows) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield the row numbers and the micro-batch of each group of a step."""
-        numbers = ([int(number) for number in group] for group in rows.groups)
+        numbers = ([int(number) for number in group.numbers] for group in rows.groups)
         batches = micro_batches(self.store, rows.groups, device=self.world.device)
         yield from zip(numbers, batches, strict=True)
 
 
 def seed_dropout(seed: int, *, step: int, rank: int) -> None:
-    """Make the step's random numbers a function of (seed, step, rank), so that resuming needs no
-    state.
+    """Make what a family itself drops a function of (seed, step, rank), so that resuming needs no
+    state. The adapters' dropout has numbers of its own (`adapter_dropout`).
     """
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
 

@@ -3,13 +3,14 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `fused_attention`) take the operations of bitsandbytes and PyTorch. Values are
-computed in fp32 and rounded once.
+`fused_feed_forward`, `fused_attention`, `adapter_dropout`, `dora`) take the operations of
+bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
 """
 
 import functools
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ logger = logging.getLogger("workflow")
 INSTALLED = importlib.util.find_spec("triton") is not None
 TRIED_WEIGHTS = (96, 1024)  # more than one nested block
 PROGRAM_WEIGHTS = 4096  # that one program decodes; with two warps 3.2 of an H200's 4.8 TB/s
+PROGRAM_GROUPS = 512  # of 8 features, of a dropout's program
 PROGRAM_ELEMENTS = 2048  # of an elementwise kernel's program
 WARPS = 4
+COLUMNS, ROWS = 256, 64  # of a program that sums over rows
 
 if INSTALLED:
     from workflow.lib.model.layers import triton_kernels
@@ -140,6 +143,76 @@ def act_and_mul_backward_(
     # Autograd does not see what Triton writes. With a new version it refuses a second backward,
     # which would take the gradients in `gate` and `up` for what forward saved.
     increment_version((grad, gate, up))
+
+
+def lengthened_act_and_mul_backward_(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    *,
+    activation: str,
+) -> torch.Tensor:
+    """The same for `gate` and `up` (T, f) that are directions times `factors` (f,) fp32: they
+    become the gradients of the directions.
+
+    Return the sums over rows (2, f) fp32 of gate and of up times their gradients.
+    """
+    num_rows, width = gate.shape
+    grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
+    sums = torch.empty((2, grid[1], width), dtype=torch.float32, device=gate.device)
+    triton_kernels.lengthened_act_and_mul_backward[grid](
+        sums, grad, gate, up, *factors, num_rows, width,
+        kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    increment_version((grad, gate, up))
+    return sums.sum(dim=1)
+
+
+def lengthen_backward(
+    grad: torch.Tensor, y: torch.Tensor, factor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return grad times factor (width,) fp32, and the sum over rows (width,) fp32 of grad times y
+    (..., width), which is contiguous.
+    """
+    grad = grad.contiguous()
+    width = y.shape[-1]
+    num_rows = y.numel() // width
+    grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
+    sums = torch.empty((grid[1], width), dtype=torch.float32, device=y.device)
+    scaled = torch.empty_like(grad)
+    triton_kernels.lengthen_backward[grid](
+        sums, scaled, grad, y, factor, num_rows, width,
+        rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return scaled, sums.sum(dim=0)
+
+
+def drop(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    row_keys: torch.Tensor,
+    linear: int,
+    threshold: int,
+    *,
+    add: bool = False,
+) -> torch.Tensor:
+    """Fill `out` with rows (T, features) of which `adapter_dropout` drops some, or `add` them to
+    it; return it. `out` may be `rows`.
+
+    row_keys, linear, threshold: as in `adapter_dropout.Draw`.
+    """
+    tokens, features = rows.shape
+    groups = -(-features // 8)
+    assert out.is_contiguous(), "the kernel knows no strides"
+    size = min(PROGRAM_GROUPS, _power_of_two(groups))
+    triton_kernels.drop[(tokens, -(-groups // size))](
+        out, rows.contiguous(), row_keys, tokens // len(row_keys), features, groups, linear,
+        threshold, add=add, size=size, num_warps=WARPS,
+    )  # fmt: skip
+    if add or out is rows:
+        increment_version((out,))
+    return out
 
 
 def apply_rotary(

@@ -1,17 +1,27 @@
 """Products of frozen NF4 weights with LoRA adapters on top, of linears that share their input, and
 their gradients.
 
-y_i = W_i x + b_i + s_i B_i A_i x. The A of all linears are one matrix, so x is read once for all
-adapters. An adapter's part is made first and the frozen product is added to it by the matrix
-product itself: one pass over y less, and the small part is rounded to the compute type where the
-large one would be. A and B are fp32 masters, cast to the compute type; their gradients are made in
-fp32.
+y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_dropout`) and f_i the
+row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
+is read once for all adapters. An adapter's part is made first and the frozen product is added to it
+by the matrix product itself: one pass over y less, and the small part is rounded to the compute
+type where the large one would be. A and B are fp32 masters, cast to the compute type; their
+gradients are made in fp32. Gradients here are those of y / f: who has a factor takes it out before
+(`dora.lengthen_backward`).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from workflow.lib.model.layers.adapter_dropout import (
+    Draw,
+    add_dropped_,
+    drop_,
+    dropped,
+)
+from workflow.lib.model.layers.adapter_state import Casts
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
 FLOAT32_PRODUCTS = torch.version.hip is None
@@ -27,27 +37,47 @@ class Adapted(NamedTuple):
     b: torch.Tensor
     """(out, r) fp32."""
     scale: float
+    """Of B A, with what dropout asks for."""
+    draw: Draw | None = None
+    """What decides which features the adapter's input loses."""
+    casts: Casts | None = None
+    """Where casts of A and B are kept; None: nowhere."""
 
 
-def adapted(layers: Iterable[Any]) -> list[Adapted]:
-    """Read the weights of PEFT layers: they have `get_base_layer()`, `fused_weights()` and
-    `fused_scale()`.
-    """
+Draws = Sequence[Draw | None]
+
+
+def draws_of(layers: Iterable[Any]) -> list[Draw | None]:
+    """Return what decides the masks of PEFT layers in this pass; backward wants the same."""
+    return [layer.fused_draw() for layer in layers]
+
+
+def adapted(layers: Iterable[Any], draws: Draws) -> list[Adapted]:
+    """Read the weights of PEFT layers (`lora_linear.FusedLoraLinear`)."""
     linears = []
-    for layer in layers:
+    for layer, draw in zip(layers, draws, strict=True):
+        scale = layer.fused_scale() * (draw.scale if draw else 1.0)
         a_weight, b_weight = layer.fused_weights()
-        linears.append(Adapted(layer.get_base_layer(), a_weight, b_weight, layer.fused_scale()))
+        base, casts = layer.get_base_layer(), layer.shared.casts()
+        linears.append(Adapted(base, a_weight, b_weight, scale, draw, casts))
     return linears
 
 
 def low_rank(linears: Sequence[Adapted], rows: torch.Tensor) -> torch.Tensor:
-    """Return A_i x of all linears side by side, (T, sum of ranks), for rows (T, in)."""
-    return rows @ _stacked(linears, rows.dtype).t()
+    """Return A_i d_i(x) of all linears side by side, (T, sum of ranks), for rows (T, in)."""
+    if not _drops(linears):
+        return rows @ _cast([linear.a for linear in linears], linears[0], rows.dtype).t()
+    low = rows.new_empty(rows.shape[0], sum(linear.a.shape[0] for linear in linears))
+    for linear, part in zip(linears, _parts(linears, low), strict=True):
+        torch.mm(_input(linear, rows), _cast([linear.a], linear, rows.dtype).t(), out=part)
+    return low
 
 
-def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return y (T, out) of rows (T, in), for low = A x (T, r)."""
-    small, bias = linear.b.to(rows.dtype).t(), linear.base.bias
+def value(
+    linear: Adapted, rows: torch.Tensor, low: torch.Tensor, *, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return W x + s B low + bias (T, out) of rows (T, in), for low = A d(x) (T, r)."""
+    small = _cast([linear.b], linear, rows.dtype).t()
     if bias is None:
         y = _scaled_product(low, small, linear.scale)
     else:
@@ -55,21 +85,30 @@ def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tenso
     return y.addmm_(rows, linear.base.dequantize(rows.dtype).t())
 
 
-def values(linears: Sequence[Adapted], rows: torch.Tensor, low: torch.Tensor) -> list[torch.Tensor]:
-    """Return y of every linear."""
-    return [
-        value(linear, rows, part)
-        for linear, part in zip(linears, _parts(linears, low), strict=True)
-    ]
+def values(
+    linears: Sequence[Adapted],
+    rows: torch.Tensor,
+    low: torch.Tensor,
+    factors: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Return y of every linear; with a factor of DoRA without the bias, which is added after it."""
+    made = []
+    for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
+        if factor is None:
+            made.append(value(linear, rows, part, bias=linear.base.bias))
+        else:
+            made.append(value(linear, rows, part, bias=None).mul_(factor))
+    return made
 
 
 def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
     if len(linears) == 1:
-        return _scaled_product(grads[0], linears[0].b.to(grads[0].dtype), linears[0].scale)
+        small = _cast([linears[0].b], linears[0], grads[0].dtype)
+        return _scaled_product(grads[0], small, linears[0].scale)
     of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
     for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
-        _scaled_product(grad, linear.b.to(grad.dtype), linear.scale, out=part)
+        _scaled_product(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
     return of_low
 
 
@@ -77,9 +116,25 @@ def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
-    of_rows = of_low @ _stacked(linears, of_low.dtype)
+    of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):
         of_rows.addmm_(grad, linear.base.dequantize(grad.dtype))
+    return of_rows
+
+
+def _adapters_input_gradient(linears: Sequence[Adapted], of_low: torch.Tensor) -> torch.Tensor:
+    """Return the part of the rows' gradient that comes through A."""
+    if not _drops(linears):
+        return of_low @ _cast([linear.a for linear in linears], linears[0], of_low.dtype)
+    of_rows = None
+    for linear, part in zip(linears, _parts(linears, of_low), strict=True):
+        update = part @ _cast([linear.a], linear, of_low.dtype)
+        assert linear.draw is not None
+        if of_rows is None:
+            of_rows = drop_(update, linear.draw)
+        else:
+            add_dropped_(of_rows, update, linear.draw)
+    assert of_rows is not None
     return of_rows
 
 
@@ -91,11 +146,27 @@ def adapter_gradients(
     of_low: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B of every linear, in this order, fp32."""
-    of_a = _float32_product(of_low.t(), rows).split([linear.a.shape[0] for linear in linears])
+    if _drops(linears):
+        of_a = [
+            _float32_product(part.t(), _input(linear, rows))
+            for linear, part in zip(linears, _parts(linears, of_low), strict=True)
+        ]
+    else:
+        of_a = [*_float32_product(of_low.t(), rows).split([x.a.shape[0] for x in linears])]
     gradients = []
     for linear, grad, part, a in zip(linears, grads, _parts(linears, low), of_a, strict=True):
         gradients += [a, _float32_product(grad.t(), part).mul_(linear.scale)]
     return gradients
+
+
+def _drops(linears: Sequence[Adapted]) -> bool:
+    """Whether the adapters have inputs of their own; dropout is a setting of all or of none."""
+    return linears[0].draw is not None
+
+
+def _input(linear: Adapted, rows: torch.Tensor) -> torch.Tensor:
+    """Return the adapter's input d(x) (T, in), not scaled."""
+    return rows if linear.draw is None else dropped(rows, linear.draw)
 
 
 def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,10 +175,17 @@ def _parts(linears: Sequence[Adapted], low: torch.Tensor) -> tuple[torch.Tensor,
     return columns
 
 
-def _stacked(linears: Sequence[Adapted], dtype: torch.dtype) -> torch.Tensor:
-    """Return A of all linears one below the other, (sum of ranks, in), in the compute type."""
-    weights = [linear.a for linear in linears]
-    return (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch.Tensor:
+    """Return masters one below the other in the compute type; from where `of` keeps its casts, if
+    it does.
+    """
+    key = (dtype, *map(id, weights))
+    if of.casts is not None and key in of.casts:
+        return of.casts[key]
+    cast = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+    if of.casts is not None:
+        of.casts[key] = cast
+    return cast
 
 
 def _scaled_product(

@@ -13,7 +13,7 @@ QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absma
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -162,8 +162,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b; x: (..., in_features)."""
-        y: torch.Tensor = _NF4MatMul.apply(x, self)  # type: ignore[no-untyped-call]
-        return y
+        return frozen_product(x, self, bias=True)
 
     def _bytes(self, name: str) -> torch.Tensor:
         """The stored bytes of a parameter, without the padding."""
@@ -207,6 +206,12 @@ def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
             yield path, module
 
 
+def frozen_product(x: torch.Tensor, linear: NF4Linear, *, bias: bool) -> torch.Tensor:
+    """Return x W^T, and + b if `bias`; x: (..., in_features)."""
+    multiply: Callable[..., torch.Tensor] = _NF4MatMul.apply
+    return multiply(x, linear, bias)
+
+
 class _NF4MatMul(torch.autograd.Function):
     """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
     by then).
@@ -215,11 +220,12 @@ class _NF4MatMul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: NF4Linear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, module: NF4Linear, bias: bool) -> torch.Tensor:
         ctx.module = module
-        return nn.functional.linear(x, module.dequantize(x.dtype), module.bias)
+        weight = module.dequantize(x.dtype)
+        return nn.functional.linear(x, weight, module.bias if bias else None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        return grad @ ctx.module.dequantize(grad.dtype), None
+        return grad @ ctx.module.dequantize(grad.dtype), None, None

@@ -1,74 +1,92 @@
 """Products with frozen NF4 weights and trained adapters, as autograd nodes.
 
 A node keeps its input and the packed weight; it decodes the weight again in backward, and gives
-gradients to the input and to the adapter alone."""
+gradients to the input and to the adapter alone. With DoRA it keeps its value too, of which the
+magnitude's gradient is made."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from workflow.lib.model.layers.dora import lengthen_backward
 from workflow.lib.model.layers.lora_products import (
+    Draws,
     adapted,
     adapter_gradients,
+    draws_of,
     input_gradient,
     low_gradient,
     low_rank,
     value,
     values,
 )
-from workflow.lib.model.layers.rms_norm import RmsNorm, keepable, restored
+from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
 
 def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Return W x + b + s B (A x) for x (..., in_features): dequantization, product and adapter in
-    two nodes, for the reason that `two_nodes` gives.
+    """Return W x + b + s B A d(x) for x (..., in_features), of a `FusedLoraLinear`: dequantization,
+    product and adapter in two nodes, for the reason that `two_nodes` gives.
 
-    layer: as `lora_products.adapted` wants it.
+    With DoRA in one node, as backward needs the value.
     """
+    if layer.has_dora():
+        return nf4_lora_matmuls(x, [layer])[0]
+    draws = draws_of([layer])
 
     def product(low: torch.Tensor) -> torch.Tensor:
-        (linear,) = adapted([layer])
-        return value(linear, x.reshape(-1, x.shape[-1]), low)
+        (linear,) = adapted([layer], draws)
+        return value(linear, x.reshape(-1, x.shape[-1]), low, bias=linear.base.bias)
 
-    return apply_two_nodes(NF4LoraMatMul, x, layer, *layer.fused_weights(), value=product)
+    return apply_two_nodes(NF4LoraMatMul, x, layer, draws, *layer.fused_weights(), value=product)
 
 
 class NF4LoraMatMul(torch.autograd.Function):
-    """The gradient of `nf4_lora_matmul`. Its intermediate is A x.
+    """The gradient of `nf4_lora_matmul`. Its intermediate is A d(x).
 
-    Saves x (..., in), or what it was normed from, and A x (..., r) alone.
+    Saves x (..., in), or what it was normed from, and A d(x) (..., r) alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layer: Any, a_weight: torch.Tensor, b_weight: torch.Tensor
+        ctx: Any, x: torch.Tensor, layer: Any, draws: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        low = low_rank(adapted([layer]), x.reshape(-1, x.shape[-1]))
-        ctx.layer = layer
+        low = low_rank(adapted([layer], draws), x.reshape(-1, x.shape[-1]))
+        ctx.layers, ctx.draws = [layer], draws
         ctx.norm, source = keepable(x)
         ctx.save_for_backward(source, low)
-        return first_outputs(ctx, x, low, out_features=b_weight.shape[0])
+        return first_outputs(ctx, x, low, out_features=weights[1].shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # grads[1] is that of A x, which is not differentiable.
-        grad_x, of_adapter = _gradients(ctx, [ctx.layer], grads[:1], norm=ctx.norm)
-        return grad_x, None, *of_adapter
+        # grads[1] is that of A d(x), which is not differentiable.
+        source, low = ctx.saved_tensors
+        grad_x, of_adapter = _gradients(ctx, source, low, grads[:1])
+        return grad_x, None, None, *of_adapter
 
 
-def nf4_lora_matmuls(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return W x + b + s B (A x) of layers that share their input x (..., in_features), by one
-    node.
+def nf4_lora_matmuls(
+    x: torch.Tensor, layers: Sequence[Any], *, draws: Draws | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return W x + b + s B A d(x), with DoRA as in `dora`, of layers that share their input x
+    (..., in_features), by one node.
+
+    draws: of the masks; None: those of this pass.
     """
     weights = [weight for layer in layers for weight in layer.fused_weights()]
+    factors = [layer.fused_factor(x.dtype) for layer in layers]
     multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply
-    return multiply(x, layers, *weights)
+    outputs = multiply(x, layers, draws or draws_of(layers), *factors, *weights)
+    biases = [layer.get_base_layer().bias for layer in layers]
+    return tuple(
+        y if factor is None or bias is None else y + bias
+        for y, factor, bias in zip(outputs, factors, biases, strict=True)
+    )
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
-    """Saves x, or what it was normed from, and A x of all layers.
+    """Saves x, or what it was normed from, A d(x) of all layers, and with DoRA the values.
 
     One node and not two: query, key and value are needed to recompute what follows, so
     recomputation never ends before them.
@@ -76,34 +94,43 @@ class _NF4LoraMatMuls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layers: Sequence[Any], *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, layers: Sequence[Any], draws: Draws, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers)
+        factors = tensors[: len(layers)]
+        ctx.layers, ctx.draws = layers, draws
+        rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers, draws)
         low = low_rank(linears, rows)
         ctx.norm, source = keepable(x)
-        ctx.layers = layers
-        ctx.save_for_backward(source, low)
-        return tuple(y.view(*x.shape[:-1], -1) for y in values(linears, rows, low))
+        made = values(linears, rows, low, factors)
+        outputs = tuple(y.view(*x.shape[:-1], -1) for y in made)
+        kept = () if factors[0] is None else (*factors, *outputs)
+        ctx.save_for_backward(source, low, *kept)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_x, of_adapters = _gradients(ctx, ctx.layers, grads, norm=ctx.norm)
-        return grad_x, None, *of_adapters
+        source, low, *kept = ctx.saved_tensors
+        count = len(ctx.layers)
+        directions: Sequence[torch.Tensor] = grads
+        of_factors: Sequence[torch.Tensor | None] = [None] * count
+        if kept:
+            directions, of_factors = lengthen_backward(grads, kept[count:], kept[:count])
+        grad_x, of_adapters = _gradients(ctx, source, low, directions)
+        return grad_x, None, None, *of_factors, *of_adapters
 
 
 def _gradients(
-    ctx: Any, layers: Sequence[Any], grads: Sequence[torch.Tensor], *, norm: RmsNorm | None = None
+    ctx: Any, source: torch.Tensor, low: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Return the gradient of x (..., in), None unless it is wanted, and those of A and B of every
     layer.
     """
-    source, low = ctx.saved_tensors
     flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    linears = adapted(layers)
+    linears = adapted(ctx.layers, ctx.draws)
     of_low = low_gradient(linears, flat)
     # Before the gradient of x: what is restored of a norm's output is freed before a weight is
     # decoded.
-    of_adapters = adapter_gradients(linears, flat, restored(norm, source), low, of_low)
+    of_adapters = adapter_gradients(linears, flat, restored(ctx.norm, source), low, of_low)
     # The first layer's x comes from a frozen embedding: its gradient would cost a product for
     # nothing.
     if not ctx.needs_input_grad[0]:

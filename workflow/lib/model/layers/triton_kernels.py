@@ -88,6 +88,123 @@ def act_and_mul_backward(grad, gate, up, count, kind: tl.constexpr, size: tl.con
 
 
 @triton.jit
+def lengthened_act_and_mul_backward(
+    sums,
+    grad,
+    gate,
+    up,
+    gate_factor,
+    up_factor,
+    num_rows,
+    width,
+    kind: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """As above for `rows` rows of some columns; the gradients of gate and up are summed with them
+    over these rows, then multiplied by the factors.
+    """
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    inside = column < width
+    of_gate = tl.load(gate_factor + column, mask=inside, other=0.0)
+    of_up = tl.load(up_factor + column, mask=inside, other=0.0)
+    gate_sum = tl.zeros((columns,), dtype=tl.float32)
+    up_sum = tl.zeros((columns,), dtype=tl.float32)
+    dtype = grad.dtype.element_ty
+    first = tl.program_id(1).to(tl.int64) * rows
+    for row in range(rows):
+        offsets = (first + row) * width + column
+        there = inside & (first + row < num_rows)
+        slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
+        lower = tl.load(gate + offsets, mask=there, other=0.0).to(tl.float32)
+        upper = tl.load(up + offsets, mask=there, other=0.0).to(tl.float32)
+        value, derivative = _act(lower, kind)
+        lower_slope, upper_slope = slope * upper * derivative, slope * value
+        gate_sum += lower_slope * lower
+        up_sum += upper_slope * upper
+        tl.store(grad + offsets, (value * upper).to(dtype), mask=there)
+        tl.store(gate + offsets, (lower_slope * of_gate).to(dtype), mask=there)
+        tl.store(up + offsets, (upper_slope * of_up).to(dtype), mask=there)
+    at = tl.program_id(1).to(tl.int64) * width + column
+    tl.store(sums + at, gate_sum, mask=inside)
+    tl.store(sums + tl.num_programs(1).to(tl.int64) * width + at, up_sum, mask=inside)
+
+
+@triton.jit
+def lengthen_backward(
+    sums, scaled, grad, y, factor, num_rows, width, rows: tl.constexpr, columns: tl.constexpr
+):
+    """Scale `rows` rows of some columns of `grad`, and sum their products with `y`."""
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    inside = column < width
+    length = tl.load(factor + column, mask=inside, other=0.0)
+    total = tl.zeros((columns,), dtype=tl.float32)
+    first = tl.program_id(1).to(tl.int64) * rows
+    for row in range(rows):
+        offsets = (first + row) * width + column
+        there = inside & (first + row < num_rows)
+        slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
+        total += slope * tl.load(y + offsets, mask=there, other=0.0).to(tl.float32)
+        tl.store(scaled + offsets, (slope * length).to(scaled.dtype.element_ty), mask=there)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * width + column, total, mask=inside)
+
+
+@triton.jit
+def drop(
+    out,
+    x,
+    row_keys,
+    row_tokens,
+    features,
+    groups,
+    linear,
+    threshold,
+    add: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Drop from some groups of features of one token: `adapter_dropout` says by which draws."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * size + tl.arange(0, size)
+    none = tl.zeros((size,), dtype=tl.int32)
+    key = tl.load(row_keys + token // row_tokens)
+    position = none + (token % row_tokens).to(tl.int32)
+    # 7: `adapter_dropout.ROUNDS`
+    one, two, three, four = tl.philox(key, group, position, none + linear, none, 7)
+    start = token * features
+    _drop_some(out, x, start, 0, group, groups, features, one & 0xFFFF, threshold, add)
+    _drop_some(out, x, start, 1, group, groups, features, one >> 16, threshold, add)
+    _drop_some(out, x, start, 2, group, groups, features, two & 0xFFFF, threshold, add)
+    _drop_some(out, x, start, 3, group, groups, features, two >> 16, threshold, add)
+    _drop_some(out, x, start, 4, group, groups, features, three & 0xFFFF, threshold, add)
+    _drop_some(out, x, start, 5, group, groups, features, three >> 16, threshold, add)
+    _drop_some(out, x, start, 6, group, groups, features, four & 0xFFFF, threshold, add)
+    _drop_some(out, x, start, 7, group, groups, features, four >> 16, threshold, add)
+
+
+@triton.jit
+def _drop_some(
+    out,
+    x,
+    start,
+    eighth: tl.constexpr,
+    group,
+    groups,
+    features,
+    draws,
+    threshold,
+    add: tl.constexpr,
+):
+    """Drop from an eighth of a token's features, one of each group."""
+    feature = eighth * groups + group
+    inside = (group < groups) & (feature < features)
+    value = tl.load(x + start + feature, mask=inside, other=0.0)
+    value = tl.where(draws.to(tl.int32) >= threshold, value, 0.0).to(tl.float32)
+    if add:
+        value += tl.load(out + start + feature, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + start + feature, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def apply_rotary(
     out,
     x,

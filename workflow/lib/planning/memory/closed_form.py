@@ -20,6 +20,7 @@ from workflow.lib.planning.memory.terms import (
     Terms,
     dequantized_weight,
     fuses_feed_forward,
+    kept_within_step,
     layer_tensors,
     layer_workspace,
     mask_bytes,
@@ -183,9 +184,10 @@ def _gradients(shape: ModelShape, setup: Setup) -> int:
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
     """What lies there from the start of forward to the end of backward: gradients of earlier
-    micro-batches.
+    micro-batches, and what is made of adapters once a step.
     """
-    return _all_gradients(shape, setup) if setup.accumulates else {}
+    earlier = _all_gradients(shape, setup) if setup.accumulates else {}
+    return kept_within_step(shape, setup) | earlier
 
 
 def _all_gradients(shape: ModelShape, setup: Setup) -> Terms:

@@ -35,6 +35,8 @@ EXPLANATIONS = {
     "attention_mask": "masks of packed rows",
     "hidden_states": "hidden states around final norm and loss, and their gradient",
     "logits": "logits of one chunk of rows: fp32 softmax and gradients",
+    "adapter_casts": "LoRA adapters in the compute type, made once a step",
+    "row_norms": "row norms of the weights with their adapters (DoRA), made once a step",
     "layer_workspace": "temporaries of one decoder layer",
     "dequantized_weight": "the largest linear, dequantized for its product",
     "gathered_gradients": (

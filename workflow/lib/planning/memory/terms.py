@@ -137,7 +137,7 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     their input, which q, k, v share and gate, up (2 c T h; none where these are fused behind fused
     norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
     log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone;
-    adapters x A^T; DoRA the product before it is scaled.
+    adapters x A^T; DoRA the values, of which those of gate and up are kept anyway.
     """
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -148,8 +148,8 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     saved_bytes += norm * t * (q + k) if shape.qk_norm else 0
     saved_bytes -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
     saved_bytes += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
-    saved_bytes += c * t * sum(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
-    return saved_bytes + _linear_inputs(shape, setup) + _saved_scores(shape, setup)
+    saved_bytes += _dora_values(shape, setup) + _linear_inputs(shape, setup)
+    return saved_bytes + _saved_scores(shape, setup)
 
 
 def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
@@ -157,36 +157,46 @@ def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
     return setup.fused_layers and not shape.family.startswith("gemma")
 
 
-def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
-    """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with a
-    plain adapter.
+def _dora_values(shape: ModelShape, setup: Setup) -> int:
+    """Values that DoRA keeps for the gradients of its magnitudes, beside those that what follows
+    keeps. With dropout a sum follows, which keeps nothing.
     """
-    plain = not setup.dropout and not setup.dora
-    return (
-        setup.fused_layers and plain and {"gate_proj", "up_proj", "down_proj"} <= set(setup.targets)
-    )
+    if not setup.dora:
+        return 0
+    known = () if setup.dropout else ("gate_proj", "up_proj", "gate_up_proj")
+    kept = [x.out_features for x in _targets(shape, setup) if x.name not in known]
+    return setup.compute_bytes * setup.tokens * sum(kept)
+
+
+def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
+    """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with an
+    adapter, which is not DoRA with dropout.
+    """
+    return _shares_nodes(setup, "gate_proj", "up_proj", "down_proj")
 
 
 def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
-    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`): all with
-    a plain adapter.
+    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`), as above.
 
     OLMo 2 norms all heads together, so its attention stays its own.
     """
-    plain = not setup.dropout and not setup.dora and shape.family != "olmo2"
-    return setup.fused_layers and plain and {"q_proj", "k_proj", "v_proj"} <= set(setup.targets)
+    return shape.family != "olmo2" and _shares_nodes(setup, "q_proj", "k_proj", "v_proj")
+
+
+def _shares_nodes(setup: Setup, *linears: str) -> bool:
+    alone = setup.dropout and setup.dora
+    return setup.fused_layers and not alone and {*linears} <= set(setup.targets)
 
 
 def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
-    """Inputs of linears as the fused node keeps them; with dropout PEFT keeps an fp32 copy and a
-    mask for each.
-    """
-    t, c = setup.tokens, setup.compute_bytes
-    if not setup.dropout:
-        fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
-        normed = fused if fuses_norms(shape, setup) and shape.family != "olmo2" else 0
-        return c * t * ((2 - normed) * shape.hidden_size + shape.intermediate_size)
-    return 5 * t * sum(x.in_features for x in _targets(shape, setup))
+    """Inputs of linears as the fused nodes keep them; DoRA with dropout keeps each one's own."""
+    row = setup.compute_bytes * setup.tokens
+    fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
+    normed = fused if fuses_norms(shape, setup) and shape.family != "olmo2" else 0
+    shared = (2 - normed) * shape.hidden_size + shape.intermediate_size
+    if setup.dropout and setup.dora:
+        shared = max(shared, sum(x.in_features for x in _targets(shape, setup)))
+    return row * shared
 
 
 def _saved_scores(shape: ModelShape, setup: Setup) -> int:
@@ -239,9 +249,24 @@ def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes:
 
 
 def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
-    """PEFT's own forward makes the widest output of an adapter in fp32, and once more scaled; DoRA
-    one more to scale.
+    """Dropout makes an adapter's input, and a part of its gradient, by themselves; DoRA scales a
+    gradient.
     """
-    widest = max(x.out_features for x in _targets(shape, setup))
-    plain = 8 * setup.tokens * widest if setup.dropout else 0
-    return plain + (setup.compute_bytes * setup.tokens * widest if setup.dora else 0)
+    c, t = setup.compute_bytes, setup.tokens
+    dropped = max(x.in_features for x in _targets(shape, setup)) if setup.dropout else 0
+    scaled = max(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
+    return c * t * (dropped + scaled)
+
+
+def kept_within_step(shape: ModelShape, setup: Setup) -> Terms:
+    """What is made once a step of adapters that do not change in it (`adapter_state`): casts, in
+    one process alone, and DoRA's row norms.
+    """
+    c, alone = setup.compute_bytes, setup.processes == 1
+    norms = sum(rounded(4 * x.out_features) for x in _targets(shape, setup)) if setup.dora else 0
+    ranks = [(setup.rank_of(x.name), x) for x in _targets(shape, setup)]
+    elements = sum(rank * (x.in_features + x.out_features) for rank, x in ranks)
+    return {
+        "adapter_casts": shape.num_layers * c * elements if alone and c < 4 else 0,
+        "row_norms": shape.num_layers * norms,
+    }

@@ -142,26 +142,34 @@ class LayerTrace(AttentionTrace):
         and up alone.
         """
         tape, wide = self._tape, self._wide
+        for linear in (*into, down):
+            self.norms(linear)
         low = self.low(into)
         outs = [self.value(linear) for linear in into]
         normed = x in self._sources
         handles = [saved.pack(tensor) for tensor in (self._sources.get(x, x), *outs, low)]
         tape.free(low)
         y = -1
-        if value:
+        if value or self._dora:
             product = tape.new(wide, WORK)
             low = self.low([down])
             y = self.value(down)
             tape.free(low, product)
         tape.free(*outs)
+        lengthen = None
+        if self._dora:
+            y, lengthen = self.lengthened(down, y, saved)
 
         def backward(grad: int) -> int:
+            grad = lengthen(grad) if lengthen else grad
             tensors = [saved.unpack(handle) for handle in handles]
             of_low = self.low_gradient([down])
             # its gradient; a kernel makes it the product, gate and up theirs
             product = self.input_gradient([down])
-            low = self.low([down])
-            self.adapter_gradients([down])
+            for linear in into if self._dora else ():
+                self._gradient(linear.out_features)
+            low = self.low([down], drops=False)  # from the product, which has been dropped from
+            self.adapter_gradients([down], drops=False)
             tape.free(low, product)
             of_lows = self.low_gradient(into)
             tape.free(of_low)

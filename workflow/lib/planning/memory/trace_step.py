@@ -47,6 +47,7 @@ def step_trace(shape: ModelShape, setup: Setup, *, checked: bool = True) -> Tape
     _make_optimizer(tape, shape, setup)
     batches = _MicroBatches(tape, shape, setup, units)
     for _ in range(STEPS):
+        batches.begin_step()
         for _ in range(2 if setup.accumulates else 1):
             batches.train()
         batches.optimizer_step()
@@ -134,6 +135,10 @@ class _MicroBatches:
         self._units.layers.end_forward()
         self._tape.free(*tables, *inputs)
 
+    def begin_step(self) -> None:
+        """Adapters are fixed from now on."""
+        self._layer.begin_step()
+
     def train(self) -> None:
         """Forward and backward."""
         tape = self._tape
@@ -183,6 +188,7 @@ class _MicroBatches:
         grad = loss_backward(-1)
         for number in reversed(range(num_layers)):
             self._units.fetched.enter(number, following=number - 1)
+            self._layer.layer_number = number
             layers.before_backward(number)
             grad = backwards[number](grad)
             layers.after_backward(number, self._layer.pop_gradients())
@@ -192,6 +198,7 @@ class _MicroBatches:
 
     def optimizer_step(self) -> None:
         """Gradients and the batch are freed."""
+        self._layer.end_step()
         self._tape.phase("optimizer_step")
         self._units.layers.drop_gradients()
         self._tape.free(*self._inputs)
@@ -228,6 +235,7 @@ class _MicroBatches:
         keeps the input alone.
         """
         layers, layer = self._units.layers, self._layer
+        layer.layer_number = number
         layers.before_forward(number)
         self._units.fetched.enter(number, following=number + 1)
         wants_x = number > 0 or self._setup.trains_embedding

@@ -61,6 +61,9 @@ H200 = Constants(
 # saved, more than all of it, because what they keep is also read and written less often. 8 layers
 # of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
 FUSED_SHARE = 1.43
+# Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
+# again, and makes, reads and adds a gradient (5). Counted, not measured.
+DROPPED_TRAFFIC = 3
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
@@ -86,6 +89,8 @@ class Work:
     layer_passes: int
     forward_share: float
     """Of all passes."""
+    dropped_bytes: int = 0
+    """Moved for dropout's masked inputs, and the gradients of them."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
     stashed_bytes: int = 0
@@ -102,7 +107,8 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     loss.
 
     A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token
-    each); an adapter's twice in backward. DoRA multiplies every weight with A once a pass.
+    each); an adapter's twice in backward. DoRA multiplies every weight with A once a step, counted
+    as if a step had one micro-batch.
     Attention: 4 S q a token and layer in forward, half of it with flash (causal), 2.5 times that in
     backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
     """
@@ -113,16 +119,17 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     used = passes * shape.quantized_weights - recomputed * _not_recomputed(shape, setup)
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
     adapters = 2 * (passes + 1) * lora_parameters(shape, setup)
-    dora = 2 * setup.rank * used if setup.dora else 0
+    normed = shape.quantized_weights if setup.dora else 0
     causal = 0.5 if setup.attention == "flash" else 1.0
     forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
     saved_bytes = saved_activations(shape, setup)
     plain = saved_activations(shape, replace(setup, fused_layers=False))
     return Work(
-        product_flops=t * (2 * used + adapters + head) + dora,
+        product_flops=t * (2 * used + adapters + head) + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
-        dequantized_bytes=used * DEQUANTIZED_BYTES,
+        dequantized_bytes=(used + normed) * DEQUANTIZED_BYTES,
         kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - saved_bytes)),
+        dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
@@ -134,12 +141,20 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
 
 
 def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
-    """Weights of a layer that recomputation stops before: the last linear's, if its adapter is
-    plain and no norm follows.
+    """Weights of a layer that recomputation stops before: the last linear's, if no norm follows
+    and its value is not kept.
     """
-    if setup.dropout or setup.dora or shape.hidden_norms > 2:
+    if setup.dora or shape.hidden_norms > 2:
         return 0
     return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
+
+
+def _dropped_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Bytes moved in a layer for dropout, the mean of its passes."""
+    if not setup.dropout:
+        return 0
+    inputs = sum(x.in_features for x in shape.linears if x.name in setup.targets)
+    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs
 
 
 def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: int) -> int:
@@ -163,7 +178,8 @@ def gpu_parts(
         "products": work.product_flops / (gpu.flops * constants.product_share),
         "attention": work.attention_flops / (gpu.flops * constants.attention_share),
         "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
-        "elementwise": constants.elementwise_traffic * work.kept_bytes / gpu.bandwidth,
+        "elementwise": (constants.elementwise_traffic * work.kept_bytes + work.dropped_bytes)
+        / gpu.bandwidth,
         # copies to and from the host take memory bandwidth too
         "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
     }

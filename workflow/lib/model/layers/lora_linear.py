@@ -1,0 +1,153 @@
+"""PEFT's LoRA layer on an `NF4Linear`, computed by fused nodes where possible.
+
+It takes a fused node when one adapter without bias is active and not merged, and PEFT's own forward
+otherwise.
+"""
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLoraLinear
+from peft.tuners.lora.layer import LoraVariant
+from torch import nn
+
+from workflow.lib.model.layers.adapter_dropout import AdapterDropout, Draw
+from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.dora import Magnitude, direction_norms
+from workflow.lib.model.layers.nf4_linear import NF4Linear, frozen_product
+from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
+
+ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
+
+
+class NF4Dora(LoraVariant):
+    """DoRA on an `NF4Linear`, as an extension that PEFT offers for it. Magnitudes are filled by
+    `lora.init_adapters_`.
+    """
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **unused: Any) -> None:
+        """Give `module`, on which PEFT has put A and B, its magnitudes."""
+        module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        module.lora_magnitude_vector[adapter_name] = Magnitude(module.out_features)
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **unused: Any
+    ) -> torch.Tensor:
+        """Never called: `FusedLoraLinear` computes one adapter with DoRA itself."""
+        raise NotImplementedError(f"{active_adapter} and other adapters at once, with DoRA")
+
+
+class FusedLoraLinear(PeftLoraLinear):
+    """PEFT's LoRA layer on an `NF4Linear`: dequantization, product, adapter, dropout and DoRA."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared = AdapterState()
+        for name, dropout in self.lora_dropout.items():
+            if isinstance(dropout, nn.Dropout):
+                self.lora_dropout[name] = AdapterDropout(dropout.p)
+
+    def share(self, state: AdapterState, *, number: int) -> None:
+        """Have the state in common with the other linears, among which this one is `number`."""
+        self.shared = state
+        for dropout in self.lora_dropout.values():
+            if isinstance(dropout, AdapterDropout):
+                dropout.share(state, linear=number)
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """The variants that this layer can be, by PEFT's names of their settings."""
+        return {(): None, ("use_dora",): NF4Dora}
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Return x W^T + b + s (drop(x) A^T) B^T, with DoRA as in `dora`; x: (..., in_features)."""
+        if args or kwargs or not self._is_plain():
+            return super().forward(x, *args, **kwargs)
+        if self.has_dora() and self.fused_draw() is not None:
+            return self._dropped_dora(x)
+        return nf4_lora_matmul(x, self)
+
+    def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
+        """Return f (W d + s B A d) + W (x - d) + b for d = drop(x): PEFT drops the input of all but
+        the plain product.
+        """
+        kept, base = self.lora_dropout[ADAPTER](x), self.get_base_layer()
+        assert isinstance(base, NF4Linear)
+        (y,) = nf4_lora_matmuls(kept, [self], draws=[None])
+        return y + frozen_product(x - kept, base, bias=False)
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the linear below. PEFT's own asks each for one below it again, which takes longer
+        than all else here does.
+        """
+        base: nn.Module | None = self._modules["base_layer"]
+        assert base is not None
+        return base
+
+    def fused_scale(self) -> float:
+        """Return the factor of B A."""
+        scale: float = self.scaling[ADAPTER]
+        return scale
+
+    def fused_draw(self) -> Draw | None:
+        """Return what decides which features the adapter's input loses; None if it loses none."""
+        dropout = self._modules["lora_dropout"]._modules[ADAPTER]  # type: ignore[union-attr]
+        return dropout.draw() if isinstance(dropout, AdapterDropout) else None
+
+    def fused_magnitude(self) -> torch.Tensor:
+        """Return DoRA's magnitudes (out_features,), gathered if FSDP has gathered them."""
+        magnitude = self.lora_magnitude_vector[ADAPTER].weight
+        assert isinstance(magnitude, torch.Tensor)
+        return magnitude
+
+    def has_dora(self) -> bool:
+        """Whether the rows' lengths are trained apart from their directions."""
+        return bool(self.lora_variant)
+
+    def fused_factor(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return DoRA's m / n (out_features,) fp32, for products with W in `dtype`; None without
+        DoRA.
+        """
+        if not self.has_dora():
+            return None
+        norms = self.shared.norms(self, lambda: direction_norms(self, dtype=dtype))
+        return self.fused_magnitude() / norms
+
+    def fused_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the masters A (r, in_features) and B (out_features, r), gathered if FSDP has
+        gathered them.
+        """
+        parts: dict[str, Any] = self._modules  # by attribute each would be looked for anew
+        a_weight, b_weight = (
+            parts[name]._modules[ADAPTER]._parameters["weight"] for name in ("lora_A", "lora_B")
+        )
+        return a_weight, b_weight
+
+    def can_share_node(self) -> bool:
+        """Whether a node of several linears can compute this one now.
+
+        DoRA with dropout is computed linear by linear: PEFT drops the input of W, too.
+        """
+        return self._is_plain() and not (self.has_dora() and self.fused_draw() is not None)
+
+    def _is_plain(self) -> bool:
+        return (
+            isinstance(self.get_base_layer(), NF4Linear)
+            and not self.disable_adapters
+            and not self.merged
+            and list(self.active_adapters) == [ADAPTER]
+            and self.lora_B[ADAPTER].bias is None
+        )
+
+
+def share_state(model: nn.Module) -> AdapterState:
+    """Have all adapters of a model share one state, and return it. Linears are numbered in the
+    model's order.
+    """
+    state = AdapterState()
+    layers = [layer for layer in model.modules() if isinstance(layer, FusedLoraLinear)]
+    for number, layer in enumerate(layers):
+        layer.share(state, number=number)
+    return state
