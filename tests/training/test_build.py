@@ -77,7 +77,7 @@ def test_sound_model_passes_every_check_and_says_what_was_compared(
     """With dropout too, the family's and the adapter's, which the checks switch off."""
     for result in found:
         passed = {check.name: check for check in result["passed"]}
-        assert len(passed) == 4
+        assert len(passed) == 5
         assert all(check.passed for check in passed.values())
         assert any(
             "bytes equal checkpoint bytes" in name and f"{len(found)} processes" in name

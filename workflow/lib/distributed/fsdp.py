@@ -51,7 +51,8 @@ def shard_(
     units.append(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
-    for method in ("logits", "family_logits"):  # FSDP gathers for `forward` alone unless told
+    # FSDP gathers for `forward` alone unless told.
+    for method in ("logits", "family_logits", "hidden_states", "family_hidden_states"):
         register_fsdp_forward_method(training, method)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)

@@ -16,6 +16,7 @@ from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
+from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import MasterRows
@@ -26,8 +27,8 @@ class CausalLMForTraining(nn.Module):
     """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
 
     Forward runs the decoder, picks the hidden states that predict a trained token, and returns
-    their summed loss. The other methods return logits, for checks. Sharding wraps all three: they
-    gather weights, so they are collective.
+    their summed loss. The other methods return logits or hidden states, for checks. Sharding wraps
+    all of them: they gather weights, so they are collective.
     """
 
     def __init__(self, peft_model: nn.Module) -> None:
@@ -100,6 +101,23 @@ class CausalLMForTraining(nn.Module):
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
         logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
         return logits.flatten(0, 1).float()
+
+    def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the decoder's last hidden states (rows * seq_len, hidden).
+
+        input_ids, position_ids: (rows, seq_len) int64.
+        """
+        return self._hidden_states(input_ids, position_ids, bounds=None, embedded=None)
+
+    def family_hidden_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the same by the family's own eager attention; raises `UserError` as
+        `attending_by_reference` does.
+        """
+        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
+        with attending_by_reference(causal_lm.get_decoder().config):
+            return self.hidden_states(input_ids, position_ids)
 
     def _embedded(self, inputs: dict[str, Any], rows: torch.Tensor | None) -> dict[str, Any]:
         """Return a decoder's inputs with embeddings in place of ids, where rows are looked up

@@ -2,6 +2,7 @@
 the family's own forward, document by document."""
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,11 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import TrainingModel
 
+PACKED_TOKENS = 256  # compared with the family's own attention
+PACKED_SHARES = (0.5, 0.3, 0.2)  # of them in each document
+ROWS_LOOKED_AT = 64  # for several documents in a row
+# Of the hidden states' root mean square: bf16's rounding, over 80 layers, is a few percent.
+PACKED_TOLERANCE = 0.1
 FAMILY_TOKENS = 8  # compared with the family's own forward
 # Of the largest logit: far above bf16's rounding, far below any scale or cap.
 FAMILY_TOLERANCE = 0.05
@@ -50,15 +56,18 @@ def startup_checks(
     """Check what must hold before the first step; return the checks for the report. Calls `moved`
     on its way. Collective.
 
-    Raises `UserError` if our logits are not the family's, a gathered tensor differs from the
-    checkpoint, or a row has no trained token.
+    Raises `UserError` if our logits or hidden states are not the family's, a gathered tensor
+    differs from the checkpoint, or a row has no trained token.
     """
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
     moved()
+    same_attention = check_attention(model.training, store, world)
+    moved()
     _forward_first_row(model.training, store, world)
     return [
         same_logits,
+        same_attention,
         _check_weights(model, base, world, moved=moved),
         _check_share(model, world),
         _check_rows(store),
@@ -150,3 +159,47 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
         passed=True,
         detail=f"largest difference {difference:.2g} of {largest:.3g} over {len(places)} tokens",
     )
+
+
+def check_attention(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
+    """Compare the hidden states of packed documents with those of each by itself, by the family's
+    own eager attention; of one document before a padding tail if no row has more.
+
+    The row is as long as any, so kernels that are made for its length serve the training, too.
+    Raises `UserError` if they differ. Collective.
+    """
+    num_tokens = min(PACKED_TOKENS, store.seq_len)
+    shares = PACKED_SHARES if _is_packed(store) else (1.0,)
+    cuts = [round(num_tokens * share) for share in accumulate(shares, initial=0.0)]
+    ids = torch.from_numpy(store.input_ids[:1].astype("int64")).to(world.device)
+    lengths = [stop - start for start, stop in pairwise([*cuts, store.seq_len])]
+    places = [torch.arange(length, device=world.device)[None] for length in lengths]
+    with forward_only(training):
+        ours = training.hidden_states(ids, torch.cat(places, dim=1))[:num_tokens].float()
+        theirs = torch.cat(
+            [
+                training.family_hidden_states(ids[:, start:stop], place)
+                for (start, stop), place in zip(pairwise(cuts), places, strict=False)
+                if stop > start
+            ]
+        ).float()
+    difference = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
+    if not difference <= PACKED_TOLERANCE:
+        family = type(training.peft_model.get_base_model()).__name__  # type: ignore[operator]
+        raise UserError(
+            f"packed documents of {family} have other hidden states than each by itself has by the "
+            f"family's own attention: they differ by {difference:.2g} of their size, so another "
+            "model would be trained. Set model.attention to sdpa or eager, or data.packing to "
+            "false, or choose another model.source."
+        )
+    return Check(
+        name="packed documents have the hidden states of each by itself, by the family's attention",
+        passed=True,
+        detail=f"difference {difference:.2g} of their size over {num_tokens} tokens",
+    )
+
+
+def _is_packed(store: TokenStore) -> bool:
+    """Whether a row has trained tokens beyond its first document."""
+    document = (store.position_ids[:ROWS_LOOKED_AT] == 0).cumsum(axis=1)
+    return bool((document[store.loss_mask[:ROWS_LOOKED_AT]] > 1).any())

@@ -1,0 +1,95 @@
+"""That the attention of a training is compared with the family's own before the first step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config
+
+from tests.support.models import adapted, quantized, random_store, tiny_gemma2
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.startup_checks import check_attention
+
+WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 2 with a cap that bites, and windows of 7 tokens in every other layer."""
+    folder = tmp_path_factory.mktemp("gemma2")
+    source = tiny_gemma2(folder / "original", attn_logit_softcapping=0.5, initializer_range=0.3)
+    return quantized(source, folder / "nf4")
+
+
+def store(seq_len: int = 37) -> TokenStore:
+    found = random_store(rows=3, seq_len=seq_len, seed=3)
+    found.input_ids[:] %= 101
+    return found
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex"])
+@pytest.mark.parametrize("seq_len", [5, 37, 300])
+def test_attention_that_does_what_the_family_does_passes(
+    base: Path, attention: str, seq_len: int
+) -> None:
+    check = check_attention(adapted(base, attention=attention), store(seq_len), WORLD)
+    assert check.passed
+    assert check.detail.endswith(f"over {min(seq_len, 256)} tokens")
+    assert float(check.detail.split()[1]) < 1e-5
+
+
+def test_attention_that_leaves_out_the_caps_is_refused(base: Path) -> None:
+    """Stock sdpa ignores them; `model.attention: sdpa` is refused before, by the config."""
+    training = adapted(base, attention="flex")
+    config_of(training)._attn_implementation = "sdpa"
+    with pytest.raises(UserError, match="Gemma2ForCausalLM have other hidden states than each"):
+        check_attention(training, store(), WORLD)
+
+
+def config_of(training: CausalLMForTraining) -> Any:
+    return training.peft_model.get_base_model().config  # type: ignore[operator]
+
+
+def test_window_that_a_layer_does_not_tell_is_refused(base: Path) -> None:
+    """Though no document that is tried is as long as the window."""
+    training = adapted(base, attention="flex")
+    config: Gemma2Config = config_of(training)
+    config.sliding_window = 4096
+    for layer in training.peft_model.get_base_model().model.layers:  # type: ignore[operator]
+        layer.self_attn.sliding_window = None
+    with pytest.raises(UserError, match=r"masks what is beyond 4096 tokens, and tells .* None"):
+        check_attention(training, store(), WORLD)
+
+
+def test_attention_is_as_before_after_the_check(base: Path) -> None:
+    training = adapted(base, attention="flex")
+    config_of(training).sliding_window = 4096
+    with pytest.raises(UserError):
+        check_attention(training, store(), WORLD)
+    assert config_of(training)._attn_implementation == "flex"
+    assert not hasattr(config_of(training), "workflow_told_alone")
+
+
+def leaking(training: CausalLMForTraining) -> CausalLMForTraining:
+    """Make the hidden states depend on the token before, whatever its document."""
+    decoder = training.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
+    decoder.norm.register_forward_hook(lambda _, args, output: output + output.roll(1, dims=1))
+    return training
+
+
+def test_state_that_passes_from_document_to_document_is_refused_where_rows_have_several(
+    base: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"data\.packing to false"):
+        check_attention(leaking(adapted(base, attention="eager")), store(), WORLD)
+
+
+def test_documents_that_have_a_row_each_are_compared_alone(base: Path) -> None:
+    alone = store()
+    alone.position_ids[:] = range(37)
+    training = adapted(base, attention="eager")
+    assert check_attention(training, alone, WORLD).passed
