@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config
+from transformers import AttentionInterface, AttentionMaskInterface, Gemma2Config
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.models import adapted, quantized, random_store, tiny_gemma2
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -42,10 +44,16 @@ def test_attention_that_does_what_the_family_does_passes(
     assert float(check.detail.split()[1]) < 1e-5
 
 
+def uncapped(module: Any, *heads_and_mask: Any, softcap: float, **told: Any) -> Any:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *heads_and_mask, **told)
+
+
+AttentionInterface.register("uncapped", uncapped)
+AttentionMaskInterface.register("uncapped", sdpa_mask)
+
+
 def test_attention_that_leaves_out_the_caps_is_refused(base: Path) -> None:
-    """Stock sdpa ignores them; `model.attention: sdpa` is refused before, by the config."""
-    training = adapted(base, attention="flex")
-    config_of(training)._attn_implementation = "sdpa"
+    training = adapted(base, attention="uncapped")
     with pytest.raises(UserError, match="Gemma2ForCausalLM have other hidden states than each"):
         check_attention(training, store(), WORLD)
 
