@@ -146,7 +146,8 @@ def test_masters_of_sixteen_bit_runs_are_fp32(
     """
     expected = alone[1]
     for found in run_distributed(in_sixteen_bits, folder / "nf4", dtype, world_size=processes):
-        assert found["checks"] and all(found["checks"])
+        assert found["checks"]
+        assert all(found["checks"])
         assert found["types"] == {torch.float32}
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=0.02, atol=0)
         torch.testing.assert_close(found["norms"][0], expected["norms"][0], rtol=0.05, atol=0)
