@@ -67,7 +67,7 @@ def test_bfloat16_on_gpus_without_it_is_refused() -> None:
         ("auto", "cuda", True, "flash"),
         ("auto", "cuda", False, "flash"),
         ("varlen", "cuda", False, "flash"),
-        ("flex", "cuda", False, "flash"),
+        ("flex", "cuda", False, "flex"),
         ("auto", "cpu", True, "sdpa"),
         ("sdpa", "cuda", True, "sdpa"),
         ("eager", "cuda", True, "eager"),
@@ -86,7 +86,7 @@ def test_attention_is_what_the_engine_will_use(
     ("on", "kind"),
     [
         (machine(), "flash"),
-        (replace(machine(), flash_attention=False), "flash"),
+        (replace(machine(), flash_attention=False), "flex"),
         (machine(device="cpu"), "eager"),
     ],
 )

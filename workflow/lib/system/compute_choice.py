@@ -10,6 +10,7 @@ from typing import NamedTuple
 from workflow.lib.system.errors import setting_error
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
+FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
 
 

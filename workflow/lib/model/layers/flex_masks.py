@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-BLOCK = 128  # tokens; the blocks that torch's own masks have
+from workflow.lib.system.compute_choice import FLEX_BLOCK
 
 
 class MaskKind(NamedTuple):
@@ -66,14 +66,14 @@ def block_mask(first: torch.Tensor) -> BlockMask:
     queries see whole are listed apart: the kernel does not look at `first` there.
     """
     rows, length = first.shape
-    count = -(-length // BLOCK)
+    count = -(-length // FLEX_BLOCK)
     # Queries beyond the end see what the last one sees; the kernels drop what they compute.
-    padded = torch.cat([first, first[:, -1:].expand(-1, count * BLOCK - length)], dim=1)
-    blocks = padded.view(rows, 1, count, BLOCK)
+    padded = torch.cat([first, first[:, -1:].expand(-1, count * FLEX_BLOCK - length)], dim=1)
+    blocks = padded.view(rows, 1, count, FLEX_BLOCK)
     own = torch.arange(count, device=first.device, dtype=torch.int32)
-    lowest = blocks[..., 0] // BLOCK
-    whole = (-(-blocks[..., -1] // BLOCK)).minimum(own)  # of the diagonal's, half is hidden
-    if length % BLOCK:  # in a block of queries that is not all there the kernels look at each
+    lowest = blocks[..., 0] // FLEX_BLOCK
+    whole = (-(-blocks[..., -1] // FLEX_BLOCK)).minimum(own)  # of the diagonal's, half is hidden
+    if length % FLEX_BLOCK:  # in a block of queries that is not all there the kernels look at each
         whole[..., -1] = count - 1
     before = whole - lowest  # seen in part, besides the diagonal's
     columns = own.expand(rows, 1, count, count)
@@ -87,7 +87,7 @@ def block_mask(first: torch.Tensor) -> BlockMask:
         partial,
         own - whole,
         (whole[..., None] + columns).clamp(max=count - 1),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=sees,
         seq_lengths=(length, length),
     )

@@ -10,7 +10,7 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     vocabulary_slices,
 )
 
-Attention = Literal["flash", "sdpa", "eager"]
+Attention = Literal["flash", "flex", "sdpa", "eager"]
 
 
 @dataclass(frozen=True)

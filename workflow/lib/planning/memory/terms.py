@@ -19,6 +19,7 @@ from workflow.lib.planning.memory.layer_tensors import (
     sharded_bytes,
 )
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.system.compute_choice import FLEX_BLOCK
 
 MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
@@ -141,7 +142,8 @@ def saved_activations(shape: ModelShape, setup: Setup) -> int:
     """
     t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
     q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    keys = k if setup.attention == "flash" else q  # a mask makes Transformers repeat the heads
+    # a mask makes Transformers repeat the heads
+    keys = k if setup.attention in ("flash", "flex") else q
     norm = c if fuses_norms(shape, setup) else 4
     saved_bytes = norm * shape.hidden_norms * t * shape.hidden_size
     saved_bytes += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
@@ -206,20 +208,26 @@ def _saved_scores(shape: ModelShape, setup: Setup) -> int:
     square = setup.micro_batch_size * setup.seq_len**2
     c = setup.compute_bytes
     a_score = (4 if c == 4 else 4 + c) + (c if shape.attention_softcap else 0)
-    return {"flash": 0, "sdpa": c * square, "eager": a_score * square * shape.num_heads}[
-        setup.attention
-    ]
+    scores = {"sdpa": c * square, "eager": a_score * square * shape.num_heads}
+    return scores.get(setup.attention, 0)
 
 
 def mask_bytes(shape: ModelShape, setup: Setup) -> int:
     """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type:
-    `_saved_scores`), in the compute type for eager.
+    `_saved_scores`), in the compute type for eager; for flex the first key of each query, once more
+    in whole blocks, and four tables of pairs of blocks (`flex_masks`), int32 all.
 
     Gemma has one for the layers with a window and one for the others.
     """
-    width = {"flash": 0, "sdpa": 1, "eager": setup.compute_bytes}[setup.attention]
+    blocks = math.ceil(setup.seq_len / FLEX_BLOCK)
+    row = {
+        "flash": 0,
+        "flex": 4 * (setup.seq_len + FLEX_BLOCK * blocks + 4 * (blocks + 1) * blocks),
+        "sdpa": setup.seq_len**2,
+        "eager": setup.compute_bytes * setup.seq_len**2,
+    }[setup.attention]
     masks = 2 if shape.family.startswith("gemma") else 1
-    return masks * width * setup.micro_batch_size * setup.seq_len**2
+    return masks * setup.micro_batch_size * row
 
 
 def dequantized_weight(shape: ModelShape, setup: Setup) -> int:

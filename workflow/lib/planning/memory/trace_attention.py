@@ -132,6 +132,8 @@ class AttentionTrace(LinearTrace):
         attention = self._setup.attention
         if attention == "eager":
             return self._eager(query, key, values, saved)
+        if attention == "flex":
+            return self._flex(query, key, values, saved)
         tape, statistics = self._tape, 4 * self._tokens * self._shape.num_heads
         repeated = attention == "sdpa" and self._q != self._k
         if repeated:  # a mask makes Transformers repeat the heads
@@ -144,6 +146,29 @@ class AttentionTrace(LinearTrace):
         handles = [saved.pack(tensor) for tensor in (*given, attended, sums)]
         tape.free(sums, *given[1 if repeated else 3 :])
         return attended, lambda grad: self._kernel_backward(grad, saved, handles, repeated=repeated)
+
+    def _flex(
+        self, query: int, key: int, values: int, saved: SavedTensors
+    ) -> tuple[int, KernelBackward]:
+        """As torch 2.11 compiles flex_attention: two numbers a query in forward, one of them kept;
+        in backward one more, and gradients of as many heads as there are.
+        """
+        tape, statistics = self._tape, 4 * self._tokens * self._shape.num_heads
+        attended, sums = tape.new(self._q, WORK), tape.new(statistics, WORK)
+        tape.moment(statistics, WORK)
+        handles = [saved.pack(tensor) for tensor in (query, key, values, attended, sums)]
+        tape.free(sums)
+
+        def backward(grad: int) -> tuple[int, int, int]:
+            tensors = [saved.unpack(handle) for handle in handles]
+            products = tape.new(statistics, WORK)  # of gradient and output
+            of_query, of_key, of_values = (
+                tape.new(size, WORK) for size in (self._q, self._k, self._k)
+            )
+            tape.free(products, grad, *tensors)
+            return of_query, of_key, of_values
+
+        return attended, backward
 
     def _kernel_backward(
         self, grad: int, saved: SavedTensors, handles: list[int], *, repeated: bool

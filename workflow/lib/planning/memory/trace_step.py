@@ -217,7 +217,7 @@ class _MicroBatches:
         return [self._tape.new(size, "inputs") for size in sizes]
 
     def _rotary_tables(self) -> list[int]:
-        """Cosine and sine, and for the plain `sdpa` and `eager` the mask of packed rows."""
+        """Cosine and sine, and for `sdpa`, `eager` and `flex` the masks of packed rows."""
         tape, width = self._tape, self._setup.tokens * self._shape.head_dim
         angles = tape.new(4 * width, WORK)
         tables = []

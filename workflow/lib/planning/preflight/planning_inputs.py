@@ -105,8 +105,10 @@ def attention_kind(model: ModelConfig, machine: Machine, needs: AttentionNeeds) 
             flash_package=machine.flash_attention,
             training=True,
         ).name
-    if name in (VARLEN, FLEX) or name.startswith("flash"):
+    if name == VARLEN or name.startswith("flash"):
         return "flash"
+    if name == FLEX:
+        return "flex"
     return "eager" if name == "eager" else "sdpa"
 
 
