@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
+from workflow.lib.model.converted_reader import ConvertedReader
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.nf4_model import (
@@ -25,6 +26,8 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
+    check_checkpoint,
+    modules_in_16_bits,
     nf4_config,
     quantizable_linears,
     quantize_tensor,
@@ -89,12 +92,16 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     config = QuantizeConfig(**settings)
     target.mkdir(parents=True)
     writer = ShardWriter(target, shard_bytes=2**16)
-    linears = quantizable_linears(build_on_meta(source, dtype=torch.float32))
-    with CheckpointReader(source) as reader:
+    model = build_on_meta(source, dtype=torch.float32)
+    linears = quantizable_linears(model)
+    with ConvertedReader(source, model) as reader:
+        check_checkpoint(model, linears, reader)
         for _, parts in quantized_tensors(reader, linears, config, device=torch.device("cpu")):
             writer.add(parts)
     writer.close()
-    write_json(target / "config.json", nf4_config(read_model_config(source), config))
+    kept = modules_in_16_bits(model)
+    original = read_model_config(source)
+    write_json(target / "config.json", nf4_config(original, config, in_16_bits=kept))
     return target
 
 

@@ -37,6 +37,8 @@ from workflow.lib.model.backends import (
     resolve_attention,
     resolve_dtype,
 )
+from workflow.lib.model.converted_reader import ModuleNames
+from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import (
@@ -135,13 +137,15 @@ def merge(
     facts: ConversationFacts,
 ) -> None:
     """Stream the merged model to `folder`, and let it write conversations as they were trained."""
+    names = ModuleNames(build_on_meta(args.model, dtype=torch.bfloat16))
     with (
         CheckpointReader(args.model, recorded=downloaded_files(args.model)) as original,
         CheckpointReader(args.base) as nf4,
     ):
         tensors = merged_tensors(
-            adapter, adapter_config, original=original, nf4=nf4, onto=config.export.merge_onto
-        )
+            adapter, adapter_config, original=original, nf4=nf4, onto=config.export.merge_onto,
+            module_name=names.of,
+        )  # fmt: skip
         num_bytes = write_merged(tensors, args.model, folder, settings=config.export)
     replace_chat_template(folder, facts=facts)
     write_generation_config(args.model, folder, facts=facts)

@@ -14,19 +14,21 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.model.backends import choose_device, resolve_dtype
+from workflow.lib.model.converted_reader import ConvertedReader
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
     check_checkpoint,
     copy_companions,
+    modules_in_16_bits,
     nf4_config,
     quantizable_linears,
     quantized_tensors,
@@ -56,19 +58,21 @@ def main(args: argparse.Namespace) -> None:
     config = read_model_config(args.model)
     model = build_on_meta(args.model, dtype=torch.bfloat16)
     linears = quantizable_linears(model)
-    with CheckpointReader(args.model) as reader:
+    with ConvertedReader(args.model, model) as reader:
         check_checkpoint(model, linears, reader)
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if settings.method == "calibrated":
-        total_bytes, calibration = calibrated(args, partial, linears, settings, device)
+        total_bytes, calibration = calibrated(args, partial, model, settings, device)
     else:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         calibration = None
-        total_bytes = write_weights(args.model, partial, linears, settings, device)
+        total_bytes = write_weights(args.model, partial, model, settings, device)
     copy_companions(args.model, partial)
-    write_json(partial / "config.json", nf4_config(config, settings))
+    write_json(
+        partial / "config.json", nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
+    )
     num_weights = sum(out * inp for out, inp in linears.values())
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
@@ -92,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
 def calibrated(
     args: argparse.Namespace,
     partial: Path,
-    linears: dict[str, tuple[int, int]],
+    model: PreTrainedModel,
     settings: QuantizeConfig,
     device: torch.device,
 ) -> tuple[int, CalibrationFacts]:
@@ -117,10 +121,9 @@ def calibrated(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         mark.write_text(begun_with)
-    with CheckpointReader(args.model, recorded=downloaded_files(args.model)) as reader:
-        inputs = CalibrationInputs(
-            args.model, reader, store, linears, device, resolve_dtype("auto", device)
-        )
+    with ConvertedReader(args.model, model, recorded=downloaded_files(args.model)) as reader:
+        linears, dtype = quantizable_linears(model), resolve_dtype("auto", device)
+        inputs = CalibrationInputs(args.model, reader, store, linears, device, dtype)
         result = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
     mark.unlink()
     return result
@@ -133,14 +136,16 @@ def _model_files(folder: Path) -> list[Path]:
 def write_weights(
     source: Path,
     target: Path,
-    linears: dict[str, tuple[int, int]],
+    model: PreTrainedModel,
     settings: QuantizeConfig,
     device: torch.device,
 ) -> int:
-    """Stream every tensor from `source` to `target`; return the bytes written."""
+    """Stream every tensor from `source` to `target`, under the names that the model has for them;
+    return the bytes written.
+    """
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    with CheckpointReader(source, recorded=downloaded_files(source)) as reader:
-        tensors = quantized_tensors(reader, linears, settings, device=device)
+    with ConvertedReader(source, model, recorded=downloaded_files(source)) as reader:
+        tensors = quantized_tensors(reader, quantizable_linears(model), settings, device=device)
         count = len(reader.names())
         for _, parts in tqdm(
             tensors, total=count, desc="quantize", unit="tensor", disable=None, file=sys.stderr

@@ -18,6 +18,7 @@ from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
+    modules_in_16_bits,
     nf4_config,
     quantizable_linears,
     quantize_tensor,
@@ -67,7 +68,7 @@ def write_random_base(
             value = torch.ones_like(value) if param.ndim == 1 else value
             writer.add({name: value})
     writer.close()
-    written = nf4_config(config, settings)
+    written = nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
     if float_storage:
         written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
     write_json(partial / "config.json", written)

@@ -7,7 +7,7 @@ so both hold the tokenizer, the chat template and the end tokens of the training
 `check_conversations` proves it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,20 +194,24 @@ def merged_tensors(
     original: CheckpointReader,
     nf4: CheckpointReader,
     onto: str,
+    module_name: Callable[[str], str] = str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a
     module's own where it was trained whole.
 
+    The names are those of the original's files; `module_name` returns the model's name for one
+    (`converted_reader.ModuleNames`). What is not text is handed on.
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
     rounded once.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
-    for name in original.names():
+    for stored in original.names():
+        name = module_name(stored)
         if f"{PREFIX}{name}" in whole:
             whole.discard(f"{PREFIX}{name}")
-            yield name, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)
+            yield stored, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
@@ -215,13 +219,13 @@ def merged_tensors(
         weight = (
             dequantized_weight(nf4, path)
             if quantized and onto == "dequantized"
-            else original.tensor(name)
+            else original.tensor(stored)
         )
         if key in pending and path != name:
             pending.discard(key)
             scale = adapter_scale(adapter_config, path)
             weight = merged_weight(weight.float(), adapter, key, scale=scale)
-        yield name, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
+        yield stored, weight.to(torch.bfloat16) if weight.is_floating_point() else weight
     if pending | whole:
         raise UserError(
             f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check "

@@ -1,4 +1,6 @@
-"""The decoder layers of a model: how they are found, and their recomputation in backward."""
+"""The decoder layers of a model: how they are found, what lies beside them, and their recomputation
+in backward.
+"""
 
 from typing import Any
 
@@ -21,6 +23,28 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             "cannot be sharded. Choose another model.source."
         )
     return layers
+
+
+def other_parts(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the parts of a model that its text never passes: the vision tower of a
+    multimodal one. Neither decoder, embedding nor head lies in them.
+    """
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    paths = [path for path, module in model.named_modules() if any(module is t for t in text)]
+    parts: list[str] = []
+    for path, _ in model.named_modules():
+        inside = any(path == x or path.startswith(f"{x}.") for x in (*paths, *parts))
+        around = any(f"{x}.".startswith(f"{path}.") for x in paths) or not path
+        if not inside and not around:
+            parts.append(path)
+    return parts
+
+
+def drop_other_parts_(model: PreTrainedModel) -> None:
+    """Take those parts out of a meta-device model: they are neither allocated nor sharded."""
+    for path in other_parts(model):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, None)
 
 
 def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:

@@ -6,12 +6,15 @@ dispatch).
 """
 
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,6 +36,7 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.files import short_hash
 
 PREFIX = "base_model.model."  # PEFT's, of every name
+IN_16_BITS = "llm_int8_skip_modules"  # so Transformers calls what is not quantized to 4 bits
 
 
 def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig:
@@ -61,6 +65,28 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
     )
 
 
+def takes_adapter(model: PreTrainedModel, path: str) -> bool:
+    """Whether PEFT puts an adapter on the linear at `path`.
+
+    It does not on those that a family's fused kernels read by themselves, past the layer's forward
+    (Mamba's `out_proj`). For the same reason they stay in 16 bits.
+    """
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
+    except ValueError:
+        return False
+    return True
+
+
+def excluded_pattern(model: PreTrainedModel) -> str | None:
+    """Return PEFT's pattern for what the NF4 checkpoint keeps in 16 bits; None for nothing but the
+    head.
+    """
+    quantization: Any = getattr(model.config, "quantization_config", None) or {}
+    paths = [re.escape(path) for path in quantization.get(IN_16_BITS) or ()]
+    return rf"(.*\.)?({'|'.join(paths)})(\..*)?" if paths else None
+
+
 def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """Wrap a meta-device NF4 model with LoRA; only adapters and `lora.modules_to_save` require
     gradients, in fp32.
@@ -69,6 +95,7 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     that can be trained whole.
     """
     config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
+    config.exclude_modules = excluded_pattern(model)
     peft_model = adapted(model, config)
     unfreeze_(model, settings)
     # Only now: PEFT itself would keep a frozen copy beside each.

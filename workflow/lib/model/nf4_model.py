@@ -7,7 +7,7 @@ own slices and one tensor.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.layers.nf4_linear import (
     CHECKPOINT_SUFFIX,
     CODE_SUFFIX,
@@ -30,6 +31,10 @@ from workflow.lib.model.layers.rotary_by_document import rotate_by_document_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
+
+# Transformers' mark of a tensor that its initialization passes over. Checkpoints fill all
+# parameters, and a sharded one could not be initialized as families do it.
+HAS_ITS_VALUE = "_is_hf_initialized"
 
 
 def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
@@ -71,6 +76,7 @@ def build_nf4_on_meta(
     """
     check_interfaces(*OF_MODELS)
     model = build_on_meta(folder, dtype=compute_dtype, attention=attention)
+    drop_other_parts_(model)
     with CheckpointReader(folder) as reader:
         specs = read_specs(reader)
     for path, spec in specs.items():
@@ -80,7 +86,7 @@ def build_nf4_on_meta(
         setattr(model.get_submodule(parent), name, replacement)
     rotate_by_document_(model)
     model.requires_grad_(False)
-    model.config.use_cache = False
+    model.config.get_text_config().use_cache = model.config.use_cache = False
     return model
 
 
@@ -133,39 +139,49 @@ def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> None:
     """Let the model family compute the non-persistent buffers of a part of its model, twice: one
     that it does not compute keeps what was there.
+
+    A family computes them with the module that has them, or with one around it (Falcon-H1's
+    decoder does it for all of its layers).
     """
     for module in part.modules():
-        buffers = {
+        missing = {
             name: buffer
             for name, buffer in module._buffers.items()
             if buffer is not None and name in module._non_persistent_buffers_set
         }
-        first = _computed(transformers_model, module, buffers, fill=0)
-        second = _computed(transformers_model, module, buffers, fill=1)
-        for name in buffers:
-            if not torch.equal(first[name], second[name]):
-                raise UserError(
-                    f"{type(transformers_model).__name__} is not supported: its buffer {name} of "
-                    f"{type(module).__name__} cannot be computed without a checkpoint. Choose "
-                    "another model.source."
-                )
+        around = _around(transformers_model, module)
+        while missing and (owner := next(around, None)) is not None:
+            missing = _not_computed(transformers_model, owner, missing)
+        for name in missing:
+            raise UserError(
+                f"{type(transformers_model).__name__} is not supported: its buffer {name} of "
+                f"{type(module).__name__} cannot be computed without a checkpoint. Choose "
+                "another model.source."
+            )
 
 
-def _computed(
-    transformers_model: PreTrainedModel,
-    module: nn.Module,
-    buffers: dict[str, torch.Tensor],
-    *,
-    fill: int,
+def _around(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module of a model and all that hold it, the innermost first."""
+    yield module
+    for other in reversed([*model.modules()]):
+        if other is not module and any(inner is module for inner in other.modules()):
+            yield other
+
+
+def _not_computed(
+    transformers_model: PreTrainedModel, owner: nn.Module, buffers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Fill a module's buffers, let the family initialize the module, and return copies of what they
-    hold then.
-    """
-    for buffer in buffers.values():
-        buffer.fill_(fill)
-    if buffers:
-        transformers_model._init_weights(module)
-    return {name: module.get_buffer(name).clone() for name in buffers}
+    """Let the family initialize `owner` twice; return those of the buffers that it leaves alone."""
+    for param in owner.parameters():
+        setattr(param, HAS_ITS_VALUE, True)
+    values = []
+    for fill in (0, 1):
+        for buffer in buffers.values():
+            buffer.fill_(fill)
+        transformers_model._init_weights(owner)
+        values.append({name: buffer.clone() for name, buffer in buffers.items()})
+    first, second = values
+    return {n: buffer for n, buffer in buffers.items() if not torch.equal(first[n], second[n])}
 
 
 def local(param: torch.Tensor) -> torch.Tensor:

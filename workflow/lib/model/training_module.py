@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
+from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.lora_linear import share_state
@@ -47,6 +48,8 @@ class CausalLMForTraining(nn.Module):
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
+        self.recurrent_layers = separate_documents_(causal_lm)
+        """How many there are, which take packed documents one by one."""
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss () fp32 of a micro-batch's targets."""

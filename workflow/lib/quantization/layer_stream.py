@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.nf4_model import (
     allocate_,
     build_on_meta,
@@ -79,6 +79,7 @@ class LayerStream:
     ) -> None:
         self._reader, self._device = reader, device
         self.model = build_on_meta(folder, dtype=dtype, attention=attention_of(folder))
+        drop_other_parts_(self.model)
         self.model.eval().requires_grad_(False)
         self.model.config.use_cache = False
         self.layers = decoder_layers(self.model)

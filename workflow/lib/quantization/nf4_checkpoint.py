@@ -9,7 +9,7 @@ are. Files are cut at `SHARD_BYTES`.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from bitsandbytes.functional import quantize_4bit
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
+from workflow.lib.model.decoder_layers import other_parts
+from workflow.lib.model.lora import IN_16_BITS, takes_adapter
 from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.settings.config import QuantizeConfig
@@ -33,17 +36,37 @@ QUANTIZABLE = frozenset({"BF16", "F16", "F32"})  # safetensors' names of what bi
 COMPANION_PATTERNS = ("generation_config.json", *TOKENIZER_PATTERNS)
 
 
-def quantizable_linears(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return path and shape (out_features, in_features) of every linear but the output head.
+def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return path and shape (out_features, in_features) of every linear of the decoder that may
+    have an adapter.
 
     Args: a Transformers causal LM (the meta device is enough).
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head, others = model.get_output_embeddings(), tuple(f"{path}." for path in other_parts(model))
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and not path.startswith(others)
+        and takes_adapter(model, path)
     }
+
+
+def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
+    """Return paths, or ends of paths, of the linears that are not quantized; none if it is the
+    output head alone, which everyone leaves as it is.
+    """
+    others = other_parts(model)
+    refused = {
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not takes_adapter(model, path)
+    }
+    if not others and not refused:
+        return []
+    head = model.get_output_embeddings()
+    return [*others, *sorted(refused), *(p for p, m in model.named_modules() if m is head)]
 
 
 def quantize_tensor(
@@ -76,15 +99,18 @@ def check_checkpoint(
             "in another class): "
             "there is nothing to quantize. Choose another model.source."
         )
+    if experts := _experts(model):
+        raise UserError(
+            f"{type(model).__name__} keeps the weights of several experts in {experts[0]}: "
+            "mixtures of experts are not supported. Choose another model.source."
+        )
     tensors = dict(model.named_parameters()) | dict(stored_buffers(model))
     missing = [name for name in tensors if name not in reader]
     if missing:
         raise UserError(
             f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more of the {len(tensors)} "
             "tensors of its "
-            "config.json's model: it belongs to another model, or to one whose tensors "
-            "Transformers regroups "
-            "when it loads them (mixtures of experts), which is not supported. Check model.source."
+            "config.json's model: it belongs to another model. Check model.source."
         )
     for name, tensor in tensors.items():
         if reader.shape(name) != tuple(tensor.shape):
@@ -100,6 +126,17 @@ def check_checkpoint(
                 "quantized already. "
                 "Set model.source to the original bf16 or fp16 checkpoint."
             )
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Return the names of weights (experts, out, in) that are no linear's, nor a convolution's."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d)
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() == 3 and min(param.shape) > 1
+    ]
 
 
 def quantized_tensors(
@@ -176,9 +213,13 @@ class ShardWriter:
         )
 
 
-def nf4_config(original: dict[str, Any], settings: QuantizeConfig) -> dict[str, Any]:
+def nf4_config(
+    original: dict[str, Any], settings: QuantizeConfig, *, in_16_bits: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return `config.json` of the NF4 checkpoint: the original plus Transformers'
     `quantization_config`.
+
+    in_16_bits: of `modules_in_16_bits`.
     """
     quantization = {
         "quant_method": "bitsandbytes",
@@ -189,6 +230,8 @@ def nf4_config(original: dict[str, Any], settings: QuantizeConfig) -> dict[str, 
         "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8",
     }
+    if in_16_bits:
+        quantization[IN_16_BITS] = [*in_16_bits]
     return original | {"quantization_config": quantization}
 
 

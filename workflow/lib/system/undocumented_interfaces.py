@@ -81,7 +81,15 @@ INTERFACES = (
     ),
     *_of_instance("transformers", "transformers", "PreTrainedConfig", "_attn_implementation"),
     *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
+    *_of(
+        "transformers",
+        "transformers.conversion_mapping",
+        "",
+        "get_model_conversion_mapping",
+    ),
+    *_of("transformers", "transformers.core_model_loading", "", "rename_source_key"),
     *_of("peft", "peft", "LoraConfig", "_register_custom_module"),
+    *_of("peft", "peft.tuners.tuners_utils", "", "_check_lora_target_modules_mamba"),
     *_of("lm_eval", "lm_eval.utils", "", "env"),
     *_of(
         "lm_eval",

@@ -5,8 +5,9 @@ quantized linears -> adapters -> fused layers -> activation checkpointing -> lay
 sharding -> memory -> weights -> adapter values.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class TrainingModel:
     bytes_read: int
     offloaded_layers: OffloadedLayers | None = None
     """Layers whose packed weights wait in host memory."""
+    fused: Counter[str] = field(default_factory=Counter)
+    """How many modules of each kind were replaced by fused ones (`fuse_layers`)."""
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the content of PEFT's `adapter_config.json`."""
@@ -103,8 +106,7 @@ def build_training_model(
     dtype = numerics.compute_dtype
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
     training = CausalLMForTraining(inject_adapters(model, config.lora))
-    if config.train.fused_layers:
-        fuse_layers_(model)
+    fused = fuse_layers_(model) if config.train.fused_layers else Counter()
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
@@ -126,7 +128,7 @@ def build_training_model(
             world.device, window_bytes=plan.offload_window_bytes
         )
         _choose_offloaded(training.activation_offload, layers, plan)
-    return TrainingModel(training, units, bytes_read, offloaded_layers)
+    return TrainingModel(training, units, bytes_read, offloaded_layers, fused)
 
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:

@@ -192,10 +192,12 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
             "model would be trained. Set model.attention to sdpa or eager, or data.packing to "
             "false, or choose another model.source."
         )
+    recurrent = training.recurrent_layers
+    one_by_one = f"; {recurrent} recurrent layers take documents one by one" if recurrent else ""
     return Check(
         name="packed documents have the hidden states of each by itself, by the family's attention",
         passed=True,
-        detail=f"difference {difference:.2g} of their size over {num_tokens} tokens",
+        detail=f"difference {difference:.2g} of their size over {num_tokens} tokens{one_by_one}",
     )
 
 

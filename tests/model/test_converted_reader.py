@@ -1,0 +1,66 @@
+"""A checkpoint under its published names is read under those of Transformers' modules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.families import tiny_family
+from tests.support.models import tiny_llama
+from workflow.lib.model.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.system.errors import UserError
+
+RENAMED = {
+    "gpt_neox": ("embed_out.weight", "lm_head.weight"),
+    "gemma3": ("language_model.model.norm.weight", "model.language_model.norm.weight"),
+    "olmo_hybrid": (
+        "model.layers.0.attention_layer_norm.weight",
+        "model.layers.0.input_layernorm.weight",
+    ),
+}
+
+
+def meta_model(folder: Path) -> PreTrainedModel:
+    return build_on_meta(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_tensors_are_those_that_transformers_loads(tmp_path: Path, family: str) -> None:
+    stored, name = RENAMED[family]
+    folder = tiny_family(family, tmp_path / family)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = meta_model(folder)
+    assert ModuleNames(model).of(stored) == name
+    with ConvertedReader(folder, model) as reader:
+        assert name in reader
+        assert stored not in reader
+        assert {*reader.names()} == {n for n, _ in loaded.named_parameters()}
+        for path, param in loaded.named_parameters():
+            assert reader.shape(path) == tuple(param.shape)
+            assert reader.dtype(path) == "F32"
+            assert torch.equal(reader.tensor(path), param)
+            assert torch.equal(reader.rows(path, 1, 3), param[1:3])
+
+
+def test_part_of_a_converted_tensor_has_the_name_of_the_whole(tmp_path: Path) -> None:
+    folder = tiny_family("olmo_hybrid", tmp_path / "model")
+    names = ModuleNames(meta_model(folder))
+    whole = "model.layers.0.linear_attn.conv1d.weight"
+    parts = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert {names.of(part) for part in parts} == {whole}
+    stored = load_file(folder / "model.safetensors")
+    with ConvertedReader(folder, meta_model(folder)) as reader:
+        assert torch.equal(reader.tensor(whole), torch.cat([stored[part] for part in parts]))
+
+
+def test_tensor_that_the_model_has_no_place_for_keeps_its_name(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model")
+    stored = load_file(folder / "model.safetensors") | {"extra.weight": torch.ones(3)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with ConvertedReader(folder, meta_model(folder)) as reader:
+        assert torch.equal(reader.tensor("extra.weight"), torch.ones(3))
+        with pytest.raises(UserError, match=r"has no tensor 'no\.weight'"):
+            reader.tensor("no.weight")

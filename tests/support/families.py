@@ -1,0 +1,184 @@
+"""One tiny random model of each family that is tested, with odd sizes on purpose.
+
+The table is the only one: tests and the page `workflow/docs/families.md` read it.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 97
+WINDOW = 5  # of sliding attention, shorter than documents
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+ALTERNATING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A family of models, and what its tiny one is made of besides `SIZES`."""
+
+    has: str
+    """What this family has that others have not."""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, family: str) -> Any:
+        """Return the configuration of the tiny model."""
+        if "text_config" in self.changes:
+            return AutoConfig.for_model(family, **self.changes)
+        return AutoConfig.for_model(family, **(SIZES | self.changes))
+
+
+FAMILIES: dict[str, FamilyCase] = {
+    "llama": FamilyCase("the plain case"),
+    "mistral": FamilyCase("a sliding window in all layers", {"sliding_window": WINDOW}),
+    "ministral3": FamilyCase(
+        "queries scaled by position",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "qwen2": FamilyCase("biases of queries, keys and values"),
+    "qwen3": FamilyCase("norms of queries and keys"),
+    "phi3": FamilyCase("fused projections"),
+    "gemma": FamilyCase("norms with 1 + w, scaled embedding", {"tie_word_embeddings": True}),
+    "gemma2": FamilyCase("soft-capped scores and logits", GEMMA | ALTERNATING),
+    "gemma3_text": FamilyCase("two rotary tables", GEMMA | ALTERNATING),
+    "gemma3": FamilyCase(
+        "a vision tower, which is left as it is",
+        {
+            "text_config": SIZES | GEMMA | ALTERNATING,
+            "vision_config": {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_text": FamilyCase(
+        "wider heads in full layers, a stored buffer",
+        GEMMA
+        | ALTERNATING
+        | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "olmo2": FamilyCase("norms after attention and feed-forward"),
+    "olmo3": FamilyCase("sliding layers with norms after them", ALTERNATING),
+    "smollm3": FamilyCase("layers without positions", {"no_rope_layer_interval": 2}),
+    "granite": FamilyCase(
+        "four multipliers",
+        {
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "exaone4": FamilyCase("positions in sliding layers only", ALTERNATING),
+    "seed_oss": FamilyCase(
+        "biases, dropout of residuals", {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    ),
+    "ernie4_5": FamilyCase("rotation of neighbouring dimensions"),
+    "hunyuan_v1_dense": FamilyCase("norms of queries and keys after rotation"),
+    "apertus": FamilyCase("an activation with parameters"),
+    "arcee": FamilyCase("a feed-forward by relu squared, without a gate"),
+    "glm": FamilyCase("half of each head rotated, fused gate", {"partial_rotary_factor": 0.5}),
+    "glm4": FamilyCase("four norms a layer", {"partial_rotary_factor": 0.5}),
+    "cohere": FamilyCase("attention beside feed-forward", {"logit_scale": 0.25}),
+    "cohere2": FamilyCase("no positions in full layers", ALTERNATING | {"logit_scale": 0.25}),
+    "stablelm": FamilyCase(
+        "LayerNorm with bias, a quarter of each head rotated", {"partial_rotary_factor": 0.25}
+    ),
+    "nemotron": FamilyCase("LayerNorm with 1 + w, relu squared", {"partial_rotary_factor": 0.5}),
+    "starcoder2": FamilyCase("LayerNorm, biases everywhere", {"sliding_window": WINDOW}),
+    "gpt_neox": FamilyCase("one projection for all heads", {"rotary_pct": 0.25}),
+    "qwen3_5_text": FamilyCase(
+        "Gated DeltaNet", LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    ),
+    "olmo_hybrid": FamilyCase(
+        "Gated DeltaNet of three convolutions",
+        LINEAR | {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
+    ),
+    "lfm2": FamilyCase(
+        "short convolutions",
+        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    ),
+    "falcon_h1": FamilyCase(
+        "Mamba 2 beside attention",
+        {
+            "mamba_d_ssm": 48,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "nemotron_h": FamilyCase(
+        "Mamba 2, attention and feed-forward as layers of their own",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 8,
+        },
+    ),
+}
+
+RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
+
+
+def tiny_family(family: str, folder: Path) -> Path:
+    """Save the tiny model of a family to `folder`, its norms and biases off their initial values;
+    return `folder`.
+    """
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(FAMILIES[family].config(family)).float()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *_stored_scalars(model)):
+            if tensor.dim() <= 1:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _stored_scalars(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]

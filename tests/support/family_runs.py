@@ -1,0 +1,202 @@
+"""What the engine makes of the families' tiny models, and what stock Transformers and PEFT make of
+them.
+
+The engine's run is the product's own: plan, processes, start-up checks, packed rows, the sharded
+adapter as it is saved. The reference has one process, plain linears with the dequantized weights,
+and one document at a time.
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.support.distributed import TIMEOUT_S
+from tests.support.families import FAMILIES, VOCAB, tiny_family
+from tests.support.models import quantized
+from tests.support.plans import make_plan
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.export.adapter_files import (
+    dequantized_weight,
+    read_sharded_adapter,
+    save_adapter,
+)
+from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.model.architecture.attention_needs import read_attention_needs
+from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import local, local_range, read_specs
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.files import read_json, short_hash, write_json
+from workflow.lib.training.batches import stored_batch
+from workflow.lib.training.build import Numerics, build_training_model
+from workflow.lib.training.checkpoint import save_adapter as save_sharded
+from workflow.lib.training.startup_checks import startup_checks
+
+CPU = torch.device("cpu")
+SEQ_LEN = 23
+LENGTHS = {
+    "packed": [[9, 6, 8], [23], [3, 19, 1], [2, 2, 17, 2]],
+    "unpacked": [[23], [23], [23], [23]],
+}
+"""Tokens of the documents of each row: longer and shorter than convolutions and windows."""
+
+
+def family_store(rows: str) -> TokenStore:
+    """Return four rows of random tokens, 70% of them trained, in the documents of `LENGTHS`."""
+    draw = np.random.default_rng(5)
+    lengths = LENGTHS[rows]
+    positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths])
+    ids = draw.integers(3, VOCAB, size=positions.shape)
+    heldout_mask = np.ones(20, dtype=bool)
+    heldout_mask[[0, 7]] = False
+    arrays = {
+        "train.input_ids.npy": ids.astype(np.uint32),
+        "train.loss_mask.npy": (draw.random(ids.shape) < 0.7) & (positions > 0),
+        "train.position_ids.npy": positions.astype(np.int32),
+        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=20, dtype=np.uint32),
+        "heldout.loss_mask.npy": heldout_mask,
+        "heldout.offsets.npy": np.array([0, 7, 20]),
+    }
+    return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": VOCAB}, arrays=arrays)
+
+
+def attention_of(folder: Path) -> str:
+    """Return what `model.attention: auto` means for the model in `folder` on a CPU."""
+    needs = read_attention_needs(folder)
+    return resolve_training_attention("auto", CPU, needs, compute_dtype=torch.float32).name
+
+
+def make_bases(folder: Path) -> Path:
+    """Save and quantize the tiny model of every family; return `folder`."""
+    for family in FAMILIES:
+        quantized(tiny_family(family, folder / family / "original"), folder / family / "nf4")
+    return folder
+
+
+def run_families(folder: Path, target: str) -> dict[str, Any]:
+    """Compute losses and gradients of every family in this group of processes, and leave the
+    adapter in `target` beside the base. A family that fails gives its traceback in their place.
+    """
+    found: dict[str, Any] = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for family in FAMILIES:
+            try:
+                found[family] = run_family(folder / family, world, target)
+            except Exception:
+                found[family] = traceback.format_exc()
+    return found
+
+
+def run_family(folder: Path, world: World, target: str) -> dict[str, Any]:
+    """Return one family's losses and gradients by kind of rows, and its start-up checks."""
+    base, number = folder / "nf4", [*FAMILIES].index(folder.name)
+    config = RunConfig(lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4))
+    numerics = Numerics(torch.float32, attention_of(base))
+    plan = make_plan(
+        activation_checkpointing=2,
+        offload_embedding=number % 2 == 0,
+        offload_activations=number % 2 == 1,
+        offload_window_bytes=(None, 4096)[number % 2],
+        offload_layers=number % 3 % 2,
+    )
+    model = build_training_model(base, config, plan, world, numerics=numerics)
+    randomize_(model.training)
+    packed = family_store("packed")
+    checks = [c.passed for c in startup_checks(model, packed, base, world)]
+    found = {rows: _gradients(model.training, family_store(rows), world) for rows in LENGTHS}
+    (folder / target / "shards").mkdir(parents=True, exist_ok=True)
+    save_sharded(model.training, folder / target / "shards", world=world)
+    logits = trained_logits(model.training, packed, device=world.device)
+    if world.is_main:
+        save_logits(logits, folder / target / "parity.safetensors")
+        write_json(folder / target / "adapter_config.json", model.adapter_config())
+    return {"checks": checks, "fused": dict(model.fused), **found}
+
+
+@torch.no_grad()
+def randomize_(training: torch.nn.Module) -> None:
+    """Give every trained tensor values of its own, B too, the same for any number of processes."""
+    for name, param in trainable_parameters(training).items():
+        draw = torch.Generator().manual_seed(int(short_hash(name), 16) % 2**31)
+        whole = 0.1 * torch.randn(param.shape, generator=draw)
+        start, stop = local_range(param)
+        local(param).copy_(whole[start:stop])
+
+
+def _gradients(training: Any, store: TokenStore, world: World) -> dict[str, Any]:
+    """Return the summed loss of all rows and its gradients, two rows a micro-batch."""
+    training.train()
+    total = torch.zeros(())
+    for start in range(2 * world.rank, len(store.input_ids), 2 * world.size):
+        loss = training(stored_batch(store, np.arange(start, start + 2)))
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    params = trainable_parameters(training)
+    gradients = {name: _full(param.grad) for name, param in params.items()}
+    training.zero_grad()
+    return {"loss": float(total), "gradients": gradients}
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def exported(folder: Path) -> Path:
+    """Write the adapter of a run's folder as PEFT does; return its folder."""
+    adapter = read_sharded_adapter(folder / "shards")
+    save_adapter(adapter, read_json(folder / "adapter_config.json"), folder / "exported")
+    return folder / "exported"
+
+
+def stock_model(folder: Path, adapter: Path) -> PeftModel:
+    """Return stock Transformers' model with the dequantized weights of the base in `folder`, and
+    stock PEFT's adapter on it.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder / "original", dtype=torch.float32, attn_implementation=attention_of(folder / "nf4")
+    )
+    with CheckpointReader(folder / "nf4") as reader, torch.no_grad():
+        for path in read_specs(reader):
+            model.get_submodule(path).weight.copy_(dequantized_weight(reader, path))
+    tuned: PeftModel = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    return tuned.eval()  # the same as training: nothing is dropped
+
+
+def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
+    """Return the summed loss and its gradients, one document at a time."""
+    total = torch.zeros(())
+    for ids, mask in _documents(store):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        targets = mask.nonzero().flatten()
+        total = total + torch.nn.functional.cross_entropy(
+            logits[targets - 1], ids[targets], reduction="sum"
+        )
+    total.backward()
+    params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: _full(param.grad) for name, param in params.items()}
+    model.zero_grad()
+    return {"loss": float(total.detach()), "gradients": gradients}
+
+
+def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return ids and masks of the documents in the store's rows that have a trained token."""
+    documents = []
+    for ids, mask, positions in zip(
+        store.input_ids, store.loss_mask, store.position_ids, strict=True
+    ):
+        starts = np.flatnonzero(positions == 0)
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            if mask[start:stop].any():
+                one = torch.from_numpy(ids[start:stop].astype(np.int64))
+                documents.append((one, torch.from_numpy(mask[start:stop])))
+    return documents

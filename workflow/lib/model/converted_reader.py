@@ -1,0 +1,121 @@
+"""A checkpoint read under the names that the modules of its model have in Transformers.
+
+Files of a hub keep the names they were published with (`embed_out` of GPT-NeoX, `language_model` of
+Gemma 3, three convolutions of OLMo Hybrid where the module has one). Transformers' own table of
+conversions says how they are loaded; it is asked here for one tensor at a time.
+"""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.system.checksums import RecordedFile
+
+
+class ModuleNames:
+    """The names that a model's modules have for the tensors of its checkpoints."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._prefix = model.base_model_prefix
+        self._places: dict[str, Any] = model.state_dict()
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def of(self, stored: str) -> str:
+        """Return the model's name for a stored tensor, or for what it becomes a part of; its own
+        name if the model has no place for it.
+        """
+        return self.named(stored)[0]
+
+    def named(self, stored: str) -> tuple[str, str | None]:
+        """Return the same, and the pattern of the converter if the tensor is a part."""
+        for renamings, converters in ((self._renamings, self.converters), ([], [])):
+            name, pattern = rename_source_key(
+                stored, renamings, converters, self._prefix, self._places
+            )
+            if name in self._places:
+                return name, pattern
+        return stored, None
+
+
+class ConvertedReader(CheckpointReader):
+    """`CheckpointReader` whose names are those of a model's parameters and buffers."""
+
+    def __init__(
+        self, folder: Path, model: PreTrainedModel, *, recorded: Iterable[RecordedFile] = ()
+    ) -> None:
+        super().__init__(folder, recorded=recorded)
+        self._model, self._names = model, ModuleNames(model)
+        self._stored: dict[str, list[tuple[str, str | None]]] = {}
+        """By name: the stored tensors that it is made of, each with the converter's pattern."""
+        for stored in sorted(self._shards):
+            name, pattern = self._names.named(stored)
+            self._stored.setdefault(name, []).append((stored, pattern))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in order of shard and stored name."""
+        order = {stored: place for place, stored in enumerate(super().names())}
+        return sorted(self._stored, key=lambda name: order[self._stored[name][0][0]])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        if (only := self._only_stored(name)) is not None:
+            return super().shape(only)
+        sources = {
+            stored: torch.empty(super(ConvertedReader, self).shape(stored), device="meta")
+            for stored, _ in self._stored[name]
+        }
+        return tuple(self._converted(name, sources).shape)
+
+    def dtype(self, name: str) -> str:
+        """Return safetensors' name of a tensor's type without reading it."""
+        stored = self._stored.get(name)
+        return super().dtype(stored[0][0] if stored else name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+        if (only := self._only_stored(name)) is not None:
+            return super().tensor(only)
+        sources = {s: super(ConvertedReader, self).tensor(s) for s, _ in self._stored[name]}
+        return self._converted(name, sources).contiguous()
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop` of dim 0; of a tensor that is converted, all are read."""
+        if (only := self._only_stored(name)) is not None:
+            return super().rows(only, start, stop)
+        return self.tensor(name)[start : max(start, stop)]
+
+    def _only_stored(self, name: str) -> str | None:
+        """Return the stored name of a tensor that is loaded as it is; None for one that is made of
+        others. A name that is not there is returned for the error of whoever reads it.
+        """
+        if name not in self._stored:
+            return name
+        ((stored, pattern), *others) = self._stored[name]
+        return stored if pattern is None and not others else None
+
+    def _converted(self, name: str, sources: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return what Transformers makes of the stored tensors of a name."""
+        patterns = dict(self._stored[name])
+        (converter,) = (
+            rule
+            for rule in self._names.converters
+            if set(patterns.values()) & {*rule.source_patterns}
+        )
+        fresh: Any = copy.deepcopy(converter)
+        for stored, tensor in sources.items():
+            fresh.add_tensor(name, stored, patterns[stored], lambda tensor=tensor: tensor)
+        made = fresh.convert(name, model=self._model, config=self._model.config)[name]
+        whole: torch.Tensor = made[0] if isinstance(made, list) else made
+        return whole
