@@ -331,11 +331,14 @@ def test_step_of_two_gpus_takes_less_memory_than_half_a_table(
         assert report["step"] < vocabulary * 80 * 2 // 2 + logits
 
 
-def test_dora_is_the_same_on_one_and_on_two_gpus(base: Path, two_gpus: int) -> None:
-    """Its magnitudes too, though each process decodes its own rows alone."""
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"dropout": 0.3}], ids=str)
+def test_dora_and_dropout_are_the_same_on_one_and_on_two_gpus(
+    base: Path, two_gpus: int, lora: dict[str, Any]
+) -> None:
+    """Magnitudes too, though each process decodes its own rows alone, and the masks."""
     one, two = (
         run_distributed(
-            ours, base, settings(use_dora=True),
+            ours, base, settings(**lora),
             plan(processes=processes, micro_batch_size=1, device="cuda"), world_size=processes,
         )[0]
         for processes in (1, 2)

@@ -1,0 +1,76 @@
+"""What is made once of adapters that do not change; nothing of it outlives their change."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import adapted, quantized, tiny_llama
+from workflow.lib.model.layers import lora_linear
+from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.lora import trainable_parameters
+
+
+@pytest.fixture
+def norms_made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The linears whose row norms were made."""
+    made: list[object] = []
+    direction_norms = lora_linear.direction_norms
+
+    def counted(layer: object, *, dtype: torch.dtype) -> torch.Tensor:
+        made.append(layer)
+        return direction_norms(layer, dtype=dtype)
+
+    monkeypatch.setattr(lora_linear, "direction_norms", counted)
+    return made
+
+
+def test_row_norms_are_made_once_while_adapters_are_unchanged(
+    tmp_path: Path, norms_made: list[object]
+) -> None:
+    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
+    training = adapted(base, r=3, use_dora=True)
+    ids, places = torch.arange(13)[None], torch.arange(13)
+
+    def logits() -> torch.Tensor:
+        return training.logits(ids, places[None], places).detach()
+
+    with training.adapters.unchanged():
+        first = logits()
+        assert torch.equal(logits(), first)
+        assert len(norms_made) == len(set(norms_made)) == 21
+    with torch.no_grad():
+        for name, param in trainable_parameters(training).items():
+            if ".lora_B." in name:
+                param.add_(0.1)
+    expected = logits()
+    with training.adapters.unchanged():
+        assert torch.equal(logits(), expected)
+    assert not torch.allclose(first, expected)
+    assert len(norms_made) == 3 * 21
+
+
+def test_gathered_adapters_leave_no_casts_and_nothing_is_kept_between_steps() -> None:
+    state = AdapterState()
+    assert state.casts() is None
+    with state.unchanged():
+        assert state.casts() == {}
+    state.sharded = True
+    with state.unchanged():
+        assert state.casts() is None
+        state.norms("linear", lambda: torch.zeros(1))
+        assert state.norms("linear", lambda: torch.ones(1)) == 0
+    assert state.norms("linear", lambda: torch.ones(1)) == 1
+
+
+def test_failed_step_leaves_nothing_either() -> None:
+    state = AdapterState()
+
+    def fail() -> None:
+        with state.unchanged():
+            state.norms("linear", lambda: torch.zeros(1))
+            raise ValueError("a step that fails")
+
+    with pytest.raises(ValueError, match="a step that fails"):
+        fail()
+    assert state.norms("linear", lambda: torch.ones(1)) == 1
