@@ -11,6 +11,7 @@ from transformers import (
     GptOssConfig,
     Llama4Config,
     LlamaConfig,
+    NemotronConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -25,6 +26,7 @@ NEEDS = [
     (Gemma3Config(), AttentionNeeds(head_dim=256, value_dim=256)),
     (GptOssConfig(), AttentionNeeds(sinks=True, head_dim=64, value_dim=64)),
     (Llama4Config(), AttentionNeeds(chunks=True)),
+    (NemotronConfig(), AttentionNeeds(masked=True)),
     (DeepseekV3Config(), AttentionNeeds(head_dim=192, value_dim=128)),
 ]
 

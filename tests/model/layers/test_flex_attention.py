@@ -129,6 +129,11 @@ def test_what_flex_would_leave_out_is_refused(arguments: dict[str, Any], named: 
     )
 
 
+def test_layer_that_does_not_hand_documents_on_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.attention = 'flex': the layers of Module do not"):
+        flex_attention(layer(), *heads(), None)
+
+
 @pytest.fixture(scope="module")
 def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with caps that bite, and windows in every other layer."""

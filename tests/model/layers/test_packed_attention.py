@@ -75,22 +75,30 @@ def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
 
 
 @pytest.mark.parametrize(
-    "needs", [AttentionNeeds(dropout=0.1), AttentionNeeds(head_dim=512, value_dim=512)]
+    ("needs", "reason"),
+    [
+        (AttentionNeeds(dropout=0.1), r"attention_dropout is 0\.1"),
+        (AttentionNeeds(head_dim=512, value_dim=512), "this model's 512"),
+        (AttentionNeeds(masked=True), "tell of documents by nothing else"),
+    ],
 )
-def test_auto_is_sdpa_for_what_no_packed_attention_can_do(needs: AttentionNeeds) -> None:
+def test_auto_is_sdpa_for_what_no_packed_attention_can_do(
+    needs: AttentionNeeds, reason: str
+) -> None:
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
     choice = automatic_attention(needs, **on, flash_package=False, training=True)
     assert choice.name == "sdpa"
     for name in ("varlen", "flex"):
-        with pytest.raises(UserError, match=f"'{name}'.*{needs.dropout or needs.head_dim:g}"):
+        with pytest.raises(UserError, match=f"'{name}': .*{reason}"):
             resolved(name, needs=needs)
 
 
-def test_flash_packages_are_not_chosen_for_sinks() -> None:
+def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:
     on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16", "flash_package": True}
     assert automatic_attention(SOFTCAP, **on, training=True).name == "flash_attention_2"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=False).name == "eager"
+    assert automatic_attention(AttentionNeeds(masked=True), **on, training=True).name == "sdpa"
 
 
 @pytest.mark.parametrize(

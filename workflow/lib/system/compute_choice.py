@@ -29,6 +29,8 @@ class AttentionNeeds:
     value_dim: int = 128
     dropout: float = 0.0
     """Share of attention weights that training drops."""
+    masked: bool = False
+    """Its layers tell their attention nothing of documents but the mask."""
 
     def varlen_lack(self) -> str | None:
         """Return what varlen cannot do of it; None for nothing."""
@@ -49,6 +51,8 @@ class AttentionNeeds:
 
     def flex_lack(self) -> str | None:
         """Return what flex cannot do of it; None for nothing."""
+        if self.masked:
+            return "it gets no mask, and this model's layers tell of documents by nothing else"
         if self.dropout > 0:
             return (
                 "it cannot drop attention weights, and this model's attention_dropout is "
@@ -105,7 +109,8 @@ def automatic_attention(
     """
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers hands it the cap, and pads narrow values.
-        if flash_package and needs.sinks_or_chunks() is None:
+        packs = needs.sinks_or_chunks() is None and not (training and needs.masked)
+        if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
         if training:
             lack = needs.varlen_lack()

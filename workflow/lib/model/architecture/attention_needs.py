@@ -18,6 +18,9 @@ WITH_SINKS = frozenset(
         "openai_privacy_filter",
     }
 )
+# Families whose layers hand none of a forward's arguments on to their attention (5.23). varlen and
+# flex say so of any other that does not.
+MASKED = frozenset({"nemotron", "stablelm"})
 
 
 def read_attention_needs(folder: Path) -> AttentionNeeds:
@@ -37,6 +40,7 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
         head_dim=head_dim,
         value_dim=value_dim,
         dropout=float(config.get("attention_dropout") or 0.0),
+        masked=config.get("model_type") in MASKED,
     )
 
 

@@ -5,7 +5,7 @@ another model, without a word.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -38,6 +38,16 @@ def refuse_others(
             f"{implementation} cannot do, and the model would be trained without",
             f"Set it to {instead}",
         )
+
+
+def refuse_without_documents(module: nn.Module, *, implementation: str) -> NoReturn:
+    """Raise `UserError`: a layer was told where documents begin, and does not hand it on."""
+    raise setting_error(
+        "model.attention",
+        implementation,
+        f"the layers of {type(module).__name__} do not tell their attention where documents begin",
+        "Set it to sdpa",
+    )
 
 
 def mask_kind(module: nn.Module, sliding_window: int | None) -> MaskKind:

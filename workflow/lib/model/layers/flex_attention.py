@@ -26,7 +26,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from transformers import AttentionInterface
 
-from workflow.lib.model.layers.attention_arguments import mask_kind, refuse_others
+from workflow.lib.model.layers.attention_arguments import (
+    mask_kind,
+    refuse_others,
+    refuse_without_documents,
+)
 from workflow.lib.model.layers.flex_masks import PackedMasks
 from workflow.lib.system.compute_choice import FLEX
 
@@ -49,7 +53,7 @@ def flex_attention(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    packed_masks: PackedMasks,
+    packed_masks: PackedMasks | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,6 +74,8 @@ def flex_attention(
     bidirectional = True if is_causal is False else None
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
     refuse_others(module, others, implementation=FLEX, instead="eager")
+    if packed_masks is None:
+        refuse_without_documents(module, implementation=FLEX)
     kind = mask_kind(module, sliding_window)
     arguments: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,

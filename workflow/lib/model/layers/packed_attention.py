@@ -17,7 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from workflow.lib.model.layers.attention_arguments import mask_kind, refuse_others
+from workflow.lib.model.layers.attention_arguments import (
+    mask_kind,
+    refuse_others,
+    refuse_without_documents,
+)
 from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
@@ -56,8 +60,8 @@ def varlen_attention(
     value: torch.Tensor,
     attention_mask: None,
     *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -75,6 +79,8 @@ def varlen_attention(
     others |= {"attention_mask": attention_mask, "is_causal": bidirectional}
     others["chunked attention"] = mask_kind(module, sliding_window).chunk
     refuse_others(module, others, implementation=VARLEN, instead=FLEX)
+    if cu_seq_lens_q is None or max_length_q is None:
+        refuse_without_documents(module, implementation=VARLEN)
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
