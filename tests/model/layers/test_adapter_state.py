@@ -74,3 +74,15 @@ def test_failed_step_leaves_nothing_either() -> None:
     with pytest.raises(ValueError, match="a step that fails"):
         fail()
     assert state.norms("linear", lambda: torch.ones(1)) == 1
+
+
+def test_documents_that_are_computed_as_rows_have_keys_of_their_own() -> None:
+    """Of two rows of 5 tokens; the keys do not depend on which rows are computed together."""
+    state = AdapterState()
+    state.row_keys = torch.tensor([100, 900])
+    with state.rows_as(torch.tensor([0, 3, 5, 9]), tokens=10):
+        assert state.row_keys.tolist() == [100, 103, 900, 904]
+    assert state.row_keys.tolist() == [100, 900]
+    state.row_keys = state.row_keys[1:]
+    with state.rows_as(torch.tensor([4]), tokens=5):
+        assert state.row_keys.tolist() == [904]

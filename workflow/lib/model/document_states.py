@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.packed_attention import flash_arguments
 from workflow.lib.system.errors import UserError
@@ -91,6 +92,7 @@ class OneByOne:
     """
 
     documents: Documents | None = None
+    adapters = AdapterState()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **others: Any) -> Any:
         """Call the family's forward with documents as rows; return what it does in packed rows."""
@@ -101,10 +103,13 @@ class OneByOne:
         named = {name: x for name, x in others.items() if name not in OF_PACKED_ROWS}
         divide = partial(_divided, documents, type(self).__name__)
         inputs = documents.apart(hidden_states)
-        outputs = [
-            family(x, *[divide(y, n) for y in args], **{k: divide(y, n) for k, y in named.items()})
-            for n, x in enumerate(inputs)
-        ]
+        outputs = []
+        for n, x in enumerate(inputs):
+            given = [divide(y, n) for y in args]
+            told = {name: divide(y, n) for name, y in named.items()}
+            starts = documents.groups[n][0][:, 0]
+            with self.adapters.rows_as(starts, tokens=len(documents.order)):
+                outputs.append(family(x, *given, **told))
         rows = hidden_states.shape[:2]
         if isinstance(outputs[0], tuple):
             return documents.together([x for x, *_ in outputs], rows), *outputs[0][1:]
@@ -126,9 +131,9 @@ def _divided(documents: Documents, layer: str, value: Any, number: int) -> Any:
     return documents.apart(value)[number]
 
 
-def separate_documents_(model: PreTrainedModel) -> int:
+def separate_documents_(model: PreTrainedModel, adapters: AdapterState) -> int:
     """Let recurrent layers of a model's decoder take packed documents one by one; return how many
-    there are.
+    there are. adapters: what the adapters in them share.
     """
     layers = [
         module
@@ -138,7 +143,7 @@ def separate_documents_(model: PreTrainedModel) -> int:
     ]
     for layer in layers:
         kind = type(layer)
-        layer.__class__ = type(kind.__name__, (OneByOne, kind), {})
+        layer.__class__ = type(kind.__name__, (OneByOne, kind), {"adapters": adapters})
     if layers:
         tell = partial(_tell_documents, layers)
         model.get_decoder().register_forward_pre_hook(tell, with_kwargs=True)

@@ -48,7 +48,7 @@ class CausalLMForTraining(nn.Module):
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
-        self.recurrent_layers = separate_documents_(causal_lm)
+        self.recurrent_layers = separate_documents_(causal_lm, self.adapters)
         """How many there are, which take packed documents one by one."""
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:

@@ -98,6 +98,7 @@ def row_keys(seed: int, *, step: int, rows: Iterable[int]) -> list[int]:
 
 def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Return rows (T, features), of all rows of the micro-batch, with some features 0."""
+    _check_tokens(rows, draw)
     if kernels.usable(rows.device):
         return kernels.drop(torch.empty_like(rows), rows, *draw)
     return drop_(rows.clone(), draw)
@@ -105,6 +106,7 @@ def dropped(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 def drop_(rows: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The same in place."""
+    _check_tokens(rows, draw)
     if kernels.usable(rows.device):
         return kernels.drop(rows, rows, *draw)
     tokens = torch.arange(len(rows), device=rows.device)
@@ -120,6 +122,12 @@ def add_dropped_(total: torch.Tensor, rows: torch.Tensor, draw: Draw) -> None:
         kernels.drop(total, rows, *draw, add=True)
     else:
         total.add_(drop_(rows, draw))
+
+
+def _check_tokens(rows: torch.Tensor, draw: Draw) -> None:
+    """Where tokens are not of whole rows a kernel would read past the keys."""
+    count = len(draw.row_keys)
+    assert len(rows) % count == 0, f"{len(rows)} tokens are not {count} rows of one length"
 
 
 def _drops(draw: Draw, tokens: torch.Tensor, shape: torch.Size) -> torch.Tensor:

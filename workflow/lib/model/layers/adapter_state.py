@@ -35,6 +35,20 @@ class AdapterState:
         finally:
             self._norms = self._casts = None
 
+    @contextmanager
+    def rows_as(self, places: torch.Tensor, *, tokens: int) -> Iterator[None]:
+        """Within the block the rows that are computed are parts of the micro-batch's `tokens`
+        tokens, which begin at these places (n,): each has a key of its own.
+        """
+        row_keys = self.row_keys
+        if row_keys is not None:
+            row_tokens = tokens // len(row_keys)
+            self.row_keys = row_keys[places // row_tokens] + places % row_tokens
+        try:
+            yield
+        finally:
+            self.row_keys = row_keys
+
     def casts(self) -> Casts | None:
         """Return the casts that are kept; None where none are."""
         return self._casts
