@@ -103,3 +103,21 @@ def test_id_of_a_dataset_passes(tmp_path: Path, source: str) -> None:
 def test_revision_of_a_local_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a local directory, which has no revision"):
         check_local_paths("demo", local_run(tmp_path, model={"revision": "main"}))
+
+
+@pytest.mark.parametrize("source", ["model.gguf", "", "owner/model.gguf"])
+def test_gguf_file_as_base_model_is_told_how_to_convert_it(tmp_path: Path, source: str) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "model.gguf").touch()
+    named = source if "/" in source else str(folder / source)
+    run = local_run(tmp_path, model={"source": named})
+    with pytest.raises(UserError, match=r"it is a GGUF file.*gguf_file='model\.gguf'"):
+        check_local_paths("demo", run)
+
+
+def test_folder_with_a_gguf_file_beside_its_weights_passes(tmp_path: Path) -> None:
+    run = local_run(tmp_path)
+    for name in ("model.gguf", "model.safetensors"):
+        (tmp_path / "base" / name).touch()
+    check_local_paths("demo", run)

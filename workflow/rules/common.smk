@@ -137,6 +137,9 @@ REQUIRED = {
 # Runs whose merged model is exported.
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 
+# Runs whose merged model is exported as GGUF files too.
+IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
+
 TRAINED_FILES = [
     "adapter",
     "adapter_config.json",
@@ -393,7 +396,8 @@ def exports():
     """The artifacts of the export of all runs."""
     adapter = [f"adapter/{file}" for file in ADAPTER_FILES]
     merged = [merged_model(name) for name in MERGED]
-    return of_runs("consolidate", *adapter, "parity.json") + merged
+    gguf = [layout.stage_dir(name, "convert_gguf") for name in IN_GGUF]
+    return of_runs("consolidate", *adapter, "parity.json") + merged + gguf
 
 
 def requirements():

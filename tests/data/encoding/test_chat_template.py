@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.encoding import CHAT, PLAIN_TEMPLATE, encode
 from tests.support.tiny import CHAT_TEMPLATE
 from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.chat_template import without_generation_tags
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.system import limits
 from workflow.lib.system.errors import UserError
@@ -108,3 +110,19 @@ def test_message_of_a_template_cannot_speak_to_the_terminal(tokenizer: Any) -> N
     with pytest.raises(RowError) as caught:
         encode(tokenizer, hostile, refusal + CHAT_TEMPLATE)
     assert str(caught.value) == r"refused by the chat template: \x1b[2J\u202e"
+
+
+def test_template_without_generation_tags_writes_the_same() -> None:
+    tagged = (
+        "{% for m in messages %}[{{ m['role'] }}]\n"
+        "{%- generation -%}\n  {{ m['content'] }}\n{%- endgeneration %} \n{% endfor %}"
+    )
+    plain = without_generation_tags(tagged)
+    assert "generation" not in plain
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    texts = [
+        render_jinja_template(conversations=[messages], chat_template=text)[0]
+        for text in (tagged, plain)
+    ]
+    assert texts[0] == texts[1]
+    assert without_generation_tags("{{ generation }}") == "{{ generation }}"

@@ -244,6 +244,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "preflight_run": ("model", "data", "quantize", "lora", "train", "hardware", "evaluate"),
     "finetune": ("model", "lora", "train"),
     "consolidate": ("model", "export"),
+    "convert_gguf": ("export",),
     "evaluate_run": ("model", "evaluate"),
     "write_card": ("model", "data", "quantize"),
 }
@@ -260,6 +261,9 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
+    "consolidate": {"export": {"gguf", "llama_cpp"}},
+    # The merged model is its input.
+    "convert_gguf": {"export": {"merge_onto", "shard_gib"}},
     # It looks whether the tasks exist, and whether they measure what is required.
     "preflight_run": {
         "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from workflow.lib.data.reading.sources import resolve_splits, unexpanded
 from workflow.lib.settings.config import RunConfig, _check_dataset_id, is_hub_id, path_exists
+from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
 
 
@@ -15,10 +16,12 @@ def check_local_paths(name: str, run: RunConfig) -> None:
     """
     paths = {
         "data.chat_template": run.data.chat_template,
+        "export.llama_cpp": run.export.llama_cpp and f"{run.export.llama_cpp}/{CONVERTER}",
         "evaluate.tasks_dir": run.evaluate.tasks_dir,
         "hardware.calibration": run.hardware.calibration,
         "quantize.calibration_text": run.quantize.calibration_text,
     }
+    _refuse_gguf(run.model.source)
     if not is_hub_id(run.model.source):
         paths["model.source"] = run.model.source
         if run.model.revision is not None:
@@ -48,6 +51,30 @@ def check_local_paths(name: str, run: RunConfig) -> None:
                 f"{unexpanded(value)}Give a path that exists, relative to the folder you run in"
                 + (", or a hub id of the form owner/name." if key == "model.source" else ".")
             )
+
+
+def _refuse_gguf(source: str) -> None:
+    """Raise `UserError` for a GGUF file, or a folder with no other model, as base model."""
+    path = Path(source)
+    if path_exists(source) and path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not files or any(path.glob("*.safetensors")):
+            return
+        path = files[0]
+    elif path.suffix != ".gguf":
+        return
+    raise setting_error(
+        "model.source",
+        source,
+        "it is a GGUF file, and a base model is a folder with safetensors",
+        'Name the model that it was made of. Or convert it once: python -c "from transformers '
+        "import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as G; "
+        f"of = dict(pretrained_model_name_or_path={str(path.parent)!r}, gguf_file={path.name!r}); "
+        "M.from_pretrained(**of, dtype='bfloat16', quantization_config=G(dequantize=True))"
+        ".save_pretrained('converted'); "
+        "T.from_pretrained(**of).save_pretrained('converted')\" (needs pip install gguf), and name "
+        "the folder converted. What a GGUF file of few bits has lost stays lost",
+    )
 
 
 def _check_braces(key: str, path: str) -> None:

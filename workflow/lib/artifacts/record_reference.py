@@ -17,6 +17,7 @@ from workflow.lib.artifacts.evaluation_record import (
     Evaluation,
     Requirements,
 )
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.preflight_record import Preflight
@@ -37,6 +38,7 @@ FILES: tuple[tuple[str, tuple[type[Record], ...]], ...] = (
     ("`summary.json`", (Summary,)),
     ("`parity.json`", (Parity,)),
     ("`<subject>.json` of an evaluation", (Evaluation,)),
+    ("`gguf.json`", (GgufChecks,)),
     ("`requirements.json`", (Requirements,)),
     ("`measurements.jsonl` of the benchmark, each line", (BenchmarkRow,)),
 )

@@ -8,6 +8,7 @@ from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
+CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
 
 
 class ExportConfig(Section):
@@ -20,6 +21,26 @@ class ExportConfig(Section):
     on."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
+    gguf: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = ()
+    """Formats of GGUF files (llama.cpp, Ollama) of the merged model; each is checked in
+    llama.cpp."""
+    llama_cpp: str | None = None
+    """Folder of a llama.cpp checkout, whose converter makes the GGUF files. It runs as you, so take
+    it from a place that you trust."""
+
+    @model_validator(mode="after")
+    def _gguf_has_what_it_needs(self) -> "ExportConfig":
+        if self.gguf and not self.merged:
+            raise ValueError(
+                f"gguf = {', '.join(self.gguf)}: it is made of the merged model (merged = False). "
+                "Set merged to true"
+            )
+        if self.gguf and self.llama_cpp is None:
+            raise ValueError(
+                f"gguf = {', '.join(self.gguf)}: llama.cpp's own converter makes it. Set llama_cpp "
+                f"to a checkout of llama.cpp, the folder with {CONVERTER}"
+            )
+        return self
 
 
 class EvaluateConfig(Section):

@@ -66,6 +66,20 @@ def with_fixed_date(template: str) -> str:
     return DATE_MACRO + template if "strftime_now" in template else template
 
 
+def without_generation_tags(template: str) -> str:
+    """Return a template that writes the same, and which an engine can read that knows no
+    `{% generation %}` blocks.
+
+    They become blocks without a condition, so that white space around them is trimmed as before.
+    """
+
+    def plain(tag: re.Match[str]) -> str:
+        word = "endif" if "endgeneration" in tag[0] else "if true"
+        return re.sub(r"(?:end)?generation", word, tag[0])
+
+    return GENERATION_TAG.sub(plain, template)
+
+
 class ChatTemplate:
     """A chat template with its variables (the tokenizer's special tokens)."""
 

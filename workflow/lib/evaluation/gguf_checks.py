@@ -1,0 +1,176 @@
+"""A GGUF file held against the merged model in Transformers: the ids of prompts, greedy answers,
+and the loss on held-out documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from workflow.lib.artifacts.gguf_record import GgufFile
+from workflow.lib.artifacts.manifest_record import Probe
+from workflow.lib.data.tokens.token_store import Document
+from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
+from workflow.lib.evaluation.sample_answers import (
+    AnswerSettings,
+    Prompt,
+    choose_prompts,
+    generate_answers,
+    stop_token_ids,
+)
+from workflow.lib.system.errors import UserError
+
+# Largest difference of the mean loss, nats per token. On SmolLM2-135M (2026-11-23, CPU) the
+# differences were a tenth of these; rounding of weights and activations adds noise of either sign.
+BOUNDS = {"f32": 0.02, "f16": 0.03, "bf16": 0.05, "q8_0": 0.05}
+POSITIONS = 96  # compared; each is a request that returns the whole vocabulary
+PROMPTS, NEW_TOKENS = 4, 24
+ROLES = {"system", "user", "assistant"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Transformers says: of each position its prompt, its target, log p and most likely token;
+    of each prompt its greedy answer.
+    """
+
+    positions: list[tuple[list[int], int, float, int]]
+    prompts: list[Prompt]
+    answers: list[list[int]]
+    stop_ids: list[int]
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return -sum(log_p for *_, log_p, _ in self.positions) / len(self.positions)
+
+
+@torch.no_grad()
+def reference(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    *,
+    seed: int,
+) -> Reference:
+    """Return what the merged model in Transformers says of held-out documents with trained
+    tokens.
+    """
+    positions: list[tuple[list[int], int, float, int]] = []
+    for ids, mask in documents:
+        row = [int(token) for token in ids]
+        log_p = torch.log_softmax(model(input_ids=torch.tensor([row])).logits[0].float(), dim=-1)
+        for place in np.flatnonzero(mask[1:]) + 1:
+            before = log_p[place - 1]
+            found = (row[:place], row[place], float(before[row[place]]), int(before.argmax()))
+            positions.append(found)
+        if len(positions) >= POSITIONS:
+            break
+    prompts = choose_prompts(documents, range(len(documents)), count=PROMPTS, seed=seed)
+    stop_ids = stop_token_ids(prompts, tokenizer=tokenizer, model=model)
+    settings = AnswerSettings(stop_ids=stop_ids, max_new_tokens=NEW_TOKENS, batch_size=1)
+    answers = generate_answers(model, prompts, settings=settings, device=torch.device("cpu"))
+    return Reference(positions[:POSITIONS], prompts, answers, stop_ids)
+
+
+def check_prompts(
+    server: LlamaCppServer, tokenizer: PreTrainedTokenizerBase, probes: Sequence[Probe]
+) -> int:
+    """Return how many conversations and texts have the same token ids in both.
+
+    Raises `UserError` at one that has not. Conversations with tools, or with content that is no
+    text, are left out: how a server is given them differs.
+    """
+    checked = 0
+    for probe in probes:
+        if probe.text is not None:
+            theirs, ours = server.text_ids(probe.text), probe.ids
+        elif probe.messages is not None and _is_plain(probe):
+            messages = _asking(probe.messages)
+            theirs = server.prompt_ids(messages)
+            ours = _prompt_ids(tokenizer, messages)
+        else:
+            continue
+        if theirs != ours:
+            raise UserError(
+                f"export.gguf: llama.cpp writes {probe.described} as {tokenizer.decode(theirs)!r}, "
+                f"and Transformers as {tokenizer.decode(ours)!r} (or the same text in other "
+                "tokens). Nothing is exported: leave out export.gguf, or take a newer llama.cpp."
+            )
+        checked += 1
+    return checked
+
+
+def _is_plain(probe: Probe) -> bool:
+    messages = probe.messages or []
+    return not probe.tools and all(
+        message["role"] in ROLES
+        and set(message) == {"role", "content"}
+        and isinstance(message["content"], str)
+        for message in messages
+    )
+
+
+def _asking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages up to the last one of the user, which an answer is asked for."""
+    last = max(
+        (number for number, message in enumerate(messages) if message["role"] == "user"),
+        default=len(messages) - 1,
+    )
+    return messages[: last + 1]
+
+
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    written: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
+    ids: list[int] = written["input_ids"]
+    return ids
+
+
+def compared(
+    server: LlamaCppServer, path: Path, expected: Reference, *, format_name: str, vocab_size: int
+) -> GgufFile:
+    """Return how a file's losses and answers compare; raises `UserError` if the loss is further off
+    than its format's bound.
+    """
+    found = [
+        server.log_probability(prompt, target, vocab_size=vocab_size)
+        for prompt, target, *_ in expected.positions
+    ]
+    loss = -sum(log_p for log_p, _ in found) / len(found)
+    bound = BOUNDS[format_name]
+    if not abs(loss - expected.loss) <= bound:  # also true of NaN
+        raise UserError(
+            f"export.gguf = {format_name}: llama.cpp gives held-out tokens {loss:.4f} nats, "
+            f"Transformers {expected.loss:.4f}; they may differ by {bound}. Nothing is exported: "
+            "choose a format of more bits, or take a newer llama.cpp."
+        )
+    same = [
+        likely == theirs
+        for (*_, theirs), (_, likely) in zip(expected.positions, found, strict=True)
+    ]
+    answers = [
+        _until(server.answer(prompt.prompt, max_new_tokens=NEW_TOKENS), expected.stop_ids)
+        for prompt in expected.prompts
+    ]
+    return GgufFile(
+        file=path.name,
+        bytes=path.stat().st_size,
+        loss=loss,
+        reference_loss=expected.loss,
+        bound=bound,
+        positions=len(found),
+        same_most_likely=sum(same) / len(same),
+        answers=len(answers),
+        equal_answers=sum(a == b for a, b in zip(answers, expected.answers, strict=True)),
+    )
+
+
+def _until(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
+    ends = [place for place, token in enumerate(tokens) if token in stop_ids]
+    return tokens[: ends[0]] if ends else tokens
