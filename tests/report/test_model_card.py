@@ -36,6 +36,7 @@ def read(folder: Path, **changes: Any) -> CardInputs:
     inputs = CardInputs(
         model_id="acme/tiny-1b",
         revision="c0ffee",
+        adapter_config={"r": 16, "lora_alpha": 32.0},
         dataset_id="acme/questions",
         dataset="questions",
         quantize=QuantizeConfig(),

@@ -13,6 +13,7 @@ HOSTILE = (
     '\u202eabc & "q" {{ 7*7 }} <!--'
 )
 GIB = 2**30
+ADAPTER_CONFIG = {"revision": "c0ffee", "r": 16, "lora_alpha": 32.0}
 
 
 def provenance(stage: str) -> dict[str, Any]:
@@ -331,7 +332,7 @@ def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4
     write_json(folder / "finetune" / "summary.json", summary(name, num_steps, rate=rate))
     write_jsonl(folder / "finetune" / "metrics.jsonl", metrics(num_steps, rate=rate))
     write_json(folder / "consolidate" / "parity.json", parity())
-    write_json(folder / "consolidate" / "adapter" / "adapter_config.json", {"revision": "c0ffee"})
+    write_json(folder / "consolidate" / "adapter" / "adapter_config.json", ADAPTER_CONFIG)
     for subject in ("base", "tuned"):
         write_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
     write_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())

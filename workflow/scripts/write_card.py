@@ -24,9 +24,11 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
+    adapter_config = read_json(args.adapter_config)
     inputs = CardInputs(
         model_id=config.model.source if is_hub_id(config.model.source) else None,
-        revision=read_json(args.adapter_config)["revision"],
+        revision=adapter_config["revision"],
+        adapter_config=adapter_config,
         dataset_id=config.data.source,
         dataset=config.data.name,
         quantize=config.quantize,

@@ -3,6 +3,7 @@
 import html
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
@@ -17,11 +18,12 @@ class CardInputs:
     """What a card is written from.
 
     `model_id`, `dataset_id`: hub ids, None for local folders and files. `revision`: commit of the
-    base on the hub.
+    base on the hub. `adapter_config`: PEFT's.
     """
 
     model_id: str | None
     revision: str | None
+    adapter_config: dict[str, Any]
     dataset_id: str | None
     dataset: str
     quantize: QuantizeConfig

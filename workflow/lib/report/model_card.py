@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.card_results import results_section, verdict_sentence
+from workflow.lib.report.card_serving import serving_section
 from workflow.lib.report.card_use import use_section
 from workflow.lib.system.number_formats import count, duration, hours, loss, share, visible
 
@@ -20,6 +21,7 @@ def model_card(inputs: CardInputs) -> str:
     """Return the card: metadata, how to load it, data, training, results, limits."""
     sections = {
         "Use": use_section(inputs),
+        "Serving": serving_section(inputs),
         "Data": _table(_data(inputs)),
         "Training": _table(_training(inputs)),
         "Results": results_section(inputs),

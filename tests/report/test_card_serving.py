@@ -1,0 +1,62 @@
+"""Which adapters vLLM and SGLang take by their published rules, and what the card says of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.test_model_card import read
+from tests.support.report_examples import add_subject, edit, write_run
+from workflow.lib.report.card_serving import obstacles, serving_section
+
+PLAIN: dict[str, Any] = {"r": 24, "lora_alpha": 32.0, "bias": "none", "use_dora": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"use_dora": True}, "it is DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "whole modules (lm_head)"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern differs"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern differs"),
+        ({"bias": "lora_only"}, "it has biases"),
+        ({"r": 1024}, "its rank 1024 is above 512"),
+    ],
+)
+def test_adapter_that_is_not_served_is_told_why(change: dict[str, Any], reason: str) -> None:
+    (found,) = obstacles(PLAIN | change)
+    assert reason in found
+
+
+def test_patterns_that_change_nothing_are_no_obstacle() -> None:
+    same = {"rank_pattern": {"q_proj": 24}, "alpha_pattern": {}, "modules_to_save": None}
+    assert obstacles(PLAIN | same) == []
+
+
+def test_commands_name_base_adapter_and_a_rank_that_vllm_has(tmp_path: Path) -> None:
+    inputs = read(write_run(tmp_path, "demo", num_steps=3), adapter_config=PLAIN)
+    text = serving_section(inputs)
+    assert (
+        "vllm serve acme/tiny-1b --enable-lora --max-lora-rank 32 "
+        "--lora-modules demo=path/to/this/folder\n"
+    ) in text
+    assert "--model-path acme/tiny-1b --enable-lora --lora-paths demo=path/to/this/folder" in text
+    assert "was not evaluated" in text
+    assert "neither was run here" in text
+
+
+def test_adapter_that_is_not_served_is_to_be_merged(tmp_path: Path) -> None:
+    inputs = read(
+        write_run(tmp_path, "demo", num_steps=3), adapter_config=PLAIN | {"use_dora": True}
+    )
+    text = serving_section(inputs)
+    assert "vllm serve" not in text
+    assert "export.merged: true" in text
+
+
+def test_merged_model_is_served_as_it_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    edit(folder / "evaluate_run" / "tuned.json", lambda d: d.update(served=False))
+    add_subject(folder, "merged", loss=1.5, served=True)
+    text = serving_section(read(folder, adapter_config=PLAIN | {"use_dora": True}))
+    assert "vllm serve path/to/merged\n" in text
