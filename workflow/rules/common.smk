@@ -376,7 +376,11 @@ def merged_model(name):
 
 def original_files(run):
     """The original model's files as inputs, if the evaluation loads them."""
-    return model_files(run) if {"original", "tuned_on_original"} & set(run.subjects) else []
+    return (
+        model_files(run)
+        if {"original", "tuned_on_original"} & set(run.subjects)
+        else []
+    )
 
 
 def model_options(run, input):

@@ -52,4 +52,3 @@ rule evaluate_run:
         " --base {input.base:q} {params.chat_template:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
         " --archive {params.archive:q} {params.models:q} --subjects {params.subjects:q} --served {params.served:q}"
         " --output {output:q} --log {log:q}"
-
