@@ -21,6 +21,7 @@ from workflow.lib.planning.machine import Machine, imagined_machine
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
+from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.table import render
 from workflow.lib.planning.preflight.what_if import NAME, find_shape, imagined_tokens, settings_of
 from workflow.lib.planning.token_counts import TokenCounts
@@ -80,6 +81,8 @@ def predict(
         write_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
     show("%s", render(result, run=args.run))
+    attention = training_attention(settings.model, machine, attention_needs(shape))
+    show("attention: %s (%s)", attention.name, attention.reason)
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
 

@@ -26,6 +26,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
     offloads_embedding,
     rows_per_process,
     shard_size,
+    training_attention,
 )
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.compute_choice import AttentionNeeds
@@ -79,7 +80,7 @@ def test_attention_is_what_the_engine_will_use(
 ) -> None:
     model = run_config(model={"attention": setting}).model
     on = replace(machine(device=device), flash_attention=installed)
-    assert attention_kind(model, on, AttentionNeeds()) == kind
+    assert attention_kind(training_attention(model, on, AttentionNeeds()).name) == kind
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,8 @@ def test_attention_is_what_the_engine_will_use(
     ],
 )
 def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> None:
-    assert attention_kind(run_config().model, on, AttentionNeeds(softcap=True)) == kind
+    chosen = training_attention(run_config().model, on, AttentionNeeds(softcap=True))
+    assert attention_kind(chosen.name) == kind
 
 
 def test_needs_of_a_model_are_those_of_its_config() -> None:
@@ -102,7 +104,17 @@ def test_needs_of_a_model_are_those_of_its_config() -> None:
 
 def test_flash_needs_a_half_type() -> None:
     model = run_config(model={"compute_dtype": "float32"}).model
-    assert attention_kind(model, machine(), AttentionNeeds()) == "sdpa"
+    assert training_attention(model, machine(), AttentionNeeds()).name == "sdpa"
+
+
+def test_attention_has_its_reason() -> None:
+    model, on = run_config().model, replace(machine(), flash_attention=False)
+    assert training_attention(model, on, AttentionNeeds(sinks=True)) == (
+        "flex",
+        "not varlen: it has no attention sinks, as this model has",
+    )
+    asked = run_config(model={"attention": "eager"}).model
+    assert training_attention(asked, on, AttentionNeeds()).reason == "model.attention asks for it"
 
 
 @pytest.mark.parametrize(

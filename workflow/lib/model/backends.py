@@ -6,6 +6,7 @@ import torch
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from workflow.lib.system.compute_choice import (
+    ASKED_FOR,
     FLASH,
     FLEX,
     VARLEN,
@@ -27,15 +28,13 @@ def resolve_training_attention(
     """
     if name == "auto":
         return _automatic(device, compute_dtype, needs, training=True)
-    reason = "model.attention asks for it"
     if name not in (VARLEN, FLEX):
-        return AttentionChoice(
-            resolve_attention(name, device, needs, compute_dtype=compute_dtype), reason
-        )
+        stock = resolve_attention(name, device, needs, compute_dtype=compute_dtype)
+        return AttentionChoice(stock, ASKED_FOR)
     lack = _varlen_lack(device, compute_dtype, needs) if name == VARLEN else needs.flex_lack()
     if lack is not None:
         raise setting_error("model.attention", name, lack, "Set it to auto")
-    return AttentionChoice(name, reason)
+    return AttentionChoice(name, ASKED_FOR)
 
 
 def _varlen_lack(

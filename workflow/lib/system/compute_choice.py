@@ -63,6 +63,9 @@ class AttentionNeeds:
         return None
 
 
+ASKED_FOR = "model.attention asks for it"
+
+
 class AttentionChoice(NamedTuple):
     """An implementation, and why it is this one."""
 

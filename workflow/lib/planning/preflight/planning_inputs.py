@@ -14,8 +14,10 @@ from workflow.lib.planning.memory.setup import Attention, Setup
 from workflow.lib.planning.preflight.budget import CPU_PROCESS_BYTES
 from workflow.lib.settings.config import ModelConfig, RunConfig
 from workflow.lib.system.compute_choice import (
+    ASKED_FOR,
     FLEX,
     VARLEN,
+    AttentionChoice,
     AttentionNeeds,
     automatic_attention,
     choose_dtype,
@@ -90,21 +92,27 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
     )
 
 
-def attention_kind(model: ModelConfig, machine: Machine, needs: AttentionNeeds) -> Attention:
-    """Return how the attention that training will choose uses memory.
+def training_attention(
+    model: ModelConfig, machine: Machine, needs: AttentionNeeds
+) -> AttentionChoice:
+    """Return the attention that training will choose, and why.
 
     needs: of the model (`attention_needs`).
     """
-    name: str = model.attention
-    if name == "auto":
-        name = automatic_attention(
-            needs,
-            cuda=machine.device == "cuda",
-            bfloat16=machine.bfloat16,
-            compute_dtype=compute_dtype(model, machine),
-            flash_package=machine.flash_attention,
-            training=True,
-        ).name
+    if model.attention != "auto":
+        return AttentionChoice(model.attention, ASKED_FOR)
+    return automatic_attention(
+        needs,
+        cuda=machine.device == "cuda",
+        bfloat16=machine.bfloat16,
+        compute_dtype=compute_dtype(model, machine),
+        flash_package=machine.flash_attention,
+        training=True,
+    )
+
+
+def attention_kind(name: str) -> Attention:
+    """Return how an implementation of attention uses memory."""
     if name == VARLEN or name.startswith("flash"):
         return "flash"
     if name == FLEX:
@@ -160,7 +168,9 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,
         compute_bytes=4 if dtype == "float32" else 2,
-        attention=attention_kind(run.model, machine, attention_needs(shape)),
+        attention=attention_kind(
+            training_attention(run.model, machine, attention_needs(shape)).name
+        ),
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(
