@@ -1,0 +1,100 @@
+"""The table of `workflow/docs/families.md`, from the table of the tests and from what the engine
+makes of each family's tiny model.
+
+`python -m tests.support.families_page` writes it anew.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.families import FAMILIES
+from tests.support.measurements import FOLDER as MEASUREMENTS
+from workflow.lib.benchmark.cases import model_config
+from workflow.lib.model.architecture.attention_needs import attention_needs
+from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.model.document_states import separate_documents_
+from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.settings.benchmark import BenchmarkConfig
+from workflow.lib.system.compute_choice import automatic_attention
+
+PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
+MARKS = ("<!-- families: begin -->\n", "<!-- families: end -->")
+HEAD = (
+    "| family (`model_type`) | its tiny model has | attention | `auto` on a GPU | fused "
+    "| recurrent layers | memory |\n|---|---|---|---|---|---|---|\n"
+)
+PARTS = {"norms": "norms", "attentions": "attention", "feed_forwards": "feed-forward"}
+
+
+def measured_families() -> set[str]:
+    """Return the families whose memory was measured on GPUs."""
+    lines = [
+        json.loads(line)
+        for path in sorted(MEASUREMENTS.glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    sizes = {json.dumps(line["sizes"], sort_keys=True) for line in lines if line.get("sizes")}
+    return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
+
+
+def table() -> str:
+    """Return the table, a line for each family."""
+    measured = measured_families()
+    return HEAD + "".join(_line(family, measured) for family in FAMILIES)
+
+
+def _line(family: str, measured: set[str]) -> str:
+    config = FAMILIES[family].config(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    drop_other_parts_(model)
+    layers, recurrent = len(decoder_layers(model)), separate_documents_(model)
+    needs = attention_needs(config.to_dict())
+    on_gpu = automatic_attention(
+        needs, cuda=True, bfloat16=True, compute_dtype="bfloat16", flash_package=False,
+        training=True,
+    ).name  # fmt: skip
+    cells = [
+        f"`{family}`",
+        FAMILIES[family].has,
+        _attention(config.get_text_config()) + (", soft-capped" if needs.softcap else ""),
+        on_gpu,
+        _fused(dict(fuse_layers_(model)), layers),
+        f"{recurrent} of {layers}" if recurrent else "none",
+        "measured" if family in measured else "predicted only",
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _attention(config: Any) -> str:
+    """Return the kinds of attention of a model's layers."""
+    kinds = {kind for kind in getattr(config, "layer_types", None) or [] if "attention" in kind}
+    kinds -= {"linear_attention"}
+    if not kinds:
+        window = getattr(config, "sliding_window", None)
+        return "sliding" if window and getattr(config, "use_sliding_window", True) else "full"
+    return " and ".join(sorted(kind.removesuffix("_attention") for kind in kinds))
+
+
+def _fused(counts: dict[str, int], layers: int) -> str:
+    """Return which parts are fused, and in how many layers where not in all."""
+    parts = []
+    for kind, name in PARTS.items():
+        count = counts.get(kind, 0)
+        if count:
+            parts.append(name if count >= layers else f"{name} ({count} of {layers} layers)")
+    return ", ".join(parts) or "none"
+
+
+def written(page: str) -> str:
+    """Return the page with the table between its marks."""
+    before, rest = page.split(MARKS[0])
+    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
