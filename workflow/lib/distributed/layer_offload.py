@@ -29,6 +29,7 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.nf4_model import checkpoint_name, read_bytes
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.system.device_types import GPUS
 
 ALIGNMENT = 512  # bytes; of every part in its layer's buffer, and of the slices
 
@@ -67,17 +68,18 @@ class _OffloadedLayer:
         linears: list[tuple[str, NF4Linear]],
         *,
         world: World,
-        stream: "torch.cuda.Stream | None",
+        stream: torch.Stream | None,
     ) -> None:
         self._parts = list(_laid_out(linears))
         last = self._parts[-1]
         share = math.ceil((last.start + last.num_bytes) / world.shard_size)
         self.slice_bytes = _aligned(share)
         self._world, self._stream = world, stream
+        self._gpu = torch.get_device_module(world.device)
         self._host = torch.empty(0, dtype=torch.uint8)
         self._mine: torch.Tensor | None = None
         self._buffer: torch.Tensor | None = None
-        self._fetched: torch.cuda.Event | None = None
+        self._fetched: torch.Event | None = None
 
     def empty_(self) -> None:
         """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
@@ -91,12 +93,16 @@ class _OffloadedLayer:
         """Return the packed parameters."""
         return {part.linear.get_parameter(part.name) for part in self._parts}
 
+    def allocate_(self) -> None:
+        """Make this process's slice, of zeros."""
+        pinned = self._stream is not None
+        self._host = torch.zeros(self.slice_bytes, dtype=torch.uint8, pin_memory=pinned)
+
     def load_(self, reader: CheckpointReader) -> int:
         """Fill this process's slice; return the bytes read."""
         mesh = self._world.mesh
         first = mesh.get_local_rank(mesh.ndim - 1) * self.slice_bytes
-        pinned = self._stream is not None
-        self._host = torch.zeros(self.slice_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.allocate_()
         bytes_read = 0
         for part in self._parts:
             start = max(first - part.start, 0)
@@ -132,8 +138,8 @@ class _OffloadedLayer:
             yield
             return
         # the buffer may be memory that queued work still reads
-        self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._gpu.current_stream(self._world.device))
+        with self._gpu.stream(self._stream):
             yield
         self._fetched = self._stream.record_event()
 
@@ -158,7 +164,7 @@ class _OffloadedLayer:
 
     def _wait(self) -> None:
         if self._fetched is not None:
-            torch.cuda.current_stream(self._world.device).wait_event(self._fetched)
+            self._gpu.current_stream(self._world.device).wait_event(self._fetched)
         self._fetched = self._mine = None
 
     def differences(self, reader: CheckpointReader) -> list[str]:
@@ -192,7 +198,8 @@ class OffloadedLayers:
 
     def __init__(self, model: PreTrainedModel, *, count: int, world: World) -> None:
         layers = decoder_layers(model)
-        stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        gpu = torch.get_device_module(world.device)
+        stream = gpu.Stream(world.device) if world.device.type in GPUS else None
         paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
         self._layers: dict[int, _OffloadedLayer] = {}
         for number in spread(count, len(layers)):
@@ -219,6 +226,11 @@ class OffloadedLayers:
         use.
         """
         return set().union(*(layer.parameters() for layer in self._layers.values()))
+
+    def allocate_(self) -> None:
+        """Make this process's slices, of zeros: all that a recording of memory needs."""
+        for layer in self._layers.values():
+            layer.allocate_()
 
     def load_(self, folder: Path, *, moved: Callable[[], None] = lambda: None) -> int:
         """Fill this process's slices from the NF4 checkpoint, calling `moved` after each layer;

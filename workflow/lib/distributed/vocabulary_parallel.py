@@ -26,6 +26,7 @@ from workflow.lib.model.architecture.vocabulary_slices import (
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.system.device_types import GPUS
 
 # Named anew in torch 2.13; the old names warn there.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -323,7 +324,7 @@ def _located(ids: torch.Tensor, ranges: tuple[int, int]) -> tuple[torch.Tensor, 
 def _add_rows_(total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
     """Add each row at its index, duplicates in the same order every time."""
     # Atomic additions would come in any order: index_add_ has them on a GPU, index_put_ on a CPU.
-    if total.is_cuda:
+    if total.device.type in GPUS:
         total.index_put_((indices,), rows, accumulate=True)  # sorts first
     else:
         total.index_add_(0, indices, rows)  # one after the other

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from workflow.lib.system.device_types import GPUS
+
 # Smaller tensors (positions, statistics of rows) cost more to move than to keep. 1 / 128 of the
 # window is the least that is moved.
 WINDOW_TO_SMALLEST = 128
@@ -42,8 +44,8 @@ class _Saved:
     """On the device, while they are there."""
     version: int = 0
     """Of `values`, when they were saved or fetched."""
-    sent: torch.cuda.Event | None = None
-    fetched: torch.cuda.Event | None = None
+    sent: torch.Event | None = None
+    fetched: torch.Event | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +82,8 @@ class ActivationOffload:
         """window_bytes: of what leaves, and later of what comes, on the device at a time."""
         self.device, self.host_bytes = device, 0
         self._window, self._least = window_bytes, window_bytes // WINDOW_TO_SMALLEST
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._gpu = torch.get_device_module(device)
+        self._stream = self._gpu.Stream(device) if device.type in GPUS else None
         self._free: dict[int, list[torch.Tensor]] = {}
         self._saved: list[_Saved] = []
         self._known: dict[tuple[Any, ...], _Saved] = {}
@@ -215,7 +218,7 @@ class ActivationOffload:
         saved.version = saved.values._version
         self._present += saved.num_bytes
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
         """Copy bytes behind all that is computed so far, beside what follows; return the event of
         the end.
         """
@@ -224,15 +227,15 @@ class ActivationOffload:
             return None
         # To the host: the values must have been computed. To the device: work that is queued may
         # still use the memory that the target was given.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._gpu.current_stream(self.device))
+        with self._gpu.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = self._stream.record_event()
+        event: torch.Event = self._stream.record_event()
         return event
 
-    def _wait(self, event: torch.cuda.Event | None) -> None:
+    def _wait(self, event: torch.Event | None) -> None:
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self._gpu.current_stream(self.device).wait_event(event)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         """Return host memory (num_bytes,) uint8, page-locked if there is a GPU: copies to and from

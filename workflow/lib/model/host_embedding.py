@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.model.nf4_model import checkpoint_name
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.system.device_types import GPUS
 
 
 def empty_table_(model: PreTrainedModel) -> None:
@@ -64,7 +65,7 @@ class StoredRows:
             len(ids),
             self._table.shape[1],
             dtype=self._dtype,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self._device.type in GPUS,
         )
         if self._table.dtype == self._dtype:
             torch.index_select(self._table, 0, ids, out=rows)

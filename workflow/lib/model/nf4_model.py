@@ -7,7 +7,7 @@ own slices and one tensor.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,17 @@ def build_nf4_on_meta(
     drop_other_parts_(model)
     with CheckpointReader(folder) as reader:
         specs = read_specs(reader)
+    return replace_linears_(model, specs, compute_dtype=compute_dtype)
+
+
+def replace_linears_(
+    model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
+) -> PreTrainedModel:
+    """Put an `NF4Linear` in the place of every linear of a meta-device model that has a spec, by
+    path; freeze everything; return the model.
+
+    Raises `UserError` for a path at which there is no linear of the spec's shape.
+    """
     for path, spec in specs.items():
         linear = _linear_at(model, path, spec.shape)
         parent, _, name = path.rpartition(".")

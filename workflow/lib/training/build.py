@@ -7,13 +7,14 @@ sharding -> memory -> weights -> adapter values.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
@@ -30,7 +31,7 @@ from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_p
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining
-from workflow.lib.settings.config import RunConfig
+from workflow.lib.settings.config import LoraSettings, RunConfig
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,9 @@ def build_training_model(
     _limit_memory(plan, world.device)
     dtype = numerics.compute_dtype
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
-    training = CausalLMForTraining(inject_adapters(model, config.lora))
-    fused = fuse_layers_(model) if config.train.fused_layers else Counter()
-    if plan.offload_embedding:
-        assert training.rows_of is None, "preflight leaves a trained embedding on the device"
-        empty_table_(model)
-    if plan.activation_checkpointing:
-        checkpoint_activations_(model, every=int(plan.activation_checkpointing))
-    layers = decoder_layers(model)  # FSDP2 changes their classes
-    offloaded_layers = offload_layers_(model, count=plan.offload_layers, world=world)
-    units = _sharded(training, offloaded_layers, plan, world)
+    training, fused = adapt_(model, config.lora, plan, fused_layers=config.train.fused_layers)
+    laid_out = lay_out_(training, plan, world)
+    offloaded_layers = laid_out.offloaded_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
     bytes_read += offloaded_layers.load_(base, moved=moved) if offloaded_layers else 0
@@ -123,12 +117,41 @@ def build_training_model(
     init_adapters_(training, seed=config.train.seed, base=base)
     if dtype == torch.float16:
         training.loss_scale = LossScale()
+    return replace(laid_out, bytes_read=bytes_read, fused=fused)
+
+
+def adapt_(
+    model: PreTrainedModel, lora: LoraSettings, plan: Plan, *, fused_layers: bool
+) -> tuple[CausalLMForTraining, Counter[str]]:
+    """Give a meta-device NF4 model its adapters, its fused layers and its recomputation; return
+    what trains it, and how many modules of each kind are fused.
+
+    Raises `UserError` if the model has none of the targets.
+    """
+    training = CausalLMForTraining(inject_adapters(model, lora))
+    fused = fuse_layers_(model) if fused_layers else Counter()
+    if plan.offload_embedding:
+        assert training.rows_of is None, "preflight leaves a trained embedding on the device"
+        empty_table_(model)
+    if plan.activation_checkpointing:
+        checkpoint_activations_(model, every=int(plan.activation_checkpointing))
+    return training, fused
+
+
+def lay_out_(training: CausalLMForTraining, plan: Plan, world: World) -> TrainingModel:
+    """Divide a meta-device model between processes and host memory as the plan says; nothing is
+    allocated or read yet. Collective.
+    """
+    model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
+    layers = decoder_layers(model)  # FSDP2 changes their classes
+    offloaded_layers = offload_layers_(model, count=plan.offload_layers, world=world)
+    units = _sharded(training, offloaded_layers, plan, world)
     if plan.offload_window_bytes is not None:
         training.activation_offload = ActivationOffload(
             world.device, window_bytes=plan.offload_window_bytes
         )
         _choose_offloaded(training.activation_offload, layers, plan)
-    return TrainingModel(training, units, bytes_read, offloaded_layers, fused)
+    return TrainingModel(training, units, 0, offloaded_layers)
 
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:

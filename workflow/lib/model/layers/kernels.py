@@ -11,11 +11,13 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch.autograd.graph import increment_version
+
+from workflow.lib.system.device_types import RECORDED
 
 logger = logging.getLogger("workflow")
 
@@ -35,7 +37,7 @@ def usable(device: torch.device) -> bool:
     """Return whether the kernels run on this device; tried once, and said in the log if a GPU must
     do without them.
     """
-    return device.type == "cuda" and _tried(device)
+    return device.type == RECORDED or (device.type == "cuda" and _tried(device))
 
 
 @functools.cache
@@ -90,6 +92,17 @@ class NF4Data(NamedTuple):
     block_size: int
 
 
+def _launch(
+    name: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Start a kernel that writes to `out`, which has been allocated: kernels allocate nothing.
+
+    A device that is recorded computes nothing.
+    """
+    if out.device.type != RECORDED:
+        getattr(triton_kernels, name)[grid](out, *arguments, **options)
+
+
 def dequantize_nf4(out: torch.Tensor, data: NF4Data) -> torch.Tensor:
     """Fill `out` (contiguous, any float type) with the weights that `data` encodes; return it.
 
@@ -99,7 +112,9 @@ def dequantize_nf4(out: torch.Tensor, data: NF4Data) -> torch.Tensor:
     blocks = PROGRAM_WEIGHTS // data.block_size
     grid = (-(-out.numel() // (blocks * data.block_size)),)
     double = data.nested_absmax is not None
-    triton_kernels.dequantize_nf4[grid](
+    _launch(
+        "dequantize_nf4",
+        grid,
         out,
         data.packed,
         data.absmax,
@@ -124,8 +139,16 @@ def act_and_mul(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> tor
     """
     product = torch.empty_like(gate)
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    triton_kernels.act_and_mul[grid](
-        product, gate, up, gate.numel(), kind=activation, size=PROGRAM_ELEMENTS, num_warps=WARPS
+    _launch(
+        "act_and_mul",
+        grid,
+        product,
+        gate,
+        up,
+        gate.numel(),
+        kind=activation,
+        size=PROGRAM_ELEMENTS,
+        num_warps=WARPS,
     )
     return product
 
@@ -137,8 +160,16 @@ def act_and_mul_backward_(
     `grad` the product itself.
     """
     grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    triton_kernels.act_and_mul_backward[grid](
-        grad, gate, up, gate.numel(), kind=activation, size=PROGRAM_ELEMENTS, num_warps=WARPS
+    _launch(
+        "act_and_mul_backward",
+        grid,
+        grad,
+        gate,
+        up,
+        gate.numel(),
+        kind=activation,
+        size=PROGRAM_ELEMENTS,
+        num_warps=WARPS,
     )
     # Autograd does not see what Triton writes. With a new version it refuses a second backward,
     # which would take the gradients in `gate` and `up` for what forward saved.
@@ -161,8 +192,8 @@ def lengthened_act_and_mul_backward_(
     num_rows, width = gate.shape
     grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
     sums = torch.empty((2, grid[1], width), dtype=torch.float32, device=gate.device)
-    triton_kernels.lengthened_act_and_mul_backward[grid](
-        sums, grad, gate, up, *factors, num_rows, width,
+    _launch(
+        "lengthened_act_and_mul_backward", grid, sums, grad, gate, up, *factors, num_rows, width,
         kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     increment_version((grad, gate, up))
@@ -181,8 +212,8 @@ def lengthen_backward(
     grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
     sums = torch.empty((grid[1], width), dtype=torch.float32, device=y.device)
     scaled = torch.empty_like(grad)
-    triton_kernels.lengthen_backward[grid](
-        sums, scaled, grad, y, factor, num_rows, width,
+    _launch(
+        "lengthen_backward", grid, sums, scaled, grad, y, factor, num_rows, width,
         rows=ROWS, columns=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return scaled, sums.sum(dim=0)
@@ -206,9 +237,10 @@ def drop(
     groups = -(-features // 8)
     assert out.is_contiguous(), "the kernel knows no strides"
     size = min(PROGRAM_GROUPS, _power_of_two(groups))
-    triton_kernels.drop[(tokens, -(-groups // size))](
-        out, rows.contiguous(), row_keys, tokens // len(row_keys), features, groups, linear,
-        threshold, add=add, size=size, num_warps=WARPS,
+    _launch(
+        "drop", (tokens, -(-groups // size)), out, rows.contiguous(), row_keys,
+        tokens // len(row_keys), features, groups, linear, threshold,
+        add=add, size=size, num_warps=WARPS,
     )  # fmt: skip
     if add or out is rows:
         increment_version((out,))
@@ -225,7 +257,9 @@ def apply_rotary(
     """
     out = torch.empty_like(x)
     rows, seq_len, heads, head_dim = x.shape
-    triton_kernels.apply_rotary[(rows * seq_len,)](
+    _launch(
+        "apply_rotary",
+        (rows * seq_len,),
         out,
         x,
         cos,

@@ -22,6 +22,7 @@ from workflow.lib.model.layers.adapter_dropout import (
     dropped,
 )
 from workflow.lib.model.layers.adapter_state import Casts
+from workflow.lib.system.device_types import GPUS
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
 FLOAT32_PRODUCTS = torch.version.hip is None
@@ -202,6 +203,6 @@ def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
     For the gradients of adapters, which are sums over all tokens.
     """
-    if left.is_cuda and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
+    if left.device.type in GPUS and left.dtype != torch.float32 and FLOAT32_PRODUCTS:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

@@ -132,7 +132,9 @@ def _cudnn_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
-    if torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0):
+    if q.device.type != "cuda" or torch.version.hip:
+        return False
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     return torch.backends.cuda.can_use_cudnn_attention(parameters)

@@ -1,0 +1,129 @@
+"""Every storage that is made, resized and released on the recorded GPU while the engine runs, as
+events of a tape.
+
+Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes storages
+without an operation, so those that are known are looked at before each operation: between two
+operations nothing else is made, so an event that is noted there is in its place.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from workflow.lib.planning.memory.allocation_tape import COMPUTE, Tape
+from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
+from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
+from workflow.lib.system.device_types import RECORDED
+
+READ = torch.ops.aten._local_scalar_dense.default
+REDUCE = torch.ops.c10d.allreduce_.default
+# DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
+# engine and its libraries make nothing else by it.
+STAND_IN = torch.ops.aten.empty_strided.default
+
+
+class _Storage:
+    """A storage on the device, by weak reference, and the tape's tensor that stands for its
+    memory.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.reference = weakref.ref(storage)
+        self.num_bytes = 0
+        self.tensor = -1
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Within the block writes to `tape` what is made and released. Enter it within the GPU's
+    mode.
+    """
+
+    def __init__(self, gpu: RecordedGpu, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._gpu = gpu
+        self._known: dict[int, _Storage] = {}
+        self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._multiplying: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls operations on its local tensors
+        if active_fake_mode() is not self._gpu.mode:  # one that tries shapes alone
+            return func(*args, **options)
+        if func is READ and args[0].constant is None:
+            return 0  # a value that the host asks for: all are taken for zeros
+        self._note_resized()
+        result = _reduced(args, options) if func is REDUCE else func(*args, **options)
+        if func is STAND_IN or any(map(self._stands_in, _tensors((args, options)))):
+            self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
+            return result
+        for tensor in _tensors(result):
+            self._note(tensor)
+        self._note_workspaces(func, args, result)
+        return result
+
+    def _stands_in(self, tensor: torch.Tensor) -> bool:
+        return bool(self._stand_ins) and tensor.untyped_storage() in self._stand_ins
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        """Note a tensor's storage, if it is on the device and new."""
+        if tensor.device.type != RECORDED:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            known = self._known[storage._cdata] = _Storage(storage)
+            weakref.finalize(storage, self._release, storage._cdata, known)
+            self._resize(known, storage.nbytes())
+
+    def _note_resized(self) -> None:
+        for known in list(self._known.values()):
+            storage = known.reference()
+            if storage is not None and storage.nbytes() != known.num_bytes:
+                self._resize(known, storage.nbytes())
+
+    def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
+        if func.overloadpacket in PRODUCTS and threading.get_ident() not in self._multiplying:
+            # cuBLAS takes one for each thread that multiplies: that of forward, and autograd's.
+            self._multiplying.add(threading.get_ident())
+            self._new(WORKSPACE_BYTES, "cublas_workspace")
+        sizes = workspaces(func, args, result)
+        self.tape.free(*[self._new(size, "layer_workspace") for size in sizes])
+
+    def _resize(self, known: _Storage, num_bytes: int) -> None:
+        if known.tensor >= 0:
+            self.tape.free(known.tensor)
+            known.tensor = -1
+        known.num_bytes = num_bytes
+        if num_bytes:
+            known.tensor = self._new(num_bytes, "layer_workspace")
+
+    def _new(self, num_bytes: int, term: str) -> int:
+        number = self._gpu.current_stream().stream_id
+        return self.tape.new(num_bytes, term, COMPUTE if number == COMPUTING else f"{number}")
+
+    def _release(self, key: int, known: _Storage) -> None:
+        if self._known.get(key) is known:  # else another storage has got its address
+            del self._known[key]
+        self._resize(known, 0)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (x for x in tree_iter(tree) if isinstance(x, torch.Tensor))
+
+
+def _reduced(args: Any, options: Any) -> Any:
+    """Run an all-reduce; numbers that the host knows stay known: all processes have the same."""
+    known = [tensor.constant for tensor in args[0]]
+    result = REDUCE(*args, **options)
+    for tensor, constant in zip(args[0], known, strict=True):
+        tensor.constant = constant
+    return result

@@ -1,0 +1,184 @@
+"""A GPU that is not there: torch's device for extensions (`PrivateUse1`), with streams that only
+have numbers.
+
+Its tensors are fake ones (`torch._subclasses.FakeTensorMode`), so no operation has anything to
+compute. What the engine, FSDP2 and torch ask of a GPU's module (`torch.cuda`), this one has too.
+A process that has this device keeps it, so recordings are made in a process of their own
+(`recording_process`).
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from workflow.lib.system.device_types import RECORDED
+
+# Operations for which GPUs have kernels of their own, and which torch makes of others, with
+# temporaries, on a device that has none.
+OWN_KERNELS = ("silu_backward", "mish_backward", "_fused_rms_norm")
+COMPUTING = 0  # the number of the stream that computes
+
+
+class RecordedEvent:
+    """Nothing runs, so nothing is waited for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> "RecordedEvent":
+        return self
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class RecordedStream:
+    """A queue of a device: its number says which memory its tensors are taken from."""
+
+    made = COMPUTING
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream_id = RecordedStream.made
+        RecordedStream.made += 1
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> RecordedEvent:
+        return RecordedEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class RecordedGpu:
+    """What `torch.get_device_module` returns for the device."""
+
+    __name__ = f"torch.{RECORDED}"
+    Stream, Event = RecordedStream, RecordedEvent
+
+    def __init__(self) -> None:
+        self._stream = RecordedStream()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.kernels = torch.library.Library("aten", "IMPL")
+
+    def current_stream(self, *_: Any) -> RecordedStream:
+        return self._stream
+
+    @contextmanager
+    def stream(self, stream: RecordedStream) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    @contextmanager
+    def device(self, *_: Any) -> Iterator[None]:
+        yield
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    manual_seed = manual_seed_all
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def set_rng_state(self, *_: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@functools.cache
+def recorded_gpu() -> RecordedGpu:
+    """Give this process the device `device_types.RECORDED`; return its module."""
+    gpu = RecordedGpu()
+    _setup_privateuseone_for_python_backend(RECORDED, backend_module=gpu)
+    # `fake` collectives do nothing, on this device too.
+    dist.Backend.backend_capability[dist.Backend.FAKE].append(RECORDED)
+    dist.Backend.default_device_backend_map[RECORDED] = dist.Backend.FAKE
+    for name in OWN_KERNELS:
+        gpu.kernels.impl(name, _computes_nothing, "PrivateUse1")
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with gpu.mode:
+            made: torch.Tensor = torch.ops.aten.empty.memory_format(*args, **kwargs)
+        return made
+
+    gpu.kernels.impl("empty.memory_format", empty, "PrivateUse1")
+    gpu.kernels.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    return gpu
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """By the kernel that torch chooses on GPUs for a mask or fp32 (memory-efficient attention);
+    without a mask and in 16 bits FlashAttention takes no more.
+    """
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if mask is not None and mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    if mask is not None:
+        mask = mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    output: torch.Tensor
+    output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, torch.is_grad_enabled(), dropout, causal, scale=scale
+    )
+    return output
+
+
+def _computes_nothing(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("the tensors of a recorded GPU are fake: nothing is computed on it")
