@@ -17,6 +17,7 @@ container: container_image()
 
 
 include: "workflow/rules/download_source.smk"
+include: "workflow/rules/describe_model.smk"
 include: "workflow/rules/tokenize_dataset.smk"
 include: "workflow/rules/quantize_base.smk"
 include: "workflow/rules/preflight_run.smk"
@@ -45,6 +46,7 @@ localrules:
 # failed, and does not miss an intermediate one as long as what was once made from it is there.
 rule tokenize:
     input:
+        [layout.description(run) for run in RUNS.values()],
         [f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
 
 

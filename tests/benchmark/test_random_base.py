@@ -14,7 +14,7 @@ from tests.support.models import tiny_llama
 from workflow.lib.benchmark.cases import requests
 from workflow.lib.benchmark.prediction import imagined_tokens
 from workflow.lib.benchmark.random_base import random_rows, write_random_base
-from workflow.lib.model.architecture.model_shape import shape_of_config
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.settings.config import QuantizeConfig, load_benchmark
 from workflow.lib.system.files import read_json
@@ -65,7 +65,7 @@ def test_rows_are_what_preflight_was_told() -> None:
         num_gpus=0,
     )
     config = read_json(Path("workflow/resources/base/config.json"))
-    tokens = imagined_tokens(request, shape_of_config(config, origin=Path("x")))
+    tokens = imagined_tokens(request, describe_config(config, origin=Path("x")))
     store = random_rows(rows=tokens.packed_rows, seq_len=61, documents=7, vocab_size=101)
     assert store.input_ids.shape == (tokens.packed_rows, 61)
     assert int(store.trained_tokens_per_row.sum()) == tokens.trained_tokens

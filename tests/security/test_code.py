@@ -15,8 +15,8 @@ import torch
 from tests.support.models import tiny_llama
 from tests.support.tiny import tiny_tokenizer
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
-from workflow.lib.model.architecture.model_shape import read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import shard_of_tensor
 from workflow.lib.system.errors import UserError
@@ -168,7 +168,7 @@ def test_model_with_code_of_its_own_is_refused_and_its_code_not_run(tmp_path: Pa
     target = tmp_path / "here"
     folder = custom_model(tmp_path / "model", target)
     with pytest.raises(UserError, match=r"code of the model's own repository.*never run"):
-        read_shape(folder)
+        describe_folder(folder)
     with pytest.raises(UserError, match=r"code of its own repository, which is never run"):
         build_on_meta(folder, dtype=torch.float32)
     assert not target.exists()

@@ -19,8 +19,9 @@ from workflow.lib.artifacts.benchmark_record import BenchmarkRow
 from workflow.lib.benchmark.cases import Request, read_cases, requests, run_settings
 from workflow.lib.benchmark.measure import Observed, gemm_rate, together
 from workflow.lib.benchmark.prediction import model_flops_per_token, prepare
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape, shape_of_config
+from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.architecture.shipped_shapes import known_config
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.settings.config import load_benchmark
@@ -77,9 +78,10 @@ def test_measured_case_tells_what_a_checkpoint_costs(project: Project) -> None:
     assert len(found["blocks_with_s"]) == len(found["blocks_without_s"]) == 2
     assert found["step_s"] == statistics.median(found["blocks_without_s"]) / 3
     assert 0 < found["still_s"] < max(found["blocks_with_s"])
-    linears = rows(project)["flash"]["shape"]["linears"]
-    layers, rank = rows(project)["flash"]["shape"]["num_layers"], TINY["rank"]
-    values = layers * rank * sum(one["in_features"] + one["out_features"] for one in linears)
+    shape, rank = shape_of_document(rows(project)["flash"]["shape"]), TINY["rank"]
+    values = rank * shape.total(
+        lambda layer: sum(x.in_features + x.out_features for x in layer.linears)
+    )
     assert (
         3 * 4 * values < found["bytes"] < 2 * 3 * 4 * values
     )  # the adapter, its two moments; indices
@@ -94,9 +96,7 @@ def test_case_that_cannot_run_is_a_row_with_its_cause(project: Project) -> None:
 
 def test_row_predicts_its_case_again_without_the_model(project: Project) -> None:
     row = rows(project)["flash"]
-    linears = tuple(Linear(**linear) for linear in row["shape"]["linears"])
-    vectors = tuple(row["shape"]["layer_vectors"])
-    shape = ModelShape(**(row["shape"] | {"linears": linears, "layer_vectors": vectors}))
+    shape = shape_of_document(row["shape"])
     setup = Setup(**(row["setup"] | {"targets": tuple(row["setup"]["targets"])}))
     assert predict(shape, setup).peak_bytes == row["predicted"]["peak_bytes"]
 
@@ -220,7 +220,7 @@ def test_request_survives_its_document() -> None:
 def test_model_work_of_a_token_by_hand() -> None:
     config = known_config("meta-llama/Llama-2-70b-hf")
     assert config is not None
-    shape = shape_of_config(config | {"num_hidden_layers": 1}, origin=Path("x"))
+    shape = describe_config(config | {"num_hidden_layers": 1}, origin=Path("x"))
     weights = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 32000 * 8192
     expected = 4 * weights + 6 * 512 * 8192
     assert model_flops_per_token(shape, seq_len=2048, documents=4) == expected

@@ -8,13 +8,15 @@ workflow/docs/memory-model.md.
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from workflow.lib.benchmark.cases import model_config
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
+from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.vocabulary_slices import chunk_rows, exchanged_rows
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.closed_form import Prediction, predict
 from workflow.lib.planning.memory.replay import Replay, replay_tape
@@ -98,6 +100,12 @@ def rows() -> list[Row]:
     return [_row(line) for line in lines if _counts(line)]
 
 
+@cache
+def described(config: str, name: str) -> ModelShape:
+    """Return the description of a config.json, made once."""
+    return describe_config(json.loads(config), origin=Path(name))
+
+
 def _counts(line: dict[str, Any]) -> bool:
     if line.get("setup") is None or not (line.get("measured") or {}).get("allocated_bytes"):
         return False
@@ -119,11 +127,11 @@ def _counts(line: dict[str, Any]) -> bool:
 def _row(line: dict[str, Any]) -> Row:
     setup = Setup(**line["setup"] | {"targets": tuple(line["setup"]["targets"])})
     sizes = BenchmarkConfig(**line["sizes"])
-    shape = shape_of_config(model_config(sizes), origin=Path(sizes.model))
+    shape = described(json.dumps(model_config(sizes)), sizes.model)
     tape = step_trace(shape, setup, checked=sizes.check_bytes)
     if line["versions"]["commit"] in CASTS_EACH_USE:
         keep_no_casts(tape)
-    all_adapted = len(setup.targets) == len(shape.linears)
+    all_adapted = len(setup.targets) == len(shape.linear_names)
     if line["versions"]["commit"] not in VALUES_FIRST and all_adapted:
         decode_weights_first(tape)
     if line["versions"]["commit"] not in MOMENTS_AT_ONCE:

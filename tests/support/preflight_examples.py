@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES
 from workflow.lib.planning.memory.setup import Setup
@@ -18,6 +18,7 @@ from workflow.lib.planning.token_counts import TokenCounts
 
 GPU_24 = 24 * 2**30
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PATHS = tuple(f"{'self_attn' if place < 4 else 'mlp'}.{name}" for place, name in enumerate(SEVEN))
 
 # Sizes that no power of two divides; 3 layers; grouped-query heads.
 TINY: dict[str, Any] = {
@@ -47,24 +48,46 @@ def llama_shape(
     width = hidden // heads * kv_heads
     outputs = (hidden, width, width, hidden, feed_forward, feed_forward, hidden)
     inputs = (hidden,) * 6 + (feed_forward,)
-    return ModelShape(
-        family="llama",
-        num_layers=layers,
+    layer = DecoderLayer(
+        attention="full",
+        attention_softcap=False,
         hidden_size=hidden,
         intermediate_size=feed_forward,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=hidden // heads,
+        linears=tuple(map(Linear, PATHS, outputs, inputs)),
+        attention_linears=4,
+        vectors=(
+            ("input_layernorm.weight", hidden),
+            ("post_attention_layernorm.weight", hidden),
+        ),
+        hidden_norms=2,
+        norms_before=True,
+        norms_after=False,
+        head_norms=(),
+        norm_bytes=4,
+        feed_forward_tensors=3,
+        fused_norms=True,
+        fused_attention=True,
+        fused_feed_forward=True,
+    )
+    return ModelShape(
+        family="llama",
+        kinds=(layer,),
+        order=(0,) * layers,
+        hidden_size=hidden,
         vocab_size=vocab,
         max_position_embeddings=131072,
+        embedding="model.embed_tokens",
+        head="lm_head",
+        layers="model.layers",
         tied_embeddings=tied,
         logit_softcap=False,
-        attention_softcap=False,
-        hidden_norms=2,
-        qk_norm=False,
+        attention_masks=1,
+        other_vectors=(("model.norm.weight", hidden),),
         source_dtype="BF16",
-        linears=tuple(map(Linear, SEVEN, outputs, inputs)),
-        layer_vectors=(hidden, hidden),
+        prefix="model.",
     )
 
 

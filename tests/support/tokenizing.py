@@ -61,7 +61,6 @@ class Stage:
         for option in ("dataset", "tokenizer", "output"):
             parser.add_argument(f"--{option}", type=Path, default=Path())
         parser.add_argument("--processes", type=int)
-        parser.add_argument("--checks", type=json.loads, default={})
         main(parser.parse_args(["--config", json.dumps(self.config(**settings)), *self.options()]))
         return TokenStore.open(self.output)
 

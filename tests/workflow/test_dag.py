@@ -2,6 +2,7 @@
 project.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ REPORT = ["render_report"]
 EVALUATION = ["evaluate_run", "write_card", *REPORT]
 EXPORT = ["consolidate", *EVALUATION]
 TRAINING = ["preflight_run", "finetune", *EXPORT]
-EVERYTHING = ["tokenize_dataset", "quantize_base", *TRAINING]
+EVERYTHING = ["describe_model", "tokenize_dataset", "quantize_base", *TRAINING]
 
 
 @pytest.fixture
@@ -148,6 +149,12 @@ def change_weights(project: Project) -> None:
     weights.write_bytes(content)
 
 
+def change_config(project: Project) -> None:
+    path = project.root / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+
+
 def change_chat_template(project: Project) -> None:
     template = project.root / "model" / "chat_template.jinja"
     template.write_text(template.read_text() + "\n")
@@ -156,7 +163,8 @@ def change_chat_template(project: Project) -> None:
 CHANGED_FILES = [
     (change_training_rows, ["tokenize_dataset", *TRAINING]),
     (change_heldout_rows, ["tokenize_dataset", *TRAINING]),
-    (change_weights, ["quantize_base", *TRAINING]),
+    (change_weights, ["describe_model", "quantize_base", *TRAINING]),
+    (change_config, ["describe_model", "quantize_base", *TRAINING]),
     (change_chat_template, EVERYTHING),  # the NF4 base carries the tokenizer
 ]
 
@@ -181,6 +189,7 @@ def test_edit_in_two_invocations_trains_like_in_one(project: Project) -> None:
 
 
 LOST: dict[str, tuple[str, list[str]]] = {
+    "description": ("results/models/tiny-*", ["describe_model", "preflight_run", *REPORT]),
     "tokens": ("results/tokens/qa-*", ["tokenize_dataset", *TRAINING]),
     "base": ("results/base/tiny-*", ["quantize_base", "finetune", *EXPORT]),
     "preflight": ("results/runs/demo/preflight_run", ["preflight_run", *REPORT]),
@@ -237,15 +246,23 @@ def test_settings_with_a_key_twice_are_refused_with_its_line(
 
 
 TARGETS = [
-    ("tokenize", ["tokenize_dataset"]),
-    ("preflight", ["tokenize_dataset", "preflight_run"]),
+    ("tokenize", ["describe_model", "tokenize_dataset"]),
+    ("preflight", ["describe_model", "tokenize_dataset", "preflight_run"]),
     (
         "train",
-        ["tokenize_dataset", "preflight_run", "quantize_base", "finetune", "consolidate"],
+        [
+            "describe_model",
+            "tokenize_dataset",
+            "preflight_run",
+            "quantize_base",
+            "finetune",
+            "consolidate",
+        ],
     ),
     (
         "evaluate",
         [
+            "describe_model",
             "tokenize_dataset",
             "preflight_run",
             "quantize_base",
@@ -277,7 +294,7 @@ def test_sweep_shares_tokens_and_base_where_their_settings_are_equal(
         {"runs": {"demo": {}, "wide": {"lora": {"r": 8}}, "short": {"data": {"seq_len": 29}}}}
     )
     per_run = ["preflight_run", "finetune", "consolidate", "evaluate_run", "write_card"]
-    shared = {"tokenize_dataset": 2, "quantize_base": 1, "render_report": 1}
+    shared = {"describe_model": 1, "tokenize_dataset": 2, "quantize_base": 1, "render_report": 1}
     assert sweep.planned("all") == shared | dict.fromkeys(per_run, 3)
 
 

@@ -32,6 +32,15 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.fixture(scope="module")
+def described(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose model is described."""
+    project = fresh.copy(tmp_path_factory.mktemp("errors") / "described")
+    (job,) = project.plan("tokenize")["describe_model"]
+    project.run(f"results/models/{job.wildcards['model']}/description.json")
+    return project
+
+
+@pytest.fixture(scope="module")
 def tokenized(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with its tokens made, so that preflight is the next to run."""
     project = fresh.copy(tmp_path_factory.mktemp("errors") / "tokenized")
@@ -78,6 +87,9 @@ UNREADABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data": {"train": "data/none.jsonl"}},
         ["data.train = 'data/none.jsonl'", "no such file", "Give a path that exists"],
     ),
+}
+# The same, where the model is described; else the description, which comes first, says it.
+UNSUITED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no such layer": (
         {"lora": {"target_modules": ["q_prj"]}},
         ["run demo: lora.target_modules = 'q_prj'", "q_proj, k_proj", "all-linear"],
@@ -104,6 +116,24 @@ def test_wrong_setting_stops_before_any_job(
     project = fresh.copy(tmp_path / "project")
     project.edit(edit)
     assert_said(refusal(project, after=[]), *message)
+
+
+@pytest.mark.parametrize(("edit", "message"), UNSUITED.values(), ids=UNSUITED)
+def test_setting_that_does_not_suit_a_described_model_stops_before_any_job(
+    described: Project, tmp_path: Path, edit: dict[str, Any], message: list[str]
+) -> None:
+    project = described.copy(tmp_path / "project")
+    project.edit(edit)
+    assert_said(refusal(project, after=[]), *message)
+
+
+def test_setting_that_does_not_suit_a_new_model_stops_at_its_description(
+    fresh: Project, tmp_path: Path
+) -> None:
+    project = fresh.copy(tmp_path / "project")
+    edit, message = UNSUITED["no such layer"]
+    project.edit(edit)
+    assert_said(refusal(project, after=["describe_model"]), *message)
 
 
 @contextmanager
@@ -221,7 +251,7 @@ def test_unusable_data_or_tokenizer_stops_at_tokenization(
 ) -> None:
     project = fresh.copy(tmp_path / "project")
     change(project)
-    assert_said(refusal(project, after=["tokenize_dataset"]), *message)
+    assert_said(refusal(project, after=["describe_model", "tokenize_dataset"]), *message)
 
 
 def test_gain_that_no_task_measures_stops_at_preflight(tokenized: Project, tmp_path: Path) -> None:
@@ -232,7 +262,7 @@ def test_gain_that_no_task_measures_stops_at_preflight(tokenized: Project, tmp_p
     assert_said(seen, "evaluate.require = 'pydocs_mc/acc'", said)
 
 
-# Seen before rows are read, on the machine that trains; where the tokens are there, by preflight.
+# Seen when the model is described, on the machine that trains; where it is, by preflight.
 UNWORKABLE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "more GPUs than there are": (
         {"hardware": {"gpus": 99}, "train": {"global_batch_size": 99}},
@@ -255,19 +285,19 @@ def test_setting_that_cannot_work_with_this_model_stops_at_preflight(
 
 
 @pytest.mark.parametrize(("edit", "message"), UNWORKABLE.values(), ids=UNWORKABLE)
-def test_setting_that_cannot_work_on_this_machine_stops_before_rows_are_read(
+def test_setting_that_cannot_work_on_this_machine_stops_at_the_description(
     fresh: Project, tmp_path: Path, edit: dict[str, Any], message: list[str]
 ) -> None:
     project = fresh.copy(tmp_path / "project")
     write_png(project)  # which would be refused, if it were read
     project.edit(edit)
-    assert_said(refusal(project, after=["tokenize_dataset"]), *message)
+    assert_said(refusal(project, after=["describe_model"]), *message)
 
 
-def test_weights_that_are_text_stop_at_preflight(tokenized: Project, tmp_path: Path) -> None:
-    project = tokenized.copy(tmp_path / "project")
+def test_weights_that_are_text_stop_at_the_description(fresh: Project, tmp_path: Path) -> None:
+    project = fresh.copy(tmp_path / "project")
     (project.root / "model" / "model.safetensors").write_text("no weights at all\n" * 50)
-    seen = refusal(project, after=["preflight_run"])
+    seen = refusal(project, after=["describe_model"])
     assert_said(seen, "model/model.safetensors", "not a safetensors file", "Download it again")
 
 
@@ -291,4 +321,4 @@ def test_no_run_starts_while_another_cannot_work(fresh: Project, tmp_path: Path)
     project.write_settings(merge(project.settings, {"runs": runs}))
     done = project.snakemake("all")
     assert done.status == 1
-    assert set(executed(done.output)) == {"tokenize_dataset", "preflight_run"}
+    assert set(executed(done.output)) == {"describe_model", "tokenize_dataset", "preflight_run"}

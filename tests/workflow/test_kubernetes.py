@@ -185,6 +185,7 @@ def test_every_stage_runs_in_a_pod_of_its_own_and_its_artifacts_are_in_the_store
         rule: len(on_pods.cluster.of_rule(rule))
         for rule in (
             "download_source",
+            "describe_model",
             "tokenize_dataset",
             "preflight_run",
             "quantize_base",

@@ -78,6 +78,7 @@ def test_two_nodes_train_one_run(on_two_nodes: Trained) -> None:
 @pytest.mark.slow
 def test_every_stage_is_a_job(on_two_nodes: Trained) -> None:
     assert set(on_two_nodes.jobs) == {
+        "describe_model",
         "tokenize_dataset",
         "preflight_run",
         "quantize_base",

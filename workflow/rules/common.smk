@@ -105,9 +105,12 @@ try:
             check_stored_paths(name, settings, sent_from_here=workflow.is_main_process)
         else:
             check_local_paths(name, settings)
-            folder = Path(layout.model_dir(settings))
-            if folder.exists():  # else it is still to be downloaded
-                check_model(name, settings, folder=folder)
+            check_model(
+                name,
+                settings,
+                folder=Path(layout.model_dir(settings)),
+                description=Path(layout.description(settings)),
+            )
     for folder in {
         run.evaluate.tasks_dir for run in RUNS.values() if not run.evaluate.task_code
     }:
@@ -121,6 +124,7 @@ except UserError as error:
 STRICTEST_LAST = sorted(RUNS.values(), key=lambda run: -run.data.max_rejected_share)
 BY_TOKENS = {Path(layout.tokens_dir(run)).name: run for run in STRICTEST_LAST}
 BY_BASE = {Path(layout.base_dir(run)).name: run for run in RUNS.values()}
+BY_MODEL = {Path(layout.description(run)).parent.name: run for run in RUNS.values()}
 BY_DOWNLOAD = {
     f"{kind}/{Path(folder).name}": layout.download_settings(kind, run)
     for run in RUNS.values()
@@ -188,6 +192,7 @@ wildcard_constraints:
     run=any_of(RUNS),
     tokens=any_of(BY_TOKENS),
     base=any_of(BY_BASE),
+    model=any_of(BY_MODEL),
     kind="model|dataset",
 
 
@@ -306,8 +311,12 @@ def asked(name, need, input, attempt, *, run):
     for path in input:
         # An input that is still to be made has to be named by the error; then Snakemake asks again later.
         Path(path).stat()
-    manifest = f"{layout.tokens_dir(run)}/manifest.json"
-    found = need(run, model=layout.model_dir(run), manifest=manifest)
+    found = need(
+        run,
+        model=layout.model_dir(run),
+        description=layout.description(run),
+        manifest=f"{layout.tokens_dir(run)}/manifest.json",
+    )
     return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
 
 

@@ -46,6 +46,8 @@ rule finetune:
         # `output` is not recorded. (Not preflight.json as ancient() input: while that is being made anew,
         # Snakemake 9.27 does not ask whether the jobs below have changed themselves.)
         preflight=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
+        # Where it is not at hand, the model is described anew.
+        description=lambda w, output: layout.description(RUNS[w.run]),
         tracking=lambda w, output: layout.unrecorded_json("finetune", RUNS[w.run]),
         # Not {resources.gpu}: Snakemake lowers a request above its limit without a word.
         gpus=lambda w, output: gpus(RUNS[w.run]),
@@ -54,7 +56,7 @@ rule finetune:
     # exec: a signal to the job reaches the launcher, which saves, and not a shell that would die before it.
     shell:
         "python -m workflow.scripts.preflight_run --config {params.preflight:q} --run {wildcards.run:q}"
-        " --model {params.model:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
+        " --model {params.model:q} --description {params.description:q} --tokens {input.tokens:q} --output {params.checkpoints:q}/plan.json --brief --log {log:q}"
         " && exec {params.srun:q} python -m workflow.scripts.lease_gpus --count {params.gpus} --log {log:q} --"
         " python -m workflow.scripts.finetune --config {params.config:q} --run {wildcards.run:q}"
         " --base {input.base:q} --tokens {params.tokens:q} --preflight {params.checkpoints:q}/plan.json"

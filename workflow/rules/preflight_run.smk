@@ -1,6 +1,6 @@
 rule preflight_run:
     input:
-        model=lambda w: model_files(RUNS[w.run]),
+        description=lambda w: layout.description(RUNS[w.run]),
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
     output:
         report(
@@ -19,8 +19,7 @@ rule preflight_run:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("preflight_run", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("preflight_run", RUNS[w.run]),
-        model=lambda w, input: model_folder(RUNS[w.run], input.model),
         calibration=lambda w: layout.calibration_hash(RUNS[w.run]),
     shell:
         "python -m workflow.scripts.preflight_run --config {params.config:q} --run {wildcards.run:q}"
-        " --model {params.model:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"
+        " --model {input.description:q} --tokens {input.manifest:q} --output {output:q} --log {log:q}"

@@ -24,9 +24,7 @@ rule tokenize_dataset:
         model=lambda w, input: model_folder(BY_TOKENS[w.tokens], input.tokenizer),
         dataset=lambda w, input: data_root(BY_TOKENS[w.tokens], input.data),
         travelling=lambda w: travelling(BY_TOKENS[w.tokens]),
-        # Not recorded, as what is derived from `output`: it does not change the tokens.
-        checks=lambda w, output: checks(layout.tokens_dir, f"results/tokens/{w.tokens}"),
     shell:
         "python -m workflow.scripts.tokenize_dataset --config {params.config:q}"
         " --dataset {params.dataset:q} --tokenizer {params.model:q}"
-        " --checks {params.checks:q} --output {params.folder:q} --processes {threads} --log {log:q}"
+        " --output {params.folder:q} --processes {threads} --log {log:q}"

@@ -204,7 +204,7 @@ def _prepared_fields(key: str, prepared: Prepared) -> dict[str, Any]:
     """Return the fields of a row whose case can run here."""
     return _request_fields(key, prepared.request) | {
         "gpu_names": list(prepared.gpu_names),
-        "shape": asdict(prepared.shape),
+        "shape": prepared.shape.document(),
         "setup": None if prepared.setup is None else asdict(prepared.setup),
         "predicted": prepared.predicted,
         "plan": prepared.plan.model_dump(),
@@ -266,7 +266,9 @@ def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Jo
         checkpoint_pairs=sizes.checkpoint_pairs,
         scratch=str(scratch),
         products=[
-            [linear.out_features, linear.in_features, shape.num_layers] for linear in shape.linears
+            [linear.out_features, linear.in_features, shape.counts[number]]
+            for number, kind in enumerate(shape.kinds)
+            for linear in kind.linears
         ],
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
         timeout_s=args.case_timeout_s,

@@ -1,7 +1,7 @@
 """Predict memory, disk and time of a run, choose its micro-batch, refuse what cannot fit.
 
-It predicts from shapes alone. In the workflow (with --config) it reads config.json and the
-safetensors headers of the base model (never weights), the tokens manifest, and this machine. It
+It predicts from shapes alone. In the workflow (with --config) it reads the description of the base
+model, the tokens manifest, and this machine. It
 writes preflight.json, which `finetune` follows, and prints it as a table. A run that does not fit
 ends with exit status 1 and the changes that would make it fit.
 
@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from workflow.lib.evaluation.task_files import check_tasks
+from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import Machine, imagined_machine
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine, read_tokens
@@ -27,7 +28,7 @@ from workflow.lib.planning.preflight.what_if import NAME, find_shape, imagined_t
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.scripts.command import run, stage_parser
 
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     settings = RunConfig.model_validate(args.config)
     if not args.brief:  # finetune's own prediction, which only follows this one
         check_tasks(settings.evaluate)
-    shape = read_shape(Path(args.model))
+    shape = read_model(Path(args.model), args.description)
     tokens = read_tokens(args.tokens)
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +59,32 @@ def what_if(args: argparse.Namespace) -> None:
     settings = settings_of(
         args.set, seq_len=args.seq_len, rank=args.rank, processes=count, batch=args.batch
     )
-    shape = find_shape(args.model, revision=args.revision)
+    shape = find_shape(args.model, revision=args.revision, describe=described)
     machine = imagined_machine(count, gpu)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
     predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
+
+
+def read_model(model: Path, description: Path | None) -> ModelShape:
+    """Return a model's description: `model` itself, or that of a folder, made now if it is not
+    there or another model's.
+    """
+    if model.is_file():
+        return read_shape(model)
+    config = model / "config.json"
+    if description is not None and description.is_file():
+        shape = read_shape(description)
+        if config.is_file() and shape.config_sha256 == file_sha256(config):
+            return shape
+    return with_checkpoint(described(config), model)
+
+
+def described(config: Path) -> ModelShape:
+    """Describe the model of a config.json."""
+    # Loading torch takes seconds, and most predictions need none.
+    from workflow.lib.model.describe_model import describe_file
+
+    return describe_file(config)
 
 
 def predict(
@@ -104,7 +127,10 @@ def check_arguments(
 def parser() -> argparse.ArgumentParser:
     arguments = stage_parser(__doc__, config_required=False)
     arguments.add_argument(
-        "--model", required=True, help="folder, config.json, or (by hand) a hub id"
+        "--model", required=True, help="description, folder, or (by hand) config.json or hub id"
+    )
+    arguments.add_argument(
+        "--description", type=Path, help="that of the folder, made anew where it is not there"
     )
     arguments.add_argument("--output", type=Path, help="preflight.json to write")
     arguments.add_argument("--run", help="name of the run")

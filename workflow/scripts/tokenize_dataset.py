@@ -8,7 +8,6 @@ on where it was. If unusable rows stop the run, their list is kept beside the ou
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,6 @@ from workflow.lib.data.tokens.splits import (
 from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import write_heldout, write_train
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
-from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.settings.config import DataConfig
 from workflow.lib.settings.data import Format
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
@@ -62,7 +60,6 @@ from workflow.scripts.command import run, stage_parser
 
 def main(args: argparse.Namespace) -> None:
     settings = DataConfig.model_validate(args.config["data"])
-    check_models(args.checks, folder=args.tokenizer)
     check_downloads(args)
     sources = resolve_splits(settings, root=args.dataset)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -251,7 +248,6 @@ if __name__ == "__main__":
         "--dataset", type=Path, default=Path(), help="folder in which the data's paths begin"
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer")
-    parser.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
     parser.add_argument("--output", type=Path, required=True, help="tokens folder")
     parser.add_argument(
         "--processes", type=int, default=available_processes(), help="how many encode at once"

@@ -20,7 +20,6 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.architecture.families import FAMILIES
 from workflow.lib.model.decoder_layers import checkpoint_activations_
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers import packed_attention
@@ -392,7 +391,3 @@ def test_loss_and_gradients_of_two_processes_are_those_of_stock_packages(
     """With embedding and head in slices of 106 and 105 rows."""
     for process in shared:
         assert_same(process[case], reference[case])
-
-
-def test_every_supported_family_has_a_case() -> None:
-    assert {family for family, _ in CASES.values()} == set(FAMILIES)

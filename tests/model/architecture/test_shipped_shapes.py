@@ -1,5 +1,5 @@
-"""The shipped shapes: their parameters add up to what was published, and names are found as people
-write them.
+"""The shipped models: their descriptions add up to the parameters that were published, are what
+building the model gives, and names are found as people write them.
 """
 
 from pathlib import Path
@@ -7,22 +7,55 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.model.architecture.model_shape import shape_of_config
+from workflow.lib.model.architecture.model_shape import shape_of_document
 from workflow.lib.model.architecture.shipped_shapes import (
+    DESCRIPTIONS,
     SHAPES,
     known_config,
     known_models,
+    known_shape,
     nearest_models,
 )
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.system.files import read_json
 
 ENTRIES: dict[str, dict[str, Any]] = read_json(SHAPES)
+DESCRIBED: dict[str, Any] = read_json(DESCRIPTIONS)
+# A small one, and one of each kind: windows by turns, norms behind, a multimodal checkpoint.
+REBUILT = (
+    "HuggingFaceTB/SmolLM2-135M",
+    "google/gemma-3-270m",
+    "google/gemma-2-2b",
+    "allenai/OLMo-2-0425-1B",
+    "CohereLabs/c4ai-command-r7b-12-2024",
+    "google/gemma-3-4b-pt",
+)
+
+
+def test_at_least_80_models_ship_of_20_families() -> None:
+    assert len(ENTRIES) >= 80
+    assert len({entry["family"] for entry in DESCRIBED.values()}) >= 20
 
 
 @pytest.mark.parametrize("hub_id", ENTRIES)
 def test_parameters_are_those_published(hub_id: str) -> None:
-    shape = shape_of_config(ENTRIES[hub_id]["config"], origin=Path(hub_id))
-    assert shape.quantized_weights + shape.plain_weights == ENTRIES[hub_id]["parameters"]
+    """In billions where no exact number is published; stored buffers are counted too."""
+    shape, entry = shape_of_document(DESCRIBED[hub_id]), ENTRIES[hub_id]
+    counted = shape.quantized_weights + shape.plain_weights
+    if "billions" in entry:
+        assert counted == pytest.approx(entry["billions"] * 1e9, rel=0.005)
+    else:
+        assert counted == entry["parameters"]
+
+
+@pytest.mark.parametrize("hub_id", REBUILT)
+def test_shipped_description_is_what_building_gives(hub_id: str) -> None:
+    built = describe_config(ENTRIES[hub_id]["config"], origin=Path(hub_id))
+    assert built == shape_of_document(DESCRIBED[hub_id])
+
+
+def test_every_shipped_model_is_described() -> None:
+    assert list(DESCRIBED) == list(ENTRIES)
 
 
 def test_every_name_stands_once() -> None:
@@ -36,9 +69,12 @@ def test_every_name_stands_once() -> None:
     "name", ["meta-llama/Llama-3.1-70B", "llama-3.1-70b", "Llama-3.3-70B-Instruct"]
 )
 def test_model_is_found_with_or_without_owner_in_any_case(name: str) -> None:
-    assert known_config(name) == ENTRIES["meta-llama/Llama-3.1-70B"]["config"]
+    entry = "meta-llama/Llama-3.1-70B"
+    assert known_config(name) == ENTRIES[entry]["config"]
+    assert known_shape(name) == shape_of_document(DESCRIBED[entry])
 
 
 def test_unknown_model_has_near_names() -> None:
     assert known_config("Qwen2.5-77B") is None
+    assert known_shape("Qwen2.5-77B") is None
     assert "Qwen/Qwen2.5-72B" in nearest_models("Qwen2.5-77B")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.measurements import PAGE, Row, rows, written
 from tests.support.preflight_examples import SEVEN, llama_70b, llama_shape, setup
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.replay import replay
@@ -62,7 +63,7 @@ def test_soft_capped_attention_is_predicted_no_lower_than_a_gpu_measured(rank: i
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
-    shape = shape_of_config(config, origin=Path("gemma-2-27b"))
+    shape = describe_config(config, origin=Path("gemma-2-27b"))
     chosen = setup(
         processes=1,
         micro_batch_size=2,
@@ -111,16 +112,37 @@ def possible(chosen: Setup, *, tied: bool = False) -> Setup:
     return replace(chosen, **trained, offload_embedding=away)
 
 
+LLAMA = tiny.kinds[0]
+# Kinds of layers, of which a model has one or takes turns with another.
+KINDS = (
+    LLAMA,
+    replace(LLAMA, norms_before=False, norms_after=True, fused_attention=False),
+    replace(LLAMA, hidden_norms=4, norms_after=True, attention_softcap=True, fused_norms=False),
+    replace(LLAMA, head_norms=(30, 10), norm_bytes=8, fused_norms=False),
+    # Keys that are the values too; a feed-forward without a gate.
+    replace(
+        LLAMA,
+        linears=tuple(x for x in LLAMA.linears if x.name not in ("v_proj", "gate_proj")),
+        attention_linears=3,
+        head_norms=(30, 10, 10),
+        feed_forward_tensors=1,
+        fused_attention=False,
+        fused_feed_forward=False,
+    ),
+)
+kinds = st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True)
+
+
 @settings(deadline=None, max_examples=60)
-@given(setups, st.sampled_from(["llama", "olmo2", "gemma2"]), st.booleans())
-def test_whatever_is_made_in_training_is_released(chosen: Setup, family: str, tied: bool) -> None:
+@given(setups, kinds, st.booleans())
+def test_whatever_is_made_in_training_is_released(
+    chosen: Setup, kinds: list[DecoderLayer], tied: bool
+) -> None:
     """After the second step only parameters, moments, workspaces, one batch of inputs and fetched
     layers are there.
     """
-    norms = 4 if family == "gemma2" else 2
-    shape = replace(
-        tiny, family=family, hidden_norms=norms, tied_embeddings=tied, attention_softcap=norms == 4
-    )
+    order = (0, len(kinds) - 1, 0)
+    shape = replace(tiny, kinds=tuple(kinds), order=order, tied_embeddings=tied)
     tape = step_trace(shape, possible(chosen, tied=tied))
     left: set[int] = set()
     for event in tape.events:

@@ -85,7 +85,7 @@ def test_saved_activations_of_a_tiny_layer_by_hand() -> None:
         + 2 * 5 * 7  # x A^T
     )  # fmt: skip
     chosen = setup(micro_batch_size=2, seq_len=7, rank=5)
-    assert saved_activations(tiny, chosen) == 14 * per_token
+    assert saved_activations(tiny.kinds[0], chosen) == 14 * per_token
 
 
 def test_nf4_takes_half_a_byte_and_an_eighth_of_a_bit_per_weight() -> None:
@@ -125,7 +125,7 @@ def test_every_third_of_seven_layers_keeps_its_input_alone() -> None:
     chosen = setup(activation_checkpointing=3)
     terms = predict(shape, chosen).phases["backward_first_layer"]
     assert terms["layer_inputs"] == 3 * 2 * chosen.tokens * 8192
-    assert terms["saved_activations"] == (4 + 1) * saved_activations(shape, chosen)
+    assert terms["saved_activations"] == (4 + 1) * saved_activations(shape.kinds[0], chosen)
 
 
 def test_fused_layers_keep_a_third_for_norms_and_two_wide_tensors_less() -> None:
@@ -134,7 +134,8 @@ def test_fused_layers_keep_a_third_for_norms_and_two_wide_tensors_less() -> None
     """
     chosen = setup(activation_checkpointing=False)
     stock, fused = (
-        saved_activations(llama_70b(), replace(chosen, fused_layers=flag)) for flag in (False, True)
+        saved_activations(llama_70b().kinds[0], replace(chosen, fused_layers=flag))
+        for flag in (False, True)
     )
     assert stock - fused == chosen.tokens * (2 * 2 * 8192 + 2 * 2 * 8192 + 2 * 2 * 28672)
 
@@ -151,7 +152,7 @@ def test_offloaded_inputs_leave_two_on_the_gpu() -> None:
 def test_offloaded_activations_leave_one_layers_on_the_gpu() -> None:
     chosen = setup(offload_activations=True, activation_checkpointing=False)
     terms = predict(llama_70b(), chosen).phases["forward_layer"]
-    assert terms["offloaded_activations"] == saved_activations(llama_70b(), chosen)
+    assert terms["offloaded_activations"] == saved_activations(llama_70b().kinds[0], chosen)
 
 
 def test_moments_of_8_bits_take_a_byte_each_and_their_scales() -> None:
@@ -189,6 +190,6 @@ def test_layers_on_the_host_take_their_packed_weights_from_every_process(process
 
 @pytest.mark.parametrize(("count", "there"), [(4, 1), (5, 2), (8, 2)])
 def test_neighbours_on_the_host_are_on_the_gpu_together(count: int, there: int) -> None:
-    shape = replace(llama_70b(), num_layers=8)
-    one = hosted_slice(shape, setup(processes=1))
+    shape = llama_70b(layers=8)
+    one = hosted_slice(shape.kinds[0], setup(processes=1))
     assert fetched_layers(shape, setup(processes=1, offload_layers=count)) == there * one

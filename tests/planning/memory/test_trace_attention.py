@@ -3,18 +3,24 @@ grows with S x S."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from tests.support.preflight_examples import setup
-from workflow.lib.model.architecture.model_shape import shape_of_config
-from workflow.lib.model.architecture.shipped_shapes import known_config
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory.allocation_tape import SavedOnDevice, Tape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.terms import mask_bytes
 from workflow.lib.planning.memory.trace_attention import AttentionTrace
 
-SHAPE = shape_of_config(known_config("gemma-2-27b") or {}, origin=Path("gemma-2-27b"))
+
+def gemma() -> ModelShape:
+    shape = known_shape("gemma-2-27b")
+    assert shape is not None
+    return shape
+
+
+SHAPE = gemma()
 CHOSEN = setup(processes=1, micro_batch_size=2, seq_len=3072, attention="flex")
 
 
@@ -37,7 +43,7 @@ def during(tape: Tape, call: Callable[[], object]) -> tuple[int, int]:
 def test_kernel_keeps_and_takes_what_it_did_on_a_gpu() -> None:
     """32 heads of queries and 16 of keys, 128 wide, 2 rows of 3,072 tokens, soft-capped."""
     tape = Tape()
-    trace = AttentionTrace(tape, SHAPE, CHOSEN, tokens=2 * 3072)
+    trace = AttentionTrace(tape, SHAPE.kinds[0], CHOSEN, tokens=2 * 3072)
     query, key, values = (tape.new(2 * 6144 * heads * 128, "work") for heads in (32, 16, 16))
     found: list[object] = []
     saved = SavedOnDevice(tape)

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.models import quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
-from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.decoder_layers import checkpoint_activations_
+from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
@@ -177,7 +178,7 @@ def test_peak_above_the_weights_is_that_of_the_engine(
         targets=wanted["targets"], dora=wanted["dora"], activation_checkpointing=wanted["every"],
         dropout="dropout" in wanted,
     )  # fmt: skip
-    found = traced(read_shape(source), chosen)
+    found = traced(describe_folder(source), chosen)
     assert found == pytest.approx(recorded(base, **wanted), rel=0.02)
 
 
@@ -205,7 +206,7 @@ def test_peak_of_a_model_with_soft_capped_scores_is_that_of_the_engine(
         targets=SEVEN,
         activation_checkpointing=every,
     )
-    found = traced(read_shape(source), chosen)
+    found = traced(describe_folder(source), chosen)
     measured = recorded(base, targets=SEVEN, dora=False, every=every)
     assert found == pytest.approx(measured, rel=0.02)
 
@@ -215,7 +216,7 @@ def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_trace_keeps(
 ) -> None:
     """Recorded by autograd's own hooks. The closed form counts as much, or a little more."""
     source, base = gemma
-    shape = read_shape(source)
+    shape = describe_folder(source)
     chosen = setup(
         processes=1,
         micro_batch_size=ROWS,
@@ -232,7 +233,9 @@ def test_what_autograd_keeps_of_soft_capped_attention_is_what_the_trace_keeps(
     traced_bytes = sum(tape.sizes[x] for x in made if tape.terms[x] == "saved_activations")
     measured = saved_bytes(base)
     assert traced_bytes == pytest.approx(measured, rel=0.01)
-    assert measured <= shape.num_layers * saved_activations(shape, chosen) <= 1.03 * measured
+    assert (
+        measured <= shape.num_layers * saved_activations(shape.kinds[0], chosen) <= 1.03 * measured
+    )
 
 
 def saved_bytes(base: Path) -> int:
@@ -277,6 +280,6 @@ def test_peak_with_trained_modules_is_that_of_the_engine(
         targets=SEVEN, activation_checkpointing=True, accumulates=batches > 1,
         trains_head="lm_head" in modules, trains_embedding="embed_tokens" in modules,
     )  # fmt: skip
-    found = traced(read_shape(source), chosen)
+    found = traced(describe_folder(source), chosen)
     measured = recorded(base, targets=SEVEN, dora=False, every=1, modules=modules, batches=batches)
     assert found == pytest.approx(measured, rel=0.02)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.workflow_project import REPOSITORY
+from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.cluster_request import (
     Allocation,
     quantizing,
@@ -14,13 +15,22 @@ from workflow.lib.planning.preflight.cluster_request import (
     training,
 )
 from workflow.lib.settings.config import RunConfig, load_config
+from workflow.lib.system.errors import UserError
 
-BASE = str(REPOSITORY / "workflow" / "resources" / "base")
+BASE = REPOSITORY / "workflow" / "resources" / "base"
 H100 = {"gpus": 2, "gpu_model": "H100", "nodes": 4}
 
 
 def run_config(**sections: Any) -> RunConfig:
     return load_config(sections | {"runs": {"demo": {}}})[1]["demo"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The model of the demo, and its description."""
+    path = tmp_path_factory.mktemp("model") / "description.json"
+    path.write_text(json.dumps(describe_folder(BASE).document()))
+    return {"model": str(BASE), "description": str(path)}
 
 
 @pytest.fixture
@@ -33,8 +43,8 @@ def manifest(tmp_path: Path) -> str:
     return str(path)
 
 
-def hours(run: RunConfig, manifest: str) -> float:
-    return training(run, model=BASE, manifest=manifest).runtime / 60
+def hours(run: RunConfig, files: dict[str, str], manifest: str) -> float:
+    return training(run, **files, manifest=manifest).runtime / 60
 
 
 @pytest.fixture(autouse=True)
@@ -42,25 +52,25 @@ def _login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_twice_the_epochs_take_twice_the_time(manifest: str) -> None:
+def test_twice_the_epochs_take_twice_the_time(files: dict[str, str], manifest: str) -> None:
     one, two = (
-        hours(run_config(hardware=H100, train={"epochs": n}), manifest) for n in (10.0, 20.0)
+        hours(run_config(hardware=H100, train={"epochs": n}), files, manifest) for n in (10.0, 20.0)
     )
     assert two - 1 / 3 == pytest.approx(2 * (one - 1 / 3), rel=0.01)  # 20 min to start and end
 
 
-def test_gpus_ask_for_less_time_than_cpus(manifest: str) -> None:
-    slow, fast = (hours(run_config(hardware=on), manifest) for on in ({"gpus": 0}, H100))
+def test_gpus_ask_for_less_time_than_cpus(files: dict[str, str], manifest: str) -> None:
+    slow, fast = (hours(run_config(hardware=on), files, manifest) for on in ({"gpus": 0}, H100))
     assert fast < slow
 
 
-def test_memory_is_of_one_node_whatever_their_number(manifest: str) -> None:
+def test_memory_is_of_one_node_whatever_their_number(files: dict[str, str], manifest: str) -> None:
     few, many = (
         training(
             run_config(
                 hardware=H100 | {"nodes": n}, train={"global_batch_size": 64, "micro_batch_size": 1}
             ),
-            model=BASE,
+            **files,
             manifest=manifest,
         )
         for n in (1, 8)
@@ -69,23 +79,35 @@ def test_memory_is_of_one_node_whatever_their_number(manifest: str) -> None:
     assert 2 * 2.5 * 1024 < few.mem_mb < 10 * 1024  # two processes with CUDA
 
 
-def test_merged_model_asks_for_more_memory(manifest: str) -> None:
+def test_merged_model_asks_for_more_memory(files: dict[str, str], manifest: str) -> None:
     plain, merged = (
-        reading(run_config(export={"merged": flag}), model=BASE, manifest=manifest)
+        reading(run_config(export={"merged": flag}), **files, manifest=manifest)
         for flag in (False, True)
     )
     assert merged.mem_mb - plain.mem_mb == pytest.approx(2 * 1024 * 1.25, abs=2)
 
 
-def test_quantization_needs_no_tokens() -> None:
-    asked = quantizing(run_config(), model=BASE, manifest="not there")
+def test_model_that_is_not_described_yet_is_named(files: dict[str, str], manifest: str) -> None:
+    with pytest.raises(UserError, match=r"description.json is not there yet: describe_model"):
+        reading(
+            run_config(),
+            model=files["model"],
+            description="results/models/tiny/description.json",
+            manifest=manifest,
+        )
+
+
+def test_quantization_needs_neither_tokens_nor_a_description(files: dict[str, str]) -> None:
+    asked = quantizing(
+        run_config(), model=files["model"], description="not there", manifest="not there"
+    )
     assert asked == Allocation(mem_mb=asked.mem_mb, runtime=asked.runtime)
     assert 3 * 1024 < asked.mem_mb < 5 * 1024
 
 
-def test_calibration_asks_for_its_hidden_states_and_passes() -> None:
+def test_calibration_asks_for_its_hidden_states_and_passes(files: dict[str, str]) -> None:
     plain, calibrated, longer = (
-        quantizing(run_config(quantize=settings), model=BASE, manifest="not there")
+        quantizing(run_config(quantize=settings), **files, manifest="not there")
         for settings in (
             {},
             {"method": "calibrated"},

@@ -3,7 +3,6 @@ what lies on the host.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from tests.support.decisions import decided, llama_8b, run_config
 from tests.support.preflight_examples import GPU_24, cpu_machine, machine, setup
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
-from workflow.lib.model.architecture.model_shape import shape_of_config
-from workflow.lib.model.architecture.shipped_shapes import known_config
+from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
@@ -97,9 +95,10 @@ def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> N
 
 
 def test_needs_of_a_model_are_those_of_its_config() -> None:
-    config = known_config("gemma-2-27b")
+    config, shape = known_config("gemma-2-27b"), known_shape("gemma-2-27b")
     assert config is not None
-    assert attention_needs(shape_of_config(config, origin=Path("x"))) == config_needs(config)
+    assert shape is not None
+    assert attention_needs(shape) == config_needs(config)
 
 
 def test_flash_needs_a_half_type() -> None:
@@ -176,7 +175,11 @@ def test_setup_follows_the_settings() -> None:
 
 def test_rank_of_a_name_is_the_largest_of_its_layers() -> None:
     run = run_config(
-        lora={"r": 8, "use_dora": True, "rank_pattern": {r"layers\.3\.q_proj": 64, "v_proj": 4}}
+        lora={
+            "r": 8,
+            "use_dora": True,
+            "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 64, "v_proj": 4},
+        }
     )
     found = make_setup(run, llama_8b, machine())
     assert (found.rank, found.ranks, found.dora) == (8, {"q_proj": 64, "v_proj": 4}, True)

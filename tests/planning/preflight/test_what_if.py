@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.preflight_examples import TINY, write_checkpoint
-from workflow.lib.model.architecture.model_shape import read_shape
+from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.what_if import find_shape, settings_of
 from workflow.lib.system.errors import UserError
+from workflow.scripts.preflight_run import described
 
 
 def ask(*words: str) -> subprocess.CompletedProcess[str]:
@@ -100,16 +101,32 @@ def test_mistake_is_one_message(words: tuple[str, ...], part: str) -> None:
 def test_bare_config_gives_the_shape_of_its_checkpoint(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "whole")
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"dtype": "float16"}))
-    whole = read_shape(folder)
-    assert find_shape(str(folder), revision=None) == whole
-    assert find_shape(str(tmp_path), revision=None) == whole
-    assert find_shape(str(tmp_path / "config.json"), revision=None) == whole
+    whole = describe_folder(folder)
+    assert find_shape(str(folder), revision=None, describe=described) == whole
+    assert find_shape(str(tmp_path), revision=None, describe=described) == whole
+    assert find_shape(str(tmp_path / "config.json"), revision=None, describe=described) == whole
 
 
 def test_config_of_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "bloom"}))
-    with pytest.raises(UserError, match="'bloom' is not supported"):
-        find_shape(str(tmp_path), revision=None)
+    with pytest.raises(
+        UserError, match=r"config\.json does not describe a decoder that Transformers"
+    ):
+        find_shape(str(tmp_path), revision=None, describe=described)
+
+
+def test_shipped_model_is_predicted_without_torch() -> None:
+    """Which takes seconds to load."""
+    words = "['--model', 'gemma-3-27b-pt', '--gpus', '2xH100']"
+    program = (
+        "import sys, runpy\n"
+        f"sys.argv = ['preflight_run', *{words}]\n"
+        "try:\n    runpy.run_module('workflow.scripts.preflight_run', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_rows_of_a_step_suit_any_number_of_gpus() -> None:

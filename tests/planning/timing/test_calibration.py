@@ -13,7 +13,8 @@ import pytest
 from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import (
     KINDS,
@@ -109,7 +110,7 @@ def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
     rows = [
         row for row in rows if row.get("setup") and not OTHERWISE_NOW & {_of(row)[:2], _of(row)}
     ]
-    whole = [row | {"status": "measured", "shape": asdict(shape_of(row))} for row in rows]
+    whole = [row | {"status": "measured", "shape": shape_of(row).document()} for row in rows]
     return [
         timing_of(row, GPU)
         for row in whole
@@ -132,7 +133,7 @@ def recent_timings() -> list[Timing]:
 
 def shape_of(row: dict[str, Any]) -> ModelShape:
     config = model_config(BenchmarkConfig(**row["sizes"]))
-    return shape_of_config(config, origin=Path(row["sizes"]["model"]))
+    return describe_config(config, origin=Path(row["sizes"]["model"]))
 
 
 TIMINGS = timings(FITTED, fused=True)
@@ -254,7 +255,7 @@ def line(**changes: Any) -> dict[str, Any]:
     shape, chosen = llama_70b(layers=8), setup()
     return {
         "case": "flash", "status": "measured", "peer": None, "gpu_names": [GPU.name] * 2,
-        "shape": asdict(shape), "setup": asdict(chosen), "plan": {"nodes": 1},
+        "shape": shape.document(), "setup": asdict(chosen), "plan": {"nodes": 1},
         "sizes": {"documents": 1, "accumulation": 2, "seq_len": 2048},
         "measured": {"tokens_per_s_per_process": 8192.0},
     } | changes  # fmt: skip

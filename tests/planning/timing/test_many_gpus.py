@@ -157,7 +157,7 @@ def sharded(*, rank: int, shards: int, layers: int) -> dict[str, int]:
 def test_first_of_512_ranks_holds_of_405b_what_the_memory_model_counts(
     shards: int, layers: int
 ) -> None:
-    shape = replace(example_shape(), num_layers=layers)
+    shape = replace(example_shape(), order=(0,) * layers)
     terms = stored_terms(shape, example_setup(shape, processes=512, shards=shards))
     parameters = (
         "nf4_weights",

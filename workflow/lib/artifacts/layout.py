@@ -123,6 +123,11 @@ def model_dir(run: RunConfig) -> str:
     return run.model.source
 
 
+def description(run: RunConfig) -> str:
+    """Path of the description of the base model."""
+    return str(RESULTS / "models" / f"{run.model.name}-{model_key(run)}" / "description.json")
+
+
 def dataset_paths(run: RunConfig) -> list[str]:
     """Return the files, folders and globs that the data settings name."""
     return [source.path for source in (*run.data.train_sources, *run.data.heldout_sources)]
@@ -289,8 +294,8 @@ def stage_json(stage: str, run: RunConfig) -> str:
 
 
 def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
-    """Return what `tokenize_dataset` and `download_source` hold against the model before their
-    work, of all runs that wait for it.
+    """Return what `describe_model` and `download_source` hold against the model, of all runs that
+    wait for it.
 
     It changes none of their outputs. Defaults are left out: a command's argument has at most 128
     KiB.

@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.model_shape import read_bounded
+from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge

@@ -12,7 +12,8 @@ from typing import Any
 from workflow.lib.artifacts.benchmark_record import Predicted
 from workflow.lib.artifacts.preflight_record import Forecast, Plan
 from workflow.lib.benchmark.cases import Request, model_config, run_settings
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine
@@ -56,7 +57,7 @@ def prepare(request: Request, *, num_gpus: int) -> Prepared:
         raise setting_error("benchmark.processes", request.processes, bound, "Lower it")
     run = run_settings(request, device=device)
     config = model_config(request.sizes)
-    shape = shape_of_config(config, origin=Path(request.sizes.model))
+    shape = describe_config(config, origin=Path(request.sizes.model))
     tokens = imagined_tokens(request, shape)
     check_tokens(tokens, run, shape)
     machine = read_machine(run.hardware)
@@ -133,5 +134,5 @@ def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) ->
     rank 16) do not count.
     """
     document = seq_len / documents
-    attention = 6 * document * shape.num_heads * shape.head_dim * shape.num_layers
+    attention = 6 * document * shape.total(lambda layer: layer.query_width)
     return 4.0 * (shape.quantized_weights + shape.vocab_size * shape.hidden_size) + attention

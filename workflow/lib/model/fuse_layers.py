@@ -28,19 +28,26 @@ def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
-        for path, module in list(layer.named_modules()):
-            parent, _, name = path.rpartition(".")
-            if (eps := _rms_eps(module)) is not None:
-                norm = RmsNorm(module.get_parameter("weight"), eps=eps)
-                setattr(layer.get_submodule(parent), name, norm)
-                replaced["norms"] += 1
-            elif (attention := as_fused_attention(module)) is not None:
-                setattr(layer.get_submodule(parent), name, attention)
-                replaced["attentions"] += 1
-            elif (activation := _gate_activation(module)) is not None:
-                feed_forward = FusedFeedForward(module, activation=activation)
-                setattr(layer.get_submodule(parent), name, feed_forward)
-                replaced["feed_forwards"] += 1
+        replaced += fuse_layer_(layer)
+    return replaced
+
+
+def fuse_layer_(layer: nn.Module) -> Counter[str]:
+    """`fuse_layers_` of one decoder layer."""
+    replaced: Counter[str] = Counter()
+    for path, module in list(layer.named_modules()):
+        parent, _, name = path.rpartition(".")
+        if (eps := _rms_eps(module)) is not None:
+            norm = RmsNorm(module.get_parameter("weight"), eps=eps)
+            setattr(layer.get_submodule(parent), name, norm)
+            replaced["norms"] += 1
+        elif (attention := as_fused_attention(module)) is not None:
+            setattr(layer.get_submodule(parent), name, attention)
+            replaced["attentions"] += 1
+        elif (activation := _gate_activation(module)) is not None:
+            feed_forward = FusedFeedForward(module, activation=activation)
+            setattr(layer.get_submodule(parent), name, feed_forward)
+            replaced["feed_forwards"] += 1
     return replaced
 
 

@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.layers.nf4_linear import (
@@ -46,10 +46,7 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
+        return build_config_on_meta(config, dtype=dtype, attention=attention)
     except (ValueError, KeyError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(
@@ -62,6 +59,16 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
             "build with "
             f"{attention} attention ({error}). Check model.source and model.attention."
         ) from None
+
+
+def build_config_on_meta(
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "eager"
+) -> PreTrainedModel:
+    """Build the causal LM of a configuration without memory; raises what Transformers does."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     return model
 
 

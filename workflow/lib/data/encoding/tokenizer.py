@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from workflow.lib.model.architecture.model_shape import read_bounded
+from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
 

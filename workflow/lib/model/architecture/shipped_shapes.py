@@ -1,9 +1,10 @@
-"""Shapes of public models that ship with the workflow, so that a prediction needs neither network
-nor download.
+"""Public models that ship with the workflow, so that a prediction needs neither network nor
+download.
 
 `workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its
-published number of parameters, which a test compares with what the shapes add up to; ids of the
-same shape with it.
+published number of parameters, which a test compares with what the description adds up to; ids of
+the same shape with it. `descriptions.json` beside it: their descriptions, which
+`python -m workflow.scripts.write_model_descriptions` makes from these.
 """
 
 import difflib
@@ -11,16 +12,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.system.files import read_json
 
 SHAPES = Path(__file__).parents[3] / "resources" / "models" / "shapes.json"
+DESCRIPTIONS = SHAPES.with_name("descriptions.json")
 
 
 @cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Return the config.json of every shipped model by hub id, those of the same shape included."""
+def known_models() -> dict[str, str]:
+    """Return the entry of every shipped model by hub id, those of the same shape included."""
     return {
-        name: entry["config"]
+        name: hub_id
         for hub_id, entry in read_json(SHAPES).items()
         for name in (hub_id, *entry.get("same_shape", ()))
     }
@@ -30,10 +33,22 @@ def known_config(name: str) -> dict[str, Any] | None:
     """Return the config.json of a shipped model by its hub id, or its last part, in any case; None
     if none matches.
     """
+    entry = _entry(name)
+    config: dict[str, Any] | None = None if entry is None else read_json(SHAPES)[entry]["config"]
+    return config
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """Return the description of a shipped model, which is found as `known_config` finds it."""
+    entry = _entry(name)
+    return None if entry is None else shape_of_document(read_json(DESCRIPTIONS)[entry])
+
+
+def _entry(name: str) -> str | None:
     wanted = name.lower()
-    for hub_id, config in known_models().items():
+    for hub_id, entry in known_models().items():
         if wanted in (hub_id.lower(), hub_id.lower().rpartition("/")[2]):
-            return config
+            return entry
     return None
 
 

@@ -5,9 +5,10 @@ peak is the largest phase. What a term counts, and what was measured, stands in
 `workflow/docs/memory-model.md`.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.loss_terms import exchanged_gradients, loss_terms
 from workflow.lib.planning.memory.offload_terms import (
     fetched_layers,
@@ -20,6 +21,7 @@ from workflow.lib.planning.memory.terms import (
     Terms,
     dequantized_weight,
     fuses_feed_forward,
+    hosted_layers,
     kept_within_step,
     layer_tensors,
     layer_workspace,
@@ -86,6 +88,7 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     unit = _layer_unit(shape, setup)
     through = _throughout(shape, setup)
     saved = _saved(shape, setup, num_layers=shape.num_layers)
+    work = _largest_work(_forward_work(layer, shape, setup) for layer in shape.kinds)
     held = _held(shape, setup)
     hidden = _hidden(shape, setup)
     fetched = {"fetched_layers": fetched_layers(shape, setup)}
@@ -100,7 +103,7 @@ def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
         | (held or {"gathered_layer": unit})
         | {"gather_buffer": unit}
         | saved
-        | _forward_work(shape, setup),
+        | work,
         # A unit's buffer is freed when the next one is gathered; after the last layer none is.
         "loss": through
         | held
@@ -119,7 +122,8 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     saved = [_saved(shape, setup, num_layers=layers) for layers in (shape.num_layers, 1)]
     first = _with_recomputed(saved[0], shape, setup, layer=shape.num_layers - 1)
     last = _with_recomputed(saved[1], shape, setup, layer=0)
-    work = _backward_work(shape, setup) | {"fetched_layers": fetched_layers(shape, setup)}
+    work = _largest_work(_backward_work(layer, shape, setup) for layer in shape.kinds)
+    work |= {"fetched_layers": fetched_layers(shape, setup)}
     of_head = setup.trains_head * table_slice(shape, setup, width=4)
     return {
         "backward_first_layer": {"module_gradients": of_head}
@@ -161,16 +165,17 @@ def _layer_unit(shape: ModelShape, setup: Setup) -> int:
     layer is no part of it.
     """
     hosted = setup.offload_layers == shape.num_layers
-    return _gathered_light(shape, setup) if hosted else _gathered(shape, setup)
+    gathered = _gathered_light if hosted else _gathered
+    return shape.largest(lambda layer: gathered(layer, setup))
 
 
-def _gathered(shape: ModelShape, setup: Setup) -> int:
-    return sum(layer_tensors(shape, setup).gathered.values())
+def _gathered(layer: DecoderLayer, setup: Setup) -> int:
+    return sum(layer_tensors(layer, setup).gathered.values())
 
 
-def _gathered_light(shape: ModelShape, setup: Setup) -> int:
+def _gathered_light(layer: DecoderLayer, setup: Setup) -> int:
     """What is gathered of a layer whose packed weights come from the host."""
-    gathered = layer_tensors(shape, setup).gathered
+    gathered = layer_tensors(layer, setup).gathered
     return gathered["norms_and_biases"] + gathered["lora_weights"]
 
 
@@ -179,7 +184,7 @@ def _hidden(shape: ModelShape, setup: Setup) -> int:
 
 
 def _gradients(shape: ModelShape, setup: Setup) -> int:
-    return shape.num_layers * layer_tensors(shape, setup).sharded["lora_weights"]
+    return shape.total(lambda layer: layer_tensors(layer, setup).sharded["lora_weights"])
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:
@@ -199,47 +204,58 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
     """All layers gathered, where they are not freed after forward."""
     if setup.reshard_after_forward:
         return {}
-    light = setup.offload_layers * _gathered_light(shape, setup)
-    whole = (shape.num_layers - setup.offload_layers) * _gathered(shape, setup)
-    return {"gathered_layers": whole + light}
+    whole = shape.total(lambda layer: _gathered(layer, setup))
+    spared = shape.total(
+        lambda layer: _gathered(layer, setup) - _gathered_light(layer, setup),
+        hosted_layers(shape, setup),
+    )
+    return {"gathered_layers": whole - spared}
 
 
 def _saved(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:
     """What forward leaves on the device for the backward of `num_layers` layers."""
     away = [layer for layer in layers_of_stash(shape, setup) if layer < num_layers]
-    inputs_away = setup.recomputed_among(away)
-    inputs_here = setup.recomputed_layers(num_layers) - inputs_away
-    saved = _saved_by(num_layers - len(away), shape, setup, inputs=inputs_here)
+    here = range(num_layers) if not away else sorted({*range(num_layers)} - {*away})
+    saved = _saved_by(here, shape, setup)
     window = offload_window(shape, setup)
     if window is None:
         return saved
-    leaving = sum(_saved_by(len(away), shape, setup, inputs=inputs_away).values())
+    leaving = sum(_saved_by(away, shape, setup).values())
     return saved | {"offloaded_activations": min(window, leaving)}
 
 
-def _saved_by(num_layers: int, shape: ModelShape, setup: Setup, *, inputs: int) -> Terms:
-    """What so many layers keep, `inputs` of them their input alone."""
+def _saved_by(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
+    """What these layers keep: those that are recomputed their input alone."""
+    whole = [] if setup.activation_checkpointing in (True, 1) else layers
+    whole = [layer for layer in whole if not setup.recomputes(layer)]
     return {
-        "layer_inputs": inputs * _hidden(shape, setup),
-        "saved_activations": (num_layers - inputs) * saved_activations(shape, setup),
+        "layer_inputs": (len(layers) - len(whole)) * _hidden(shape, setup),
+        "saved_activations": shape.total(lambda layer: saved_activations(layer, setup), whole),
     }
 
 
 def _with_recomputed(saved: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
     """`saved`, and what backward has of `layer` besides: all activations if it has just recomputed
     them, else, of offloaded ones, those of the feed-forward's node.
+
+    As if it were of the kind that has most: so it is of another layer, if not of this one.
     """
     if setup.recomputes(layer):
-        more = saved_activations(shape, setup)
+        more = shape.largest(lambda layer: saved_activations(layer, setup))
     elif layer in layers_of_stash(shape, setup):
         row = setup.compute_bytes * setup.tokens
-        more = row * (shape.hidden_size + 2 * shape.intermediate_size)
+        more = row * shape.largest(lambda x: x.hidden_size + 2 * x.intermediate_size)
     else:
         return saved
     return saved | {"saved_activations": saved.get("saved_activations", 0) + more}
 
 
-def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
+def _largest_work(of_kinds: Iterable[Terms]) -> Terms:
+    """The terms of the kind of layer that needs most."""
+    return max(of_kinds, key=lambda terms: sum(terms.values()))
+
+
+def _forward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Terms:
     """In the last layer, when most is kept. With recomputation: residual, norm output, its fp32
     copy, feed-forward.
 
@@ -248,24 +264,24 @@ def _forward_work(shape: ModelShape, setup: Setup) -> Terms:
     mask = {"attention_mask": mask_bytes(shape, setup)}
     if setup.recomputes(shape.num_layers - 1):
         wide = 2 * setup.compute_bytes + 4
-        return mask | layer_workspace(shape, setup, wide=3, hidden_bytes=wide)
-    weight = dequantized_weight(shape, setup)
+        return mask | layer_workspace(layer, setup, wide=3, hidden_bytes=wide)
+    weight = dequantized_weight(layer, setup)
     return mask | {"layer_workspace": _hidden(shape, setup), "dequantized_weight": weight}
 
 
-def _backward_work(shape: ModelShape, setup: Setup) -> Terms:
+def _backward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Terms:
     """Gradients of the layer's output, of the feed-forward, of the loss, and of the adapters before
     their reduction.
 
     A fused feed-forward makes all but the gradient of the product in place.
     """
     hidden = setup.compute_bytes
-    work = layer_workspace(shape, setup, wide=2, hidden_bytes=hidden)
-    if fuses_feed_forward(shape, setup) and "dequantized_weight" not in work:
-        work = layer_workspace(shape, setup, wide=1, hidden_bytes=hidden)
-        work |= {"dequantized_weight": dequantized_weight(shape, setup)}
+    work = layer_workspace(layer, setup, wide=2, hidden_bytes=hidden)
+    if fuses_feed_forward(layer, setup) and "dequantized_weight" not in work:
+        work = layer_workspace(layer, setup, wide=1, hidden_bytes=hidden)
+        work |= {"dequantized_weight": dequantized_weight(layer, setup)}
     return work | {
         "attention_mask": mask_bytes(shape, setup),
         "hidden_states": _hidden(shape, setup),
-        "gathered_gradients": 2 * layer_tensors(shape, setup).gathered["lora_weights"],
+        "gathered_gradients": 2 * layer_tensors(layer, setup).gathered["lora_weights"],
     }

@@ -1,6 +1,6 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     MOMENT_BLOCK_SIZE,
@@ -25,17 +25,19 @@ def disk_bytes(
     with their scales). The adapter lies there twice: sharded, and as PEFT's file. The best adapters
     are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
-    tensors = layer_tensors(shape, setup).by_term
-    quantized = sum(
-        rows * width for term in ("nf4_weights", "nf4_scales") for rows, width in tensors[term]
-    )
+
+    def quantized(layer: DecoderLayer) -> int:
+        tensors = layer_tensors(layer, setup).by_term
+        packed = tensors["nf4_weights"] + tensors["nf4_scales"]
+        return sum(rows * width for rows, width in packed)
+
     adapter = 4 * trainable_parameters(shape, setup)
     eight = setup.optimizer.endswith("8bit")
     moments = adapter // 2 + 2 * adapter // MOMENT_BLOCK_SIZE if eight else 2 * adapter
     packed_tokens = tokens.packed_rows * tokens.seq_len
     return {
         "tokens": packed_tokens * (4 + 1 + 4) + tokens.heldout_tokens * (4 + 1),
-        "base": shape.num_layers * quantized + shape.source_bytes * shape.plain_weights,
+        "base": shape.total(quantized) + shape.source_bytes * shape.plain_weights,
         "checkpoints": (adapter + moments) * (keep_checkpoints + 1),
         "adapter": (2 + (keep_checkpoints + 1 if keep_best else 0)) * adapter,
     }

@@ -7,10 +7,10 @@ Letters as in `terms`.
 import math
 
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.layer_tensors import rounded, sharded_bytes
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import layer_tensors, saved_activations
+from workflow.lib.planning.memory.terms import hosted_layers, layer_tensors, saved_activations
 
 
 def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
@@ -40,7 +40,7 @@ def offload_window(shape: ModelShape, setup: Setup) -> int | None:
         return None
     if stashed_counts(shape, setup)[1] == 0:
         return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
-    return saved_activations(shape, setup)
+    return shape.largest(lambda layer: saved_activations(layer, setup))
 
 
 def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -52,16 +52,18 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     """
     if not setup.offload_activations:
         return 0
-    inputs, whole = stashed_counts(shape, setup)
+    away = layers_of_stash(shape, setup)
+    whole = [layer for layer in away if not setup.recomputes(layer)]
     row = setup.compute_bytes * setup.tokens * shape.hidden_size
-    return inputs * (1 << (row - 1).bit_length()) + whole * saved_activations(shape, setup) * 5 // 4
+    inputs = (len(away) - len(whole)) * (1 << (row - 1).bit_length())
+    return inputs + shape.total(lambda layer: saved_activations(layer, setup), whole) * 5 // 4
 
 
-def hosted_slice(shape: ModelShape, setup: Setup) -> int:
-    """Bytes of one layer's packed weights and scales that a process keeps in host memory
+def hosted_slice(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes of a layer's packed weights and scales that a process keeps in host memory
     (`layer_offload._OffloadedLayer`).
     """
-    tensors = layer_tensors(shape, setup).by_term
+    tensors = layer_tensors(layer, setup).by_term
     parts = tensors["nf4_weights"] + tensors["nf4_scales"]
     return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
 
@@ -75,7 +77,7 @@ def fetched_layers(shape: ModelShape, setup: Setup) -> int:
     """
     if setup.offload_layers == 0:
         return 0
-    own = hosted_slice(shape, setup)
+    own = _largest_slice(shape, setup)
     neighbours = 2 * setup.offload_layers > shape.num_layers  # `layer_choice.spread`
     both = neighbours and (setup.shards == 1 or setup.offload_layers == shape.num_layers)
     return own * setup.shards * (2 if both else 1) + (own if setup.shards > 1 else 0)
@@ -87,12 +89,19 @@ def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
     """
     if 2 * setup.offload_layers < shape.num_layers:
         return 0  # the last one that does is another, and freed before
-    return hosted_slice(shape, setup) * setup.shards
+    return hosted_slice(shape.layer(-1), setup) * setup.shards
 
 
 def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
     """Bytes of packed weights that a process keeps in page-locked host memory, a buffer of a power
     of two per layer.
     """
-    own = hosted_slice(shape, setup)
-    return setup.offload_layers * (1 << (own - 1).bit_length())
+
+    def buffer(layer: DecoderLayer) -> int:
+        return 1 << (hosted_slice(layer, setup) - 1).bit_length()
+
+    return shape.total(buffer, hosted_layers(shape, setup))
+
+
+def _largest_slice(shape: ModelShape, setup: Setup) -> int:
+    return shape.largest(lambda layer: hosted_slice(layer, setup))

@@ -9,7 +9,8 @@ rounded, `layer_tensors` says. Which terms meet at one moment, `memory` says.
 import math
 from collections.abc import Iterable, Iterator
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.layer_choice import spread
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.memory.layer_tensors import (
     LayerKind,
     LayerTensors,
@@ -30,8 +31,12 @@ Terms = dict[str, int]
 
 def lora_parameters(shape: ModelShape, setup: Setup) -> int:
     """Elements of all A (r, in_features), B (out_features, r) and magnitudes (out_features,)."""
-    tensors = layer_tensors(shape, setup).by_term["lora_weights"]
-    return shape.num_layers * sum(rows * width for rows, width in tensors) // 4
+
+    def elements(layer: DecoderLayer) -> int:
+        tensors = layer_tensors(layer, setup).by_term["lora_weights"]
+        return sum(rows * width for rows, width in tensors) // 4
+
+    return shape.total(elements)
 
 
 def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
@@ -41,15 +46,15 @@ def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
     )
 
 
-def _targets(shape: ModelShape, setup: Setup) -> list[Linear]:
-    return [linear for linear in shape.linears if linear.name in setup.targets]
+def _targets(layer: DecoderLayer, setup: Setup) -> list[Linear]:
+    return [linear for linear in layer.linears if linear.name in setup.targets]
 
 
-def layer_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
-    """Return the tensors of one decoder layer."""
+def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
+    """Return the tensors of a decoder layer."""
     kind = LayerKind(
-        linears=shape.linears,
-        vectors=shape.layer_vectors,
+        linears=layer.linears,
+        vectors=tuple(length for _, length in layer.vectors),
         adapters=setup.adapters,
         dora=setup.dora,
         block_size=setup.block_size,
@@ -62,22 +67,38 @@ def layer_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
 
 def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
-    p, layers, c = setup.shards, shape.num_layers, setup.compute_bytes
-    per_layer = layer_tensors(shape, setup).sharded
-    head_dim_bytes = 2 * shape.head_dim * c  # cosine and sine of a position
+    c = setup.compute_bytes
+    head_dim_bytes = 2 * shape.largest(lambda layer: layer.head_dim) * c  # cosine and sine
     return dict(setup.fixed) | {
-        "nf4_weights": (layers - setup.offload_layers) * per_layer["nf4_weights"],
-        "nf4_scales": (layers - setup.offload_layers) * per_layer["nf4_scales"],
-        "nf4_tables": layers * len(shape.linears) * sum(rounded(size) for size in CODE_TABLES),
+        "nf4_weights": _sharded(shape, setup, "nf4_weights", hosted=False),
+        "nf4_scales": _sharded(shape, setup, "nf4_scales", hosted=False),
+        "nf4_tables": shape.total(lambda x: len(x.linears)) * sum(map(rounded, CODE_TABLES)),
         "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
         "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
-        "norms_and_biases": layers * per_layer["norms_and_biases"]
-        + sharded_bytes([(shape.hidden_size, c)], processes=p),
-        "lora_weights": layers * per_layer["lora_weights"],
+        "norms_and_biases": _sharded(shape, setup, "norms_and_biases")
+        + sharded_bytes([(length, c) for _, length in shape.other_vectors], processes=setup.shards),
+        "lora_weights": _sharded(shape, setup, "lora_weights"),
         "adam_moments": moment_bytes(shape, setup)[0],
         "inputs": setup.tokens
         * (4 * 8 + head_dim_bytes),  # four int64 each: ids, positions, rows, targets
     }
+
+
+def _sharded(shape: ModelShape, setup: Setup, term: str, *, hosted: bool = True) -> int:
+    """Bytes of a term of all layers on a process, with those whose weights wait on the host or
+    without.
+    """
+    total = shape.total(lambda layer: layer_tensors(layer, setup).sharded[term])
+    if hosted or not setup.offload_layers:
+        return total
+    return total - shape.total(
+        lambda layer: layer_tensors(layer, setup).sharded[term], hosted_layers(shape, setup)
+    )
+
+
+def hosted_layers(shape: ModelShape, setup: Setup) -> list[int]:
+    """The decoder layers whose packed weights wait in host memory."""
+    return spread(setup.offload_layers, shape.num_layers)
 
 
 def frozen_tables(shape: ModelShape, setup: Setup) -> int:
@@ -97,18 +118,22 @@ def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
     pages to the host.
     """
     sizes = dict.fromkeys((False, True), 0)
-    of_layers = [(shape.num_layers * size, leaves) for size, leaves in layer_moments(shape, setup)]
+    of_layers = [
+        (count * size, leaves)
+        for kind, count in shape.counts.items()
+        for size, leaves in layer_moments(shape.kinds[kind], setup)
+    ]
     for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)]:
         sizes[leaves] += 2 * num_bytes
     return sizes[False], sizes[True]
 
 
-def layer_moments(shape: ModelShape, setup: Setup) -> list[tuple[int, bool]]:
+def layer_moments(layer: DecoderLayer, setup: Setup) -> list[tuple[int, bool]]:
     """Bytes of the tensors that hold one moment of a layer's adapters, and whether the driver pages
     them to the host.
     """
     return list(
-        _moments(layer_tensors(shape, setup).by_term["lora_weights"], setup, cuts=setup.shards)
+        _moments(layer_tensors(layer, setup).by_term["lora_weights"], setup, cuts=setup.shards)
     )
 
 
@@ -130,85 +155,87 @@ def _moments(tensors: Iterable[Tensor], setup: Setup, *, cuts: int) -> Iterator[
             yield rounded(4 * math.ceil(elements / MOMENT_BLOCK_SIZE)), False
 
 
-def saved_activations(shape: ModelShape, setup: Setup) -> int:
-    """Bytes that autograd keeps of one decoder layer (an upper bound: as if every linear had an
+def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes that autograd keeps of a decoder layer (an upper bound: as if every linear had an
     adapter).
 
     Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep
     their input, which q, k, v share and gate, up (2 c T h; none where these are fused behind fused
     norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
-    log-sum-exp; the feed-forward gate, activation and up (3 c T f), a fused one gate and up alone;
-    adapters x A^T; DoRA the values, of which those of gate and up are kept anyway.
+    log-sum-exp; the feed-forward gate, activation and up (3 c T f, or what the family's own was
+    seen to keep), a fused one gate and up alone; adapters x A^T; DoRA the values, of which those of
+    gate and up are kept anyway.
     """
-    t, c, f = setup.tokens, setup.compute_bytes, shape.intermediate_size
-    q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    t, c, f = setup.tokens, setup.compute_bytes, layer.intermediate_size
+    q, k = layer.query_width, layer.key_width
     # a mask makes Transformers repeat the heads
     keys = k if setup.attention in ("flash", "flex") else q
-    norm = c if fuses_norms(shape, setup) else 4
-    saved_bytes = norm * shape.hidden_norms * t * shape.hidden_size
-    saved_bytes += 2 * c * t * (q + keys) + 4 * t * shape.num_heads
-    saved_bytes += norm * t * (q + k) if shape.qk_norm else 0
-    saved_bytes -= 2 * c * t * f if fuses_feed_forward(shape, setup) else 0
-    saved_bytes += 3 * c * t * f + c * t * sum(map(setup.rank_of, setup.targets))
-    saved_bytes += _dora_values(shape, setup) + _linear_inputs(shape, setup)
-    return saved_bytes + _saved_scores(shape, setup)
+    norm = c if fuses_norms(layer, setup) else layer.norm_bytes
+    saved_bytes = norm * layer.hidden_norms * t * layer.hidden_size
+    saved_bytes += 2 * c * t * (q + keys) + 4 * t * layer.num_heads
+    saved_bytes += norm * t * sum(layer.head_norms)
+    saved_bytes -= 2 * c * t * f if fuses_feed_forward(layer, setup) else 0
+    saved_bytes += layer.feed_forward_tensors * c * t * f
+    saved_bytes += c * t * sum(setup.rank_of(x.name) for x in _targets(layer, setup))
+    saved_bytes += _dora_values(layer, setup) + _linear_inputs(layer, setup)
+    return saved_bytes + _saved_scores(layer, setup)
 
 
-def fuses_norms(shape: ModelShape, setup: Setup) -> bool:
-    """Gemma's norms multiply by 1 + w, in fp32, which no fused operation does."""
-    return setup.fused_layers and not shape.family.startswith("gemma")
+def fuses_norms(layer: DecoderLayer, setup: Setup) -> bool:
+    """Whether all norms are `rms_norm.RmsNorm`."""
+    return setup.fused_layers and layer.fused_norms
 
 
-def _dora_values(shape: ModelShape, setup: Setup) -> int:
+def _dora_values(layer: DecoderLayer, setup: Setup) -> int:
     """Values that DoRA keeps for the gradients of its magnitudes, beside those that what follows
     keeps. With dropout a sum follows, which keeps nothing.
     """
     if not setup.dora:
         return 0
-    known = () if setup.dropout else ("gate_proj", "up_proj", "gate_up_proj")
-    kept = [x.out_features for x in _targets(shape, setup) if x.name not in known]
+    known = () if setup.dropout else layer.feed_forward[:-1]
+    kept = [x.out_features for x in _targets(layer, setup) if x not in known]
     return setup.compute_bytes * setup.tokens * sum(kept)
 
 
-def fuses_feed_forward(shape: ModelShape, setup: Setup) -> bool:
+def fuses_feed_forward(layer: DecoderLayer, setup: Setup) -> bool:
     """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with an
     adapter, which is not DoRA with dropout.
     """
-    return _shares_nodes(setup, "gate_proj", "up_proj", "down_proj")
+    return layer.fused_feed_forward and _share_nodes(layer.feed_forward, setup)
 
 
-def fuses_projections(shape: ModelShape, setup: Setup) -> bool:
-    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`), as above.
-
-    OLMo 2 norms all heads together, so its attention stays its own.
+def fuses_projections(layer: DecoderLayer, setup: Setup) -> bool:
+    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`), as
+    above.
     """
-    return shape.family != "olmo2" and _shares_nodes(setup, "q_proj", "k_proj", "v_proj")
+    return layer.fused_attention and _share_nodes(layer.into_attention, setup)
 
 
-def _shares_nodes(setup: Setup, *linears: str) -> bool:
+def _share_nodes(linears: Iterable[Linear], setup: Setup) -> bool:
     alone = setup.dropout and setup.dora
-    return setup.fused_layers and not alone and {*linears} <= set(setup.targets)
+    names = {linear.name for linear in linears}
+    return setup.fused_layers and not alone and names <= set(setup.targets)
 
 
-def _linear_inputs(shape: ModelShape, setup: Setup) -> int:
+def _linear_inputs(layer: DecoderLayer, setup: Setup) -> int:
     """Inputs of linears as the fused nodes keep them; DoRA with dropout keeps each one's own."""
     row = setup.compute_bytes * setup.tokens
-    fused = fuses_projections(shape, setup) + fuses_feed_forward(shape, setup)
-    normed = fused if fuses_norms(shape, setup) and shape.family != "olmo2" else 0
-    shared = (2 - normed) * shape.hidden_size + shape.intermediate_size
+    fused = fuses_projections(layer, setup) + fuses_feed_forward(layer, setup)
+    normed = fused if fuses_norms(layer, setup) and layer.norms_before else 0
+    shared = (2 - normed) * layer.hidden_size + layer.intermediate_size
     if setup.dropout and setup.dora:
-        shared = max(shared, sum(x.in_features for x in _targets(shape, setup)))
+        shared = max(shared, sum(x.in_features for x in _targets(layer, setup)))
     return row * shared
 
 
-def _saved_scores(shape: ModelShape, setup: Setup) -> int:
+def _saved_scores(layer: DecoderLayer, setup: Setup) -> int:
     """What grows with S x S: eager attention keeps its softmax in fp32 and in the compute type, and
     the tanh that soft-caps scores; sdpa a mask.
     """
     square = setup.micro_batch_size * setup.seq_len**2
     c = setup.compute_bytes
-    a_score = (4 if c == 4 else 4 + c) + (c if shape.attention_softcap else 0)
-    scores = {"sdpa": c * square, "eager": a_score * square * shape.num_heads}
+    a_score = (4 if c == 4 else 4 + c) + (c if layer.attention_softcap else 0)
+    scores = {"sdpa": c * square, "eager": a_score * square * layer.num_heads}
     return scores.get(setup.attention, 0)
 
 
@@ -216,8 +243,6 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
     """Masks of packed rows, made once a forward: boolean for sdpa (its copy in the compute type:
     `_saved_scores`), in the compute type for eager; for flex the first key of each query, once more
     in whole blocks, and four tables of pairs of blocks (`flex_masks`), int32 all.
-
-    Gemma has one for the layers with a window and one for the others.
     """
     blocks = math.ceil(setup.seq_len / FLEX_BLOCK)
     row = {
@@ -226,18 +251,17 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
         "sdpa": setup.seq_len**2,
         "eager": setup.compute_bytes * setup.seq_len**2,
     }[setup.attention]
-    masks = 2 if shape.family.startswith("gemma") else 1
-    return masks * setup.micro_batch_size * row
+    return shape.attention_masks * setup.micro_batch_size * row
 
 
-def dequantized_weight(shape: ModelShape, setup: Setup) -> int:
+def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
     """The largest linear in the compute type, and its absmax in fp32."""
-    largest = max(linear.num_weights for linear in shape.linears)
+    largest = max(linear.num_weights for linear in layer.linears)
     absmax = 4 * math.ceil(largest / setup.block_size) if setup.double_quant else 0
     return setup.compute_bytes * largest + absmax
 
 
-def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
+def layer_workspace(layer: DecoderLayer, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
     """Temporaries of a layer: T x h ones, and either `wide` T x f ones, or one fewer and a
     dequantized weight.
 
@@ -245,24 +269,24 @@ def layer_workspace(shape: ModelShape, setup: Setup, *, wide: int, hidden_bytes:
     are more.
     """
     c, t = setup.compute_bytes, setup.tokens
-    row = c * t * shape.intermediate_size
-    weight = dequantized_weight(shape, setup)
+    row = c * t * layer.intermediate_size
+    weight = dequantized_weight(layer, setup)
     product = {"layer_workspace": (wide - 1) * row, "dequantized_weight": weight}
-    scores = 8 * setup.micro_batch_size * setup.seq_len**2 * shape.num_heads
+    scores = 8 * setup.micro_batch_size * setup.seq_len**2 * layer.num_heads
     feed_forward = {"layer_workspace": wide * row} if row > weight else product
     heavy = setup.attention == "eager" and scores > sum(feed_forward.values())
     work = {"layer_workspace": scores} if heavy else feed_forward
-    extra = hidden_bytes * t * shape.hidden_size + _adapter_workspace(shape, setup)
+    extra = hidden_bytes * t * layer.hidden_size + _adapter_workspace(layer, setup)
     return work | {"layer_workspace": work["layer_workspace"] + extra}
 
 
-def _adapter_workspace(shape: ModelShape, setup: Setup) -> int:
+def _adapter_workspace(layer: DecoderLayer, setup: Setup) -> int:
     """Dropout makes an adapter's input, and a part of its gradient, by themselves; DoRA scales a
     gradient.
     """
-    c, t = setup.compute_bytes, setup.tokens
-    dropped = max(x.in_features for x in _targets(shape, setup)) if setup.dropout else 0
-    scaled = max(x.out_features for x in _targets(shape, setup)) if setup.dora else 0
+    c, t, targets = setup.compute_bytes, setup.tokens, _targets(layer, setup)
+    dropped = max((x.in_features for x in targets), default=0) if setup.dropout else 0
+    scaled = max((x.out_features for x in targets), default=0) if setup.dora else 0
     return c * t * (dropped + scaled)
 
 
@@ -271,10 +295,15 @@ def kept_within_step(shape: ModelShape, setup: Setup) -> Terms:
     one process alone, and DoRA's row norms.
     """
     c, alone = setup.compute_bytes, setup.processes == 1
-    norms = sum(rounded(4 * x.out_features) for x in _targets(shape, setup)) if setup.dora else 0
-    ranks = [(setup.rank_of(x.name), x) for x in _targets(shape, setup)]
-    elements = sum(rank * (x.in_features + x.out_features) for rank, x in ranks)
+
+    def elements(layer: DecoderLayer) -> int:
+        ranks = [(setup.rank_of(x.name), x) for x in _targets(layer, setup)]
+        return sum(rank * (x.in_features + x.out_features) for rank, x in ranks)
+
+    def norms(layer: DecoderLayer) -> int:
+        return sum(rounded(4 * x.out_features) for x in _targets(layer, setup))
+
     return {
-        "adapter_casts": shape.num_layers * c * elements if alone and c < 4 else 0,
-        "row_norms": shape.num_layers * norms,
+        "adapter_casts": c * shape.total(elements) if alone and c < 4 else 0,
+        "row_norms": shape.total(norms) if setup.dora else 0,
     }

@@ -7,7 +7,7 @@ operation borrows and makes, `trace_norms` says.
 
 from collections.abc import Sequence
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.trace_norms import WORK, NormTrace
@@ -16,11 +16,11 @@ WEIGHT, CASTS, ROW_NORMS = "dequantized_weight", "adapter_casts", "row_norms"
 
 
 class AdapterTrace(NormTrace):
-    """The adapters of a model's layers, as one process runs them."""
+    """The adapters of a kind of layer, as one process runs them."""
 
-    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+    def __init__(self, tape: Tape, layer: DecoderLayer, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        super().__init__(tape, shape, setup, tokens=tokens)
+        super().__init__(tape, layer, setup, tokens=tokens)
         self._gradients: list[int] = []  # of the adapters, fp32, whole, in backward's order
         self._dora = setup.dora
         # PEFT drops from the input of W, too, with DoRA: nodes are given what was dropped from.

@@ -5,30 +5,28 @@ Written from the decoder layers of Transformers 5.23 and the attention kernels o
 every query head).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.planning.memory.allocation_tape import SavedTensors, Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import fuses_projections
 from workflow.lib.planning.memory.trace_linears import LinearTrace
 from workflow.lib.planning.memory.trace_norms import WORK, Backward
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-"""Names of its linears; the others of a layer are the feed-forward's."""
 KernelBackward = Callable[[int], tuple[int, int, int]]
 """From the gradient of the output to those of queries, keys and values."""
 
 
 class AttentionTrace(LinearTrace):
-    """The attention of a model's layers, as one process runs it."""
+    """The attention of a kind of layer, as one process runs it."""
 
-    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+    def __init__(self, tape: Tape, layer: DecoderLayer, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        super().__init__(tape, shape, setup, tokens=tokens)
-        self._q = self._c * tokens * shape.num_heads * shape.head_dim
-        self._k = self._c * tokens * shape.num_kv_heads * shape.head_dim
-        self._scores = tokens * min(setup.seq_len, tokens) * shape.num_heads
+        super().__init__(tape, layer, setup, tokens=tokens)
+        self._q = self._c * tokens * layer.query_width
+        self._k = self._c * tokens * layer.key_width
+        self._scores = tokens * min(setup.seq_len, tokens) * layer.num_heads
 
     def attention(
         self, x: int, saved: SavedTensors, *, value: bool, wants_x: bool
@@ -36,17 +34,17 @@ class AttentionTrace(LinearTrace):
         """Projections, norms of the heads where the family has them, rotary positions, the kernel,
         the output.
         """
-        *into, output = [x for x in self._shape.linears if x.name in ATTENTION]
+        into, output = self._kind.into_attention, self._kind.attention_output
         given, projections_backward = self._projected(into, x, saved, wants_x=wants_x)
-        values = given[-1]  # of fused projections values are a view of the whole
+        if len(given) == 2:  # the keys are the values too
+            given.append(self._tape.new(self._k, WORK))
         head_backwards = []
-        if self._shape.qk_norm:
-            for index in range(2):
-                width = (self._q, self._k)[index] // self._c // self._tokens
-                normed, back = self.norm(given[index], saved, width=width)
-                self._tape.free(given[index])
-                given[index] = normed
-                head_backwards.append(back)
+        for index, width in enumerate(self._kind.head_norms):
+            normed, back = self.norm(given[index], saved, width=width)
+            self._tape.free(given[index])
+            given[index] = normed
+            head_backwards.append(back)
+        values = given[-1]  # of fused projections values are a view of the whole
         query, key = self._rotated(self._q), self._rotated(self._k)
         self._tape.free(*given[:-1])
         attended, kernel_backward = self._kernel(query, key, values, saved)
@@ -57,20 +55,20 @@ class AttentionTrace(LinearTrace):
         def backward(grad: int) -> int:
             query, key, values = kernel_backward(output_backward(grad))
             key, query = self._unrotated(key, self._k), self._unrotated(query, self._q)
-            heads = [query, key]
+            heads = [query, key, values]
             for index, back in reversed(list(enumerate(head_backwards))):
                 heads[index] = back(heads[index])
-            return projections_backward([*heads, values])
+            return projections_backward(heads)
 
         return y, backward
 
     def _projected(
-        self, linears: list[Linear], x: int, saved: SavedTensors, *, wants_x: bool
+        self, linears: Sequence[Linear], x: int, saved: SavedTensors, *, wants_x: bool
     ) -> tuple[list[int], Callable[[list[int]], int]]:
         """Queries, keys and values, or one projection for all of them; a transposed gradient is
         copied first.
         """
-        if fuses_projections(self._shape, self._setup):
+        if fuses_projections(self._kind, self._setup):
             given, node_backward = self.fused_linears(
                 linears, x, saved, value=True, wants_x=wants_x
             )
@@ -90,8 +88,10 @@ class AttentionTrace(LinearTrace):
             whole = self._tape.new(sum(self._tape.sizes[g] for g in grads), WORK)
             self._tape.free(*grads)
             return backwards[0](whole)
+        if len(backwards) == 2:
+            grads = [grads[0], self.total(grads[1], grads[2])]
         total = -1
-        for index in (2, 1, 0):
+        for index in reversed(range(len(backwards))):
             grad_x = backwards[index](self._copied(grads[index]))
             total = grad_x if total < 0 or grad_x < 0 else self.total(total, grad_x)
         return total
@@ -134,13 +134,13 @@ class AttentionTrace(LinearTrace):
             return self._eager(query, key, values, saved)
         if attention == "flex":
             return self._flex(query, key, values, saved)
-        tape, statistics = self._tape, 4 * self._tokens * self._shape.num_heads
+        tape, statistics = self._tape, 4 * self._tokens * self._kind.num_heads
         repeated = attention == "sdpa" and self._q != self._k
         if repeated:  # a mask makes Transformers repeat the heads
             key, values = tape.new(self._q, WORK), tape.new(self._q, WORK)
         given = [query, key, values]
         if attention == "sdpa":
-            mask = self._scores // self._shape.num_heads
+            mask = self._scores // self._kind.num_heads
             given.append(tape.new(self._c * mask, "attention_mask"))
         attended, sums = tape.new(self._q, WORK), tape.new(statistics, WORK)
         handles = [saved.pack(tensor) for tensor in (*given, attended, sums)]
@@ -153,7 +153,7 @@ class AttentionTrace(LinearTrace):
         """As torch 2.11 compiles flex_attention: two numbers a query in forward, one of them kept;
         in backward one more, and gradients of as many heads as there are.
         """
-        tape, statistics = self._tape, 4 * self._tokens * self._shape.num_heads
+        tape, statistics = self._tape, 4 * self._tokens * self._kind.num_heads
         attended, sums = tape.new(self._q, WORK), tape.new(statistics, WORK)
         tape.moment(statistics, WORK)
         handles = [saved.pack(tensor) for tensor in (query, key, values, attended, sums)]
@@ -173,11 +173,11 @@ class AttentionTrace(LinearTrace):
     def _kernel_backward(
         self, grad: int, saved: SavedTensors, handles: list[int], *, repeated: bool
     ) -> tuple[int, int, int]:
-        tape, shape = self._tape, self._shape
+        tape, kind = self._tape, self._kind
         tensors = [saved.unpack(handle) for handle in handles]
         wide_keys = self._q if repeated else self._k
         grads = [tape.new(size, WORK) for size in (self._q, wide_keys, wide_keys)]
-        sums = tape.new(4 * self._tokens * shape.num_heads, WORK)
+        sums = tape.new(4 * self._tokens * kind.num_heads, WORK)
         work = [sums, tape.new(4 * self._q // self._c, WORK)]
         if self._q != self._k and not repeated:
             work += [tape.new(self._q, WORK), tape.new(self._q, WORK)]
@@ -202,7 +202,7 @@ class AttentionTrace(LinearTrace):
         products = tape.new(low, WORK)
         scaled = tape.new(low, WORK)
         tape.free(products)
-        if self._shape.attention_softcap:
+        if self._kind.attention_softcap:
             scaled, tanh = self._capped(scaled, saved)
         masked = tape.new(low, WORK)
         tape.free(scaled)

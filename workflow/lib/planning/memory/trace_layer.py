@@ -6,23 +6,22 @@ Written from the decoder layers of Transformers 5.23 and `fused_feed_forward`.
 
 from collections.abc import Callable
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.planning.memory.allocation_tape import NotSaved, SavedTensors, Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import fuses_feed_forward
-from workflow.lib.planning.memory.trace_attention import ATTENTION, AttentionTrace
+from workflow.lib.planning.memory.trace_attention import AttentionTrace
 from workflow.lib.planning.memory.trace_norms import WORK, Backward
 
 
 class LayerTrace(AttentionTrace):
-    """A decoder layer of a model, as one process trains it; all layers are alike."""
+    """A kind of decoder layer, as one process trains it."""
 
-    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+    def __init__(self, tape: Tape, layer: DecoderLayer, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        super().__init__(tape, shape, setup, tokens=tokens)
-        self._wide = self._c * tokens * shape.intermediate_size
-        self._before = shape.family != "olmo2"  # norms before attention and feed-forward
-        self._after = shape.hidden_norms == 4 or not self._before
+        super().__init__(tape, layer, setup, tokens=tokens)
+        self._wide = self._c * tokens * layer.intermediate_size
+        self._before, self._after = layer.norms_before, layer.norms_after
 
     def layer(
         self, x: int, saved: SavedTensors, *, value: bool = True, wants_x: bool = True
@@ -56,7 +55,7 @@ class LayerTrace(AttentionTrace):
         that it lacks.
         """
         if not self._after:
-            self.begin_backward(self._shape.linears[-1])
+            self.begin_backward(self._kind.linears[-1])
 
     def _sum(self, residual: int, branch: int) -> int:
         """The residual's sum with a branch, which is freed."""
@@ -68,7 +67,7 @@ class LayerTrace(AttentionTrace):
         self, x: int, saved: SavedTensors, part: "Part", *, value: bool = True, wants_x: bool = True
     ) -> tuple[int, Backward]:
         """A part of the layer between its norms."""
-        width, steps = self._shape.hidden_size, []
+        width, steps = self._kind.hidden_size, []
         given = self._tape.hold(x)
         if self._before:
             self._tape.free(given)
@@ -97,10 +96,14 @@ class LayerTrace(AttentionTrace):
         """Gate, up and down; without `value` only what backward needs is made, and -1 returned for
         it.
         """
-        *into, down = [x for x in self._shape.linears if x.name not in ATTENTION]
-        if fuses_feed_forward(self._shape, self._setup):
+        *into, down = self._kind.feed_forward
+        if fuses_feed_forward(self._kind, self._setup):
             return self._gated(x, into, down, saved, value=value)
         wide, last = self._wide, down.name not in self._setup.targets and not value
+        # What the activation keeps besides the values of the linears; without a gate as with one.
+        more = self._kind.feed_forward_tensors * down.in_features - sum(
+            linear.out_features for linear in into
+        )
         outs, backwards, activation = [], [], -1
         for linear in into:
             y, back = self.linear(linear, x, saved)
@@ -108,19 +111,22 @@ class LayerTrace(AttentionTrace):
             backwards.append(back)
             if activation < 0:  # of gate, before up is made
                 activation = self._tape.new(wide, WORK)
-        handles = [saved.pack(y) for y in (*outs, activation)]
+        copies = [self._tape.new(wide, WORK) for _ in range(1, more // down.in_features)]
+        kept = (*outs, activation, *copies) if more > 0 else outs
+        handles = [saved.pack(y) for y in kept]
         product = -1 if last else self._tape.new(wide, WORK)
-        self._tape.free(activation, *outs)
+        self._tape.free(activation, *outs, *copies)
         y, down_backward = self.linear(down, product, saved, value=value)
         if product >= 0:
             self._tape.free(product)
 
         def backward(grad: int) -> int:
             grad_product = down_backward(grad)
-            *of_linears, active = (saved.unpack(handle) for handle in handles)
+            tensors = [saved.unpack(handle) for handle in handles]
+            of_linears, active = tensors[: len(into)], tensors[len(into) :]
             of_activation = self._tape.new(wide, WORK)
             of_up = self._tape.new(wide, WORK)
-            self._tape.free(grad_product, active)
+            self._tape.free(grad_product, *active)
             if len(of_linears) == 1:  # gate and up in one: their gradients become one too
                 of_gate = self._tape.new(wide, WORK)
                 self._tape.free(of_activation)

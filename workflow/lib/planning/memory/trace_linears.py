@@ -8,7 +8,7 @@ borrows and makes, `trace_norms` says.
 
 from collections.abc import Callable, Sequence
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.planning.memory.allocation_tape import SavedTensors, Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.trace_adapters import AdapterTrace
@@ -16,11 +16,11 @@ from workflow.lib.planning.memory.trace_norms import WORK, Backward
 
 
 class LinearTrace(AdapterTrace):
-    """The linears of a model's layers, as one process runs them."""
+    """The linears of a kind of layer, as one process runs them."""
 
-    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+    def __init__(self, tape: Tape, layer: DecoderLayer, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        super().__init__(tape, shape, setup, tokens=tokens)
+        super().__init__(tape, layer, setup, tokens=tokens)
         self._begun_products: list[int] = []
 
     def _product(self, linear: Linear) -> int:

@@ -8,7 +8,7 @@ returns its backward, which takes a gradient over and makes that of the input.
 
 from collections.abc import Callable
 
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer
 from workflow.lib.planning.memory.allocation_tape import SavedTensors, Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import fuses_norms
@@ -18,11 +18,11 @@ WORK = "layer_workspace"
 
 
 class NormTrace:
-    """The norms of a model's layers, as one process runs them."""
+    """The norms of a kind of layer, as one process runs them."""
 
-    def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, *, tokens: int) -> None:
+    def __init__(self, tape: Tape, layer: DecoderLayer, setup: Setup, *, tokens: int) -> None:
         """tokens: of the micro-batch."""
-        self._tape, self._shape, self._setup = tape, shape, setup
+        self._tape, self._kind, self._setup = tape, layer, setup
         self._tokens, self._c = tokens, setup.compute_bytes
         self._sources: dict[int, int] = {}  # of norms' outputs that are not kept: their inputs
 
@@ -30,7 +30,7 @@ class NormTrace:
         """An RMS norm over rows of `width`: torch's own, or Transformers', which computes in
         fp32.
         """
-        if fuses_norms(self._shape, self._setup):
+        if fuses_norms(self._kind, self._setup):
             return self._fused_norm(x, saved, width=width)
         return self.plain_norm(x, saved, width=width)
 
@@ -50,13 +50,20 @@ class NormTrace:
         return y, backward
 
     def plain_norm(self, x: int, saved: SavedTensors, *, width: int) -> tuple[int, Backward]:
-        """Transformers' RMS norm: x and its square in fp32, and back."""
+        """Transformers' RMS norm: x and its square in fp32, and back.
+
+        A norm that was seen to keep more is taken as one that keeps more copies of x.
+        """
         tape, size = self._tape, self._c * self._tokens * width
         wide = 4 * self._tokens * width
         x32 = tape.new(wide, WORK)
         tape.moment(wide, WORK)
         scales = tape.new(4 * self._tokens, WORK)
         handles = [saved.pack(x32), saved.pack(scales)]
+        for _ in range(4, self._kind.norm_bytes, 4):
+            copy = tape.new(wide, WORK)
+            handles.append(saved.pack(copy))
+            tape.free(copy)
         normed = tape.new(wide, WORK)
         tape.free(x32)
         low = tape.new(size, WORK)

@@ -9,13 +9,12 @@ the next layer is gathered ahead. Gradients of a layer wait in the reduction's i
 layer's are reduced. With one process nothing of this happens.
 """
 
-from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import COMPUTE, Tape
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes
 from workflow.lib.planning.memory.offload_terms import hosted_slice
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import layer_tensors
+from workflow.lib.planning.memory.terms import hosted_layers, layer_tensors
 
 GATHER, REDUCE = "all_gather_copy_in", "reduce_scatter"
 PACKED = ("nf4_weights", "nf4_scales")  # what a layer on the host leaves there
@@ -27,19 +26,19 @@ class ShardedLayers:
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup) -> None:
         self._tape, self._setup = tape, setup
         self._alone = setup.shards == 1
-        tensors = layer_tensors(shape, setup)
-        self._sizes = {
-            hosted: [
+        self._shape = shape
+        self._tensors = [layer_tensors(kind, setup) for kind in shape.kinds]
+        self._gathered = {
+            (kind, hosted): [
                 gathered_bytes([tensor], processes=setup.shards)
-                for term, group in tensors.by_term.items()
+                for term, group in self._tensors[kind].by_term.items()
                 if not (hosted and term in PACKED)
                 for tensor in group
             ]
+            for kind in range(len(shape.kinds))
             for hosted in (False, True)
         }
-        self._on_host = set(spread(setup.offload_layers, shape.num_layers))
-        self._reduced = tensors.gathered["lora_weights"]
-        self._shard = tensors.sharded["lora_weights"]
+        self._on_host = set(hosted_layers(shape, setup))
         self._whole: dict[int, list[int]] = {}
         self._buffers: dict[int, int] = {}
         self._previous: int | None = None  # buffer of the layer before, in forward
@@ -94,9 +93,10 @@ class ShardedLayers:
             return
         self.free(layer)
         self._end_reduction()
-        self._reduction = tape.new(self._reduced, "gathered_gradients")
+        tensors = self._tensors[self._shape.order[layer]]
+        self._reduction = tape.new(tensors.gathered["lora_weights"], "gathered_gradients")
         tape.free(*gradients)
-        reduced = tape.new(self._shard, "lora_gradients", REDUCE)
+        reduced = tape.new(tensors.sharded["lora_weights"], "lora_gradients", REDUCE)
         if held is not None:
             tape.free(reduced)
         else:
@@ -125,12 +125,14 @@ class ShardedLayers:
         self._tape.free(*self._whole.pop(layer, ()))
 
     def _gather(self, layer: int, stream: str) -> int:
-        size = sum(self._sizes[layer in self._on_host])
-        return self._tape.new(size, "gather_buffer", stream)
+        return self._tape.new(sum(self._sizes(layer)), "gather_buffer", stream)
+
+    def _sizes(self, layer: int) -> list[int]:
+        """Bytes of the tensors of a gathered layer."""
+        return self._gathered[self._shape.order[layer], layer in self._on_host]
 
     def _copy_out(self, layer: int) -> None:
-        sizes = self._sizes[layer in self._on_host]
-        self._whole[layer] = [self._tape.new(size, self._term) for size in sizes]
+        self._whole[layer] = [self._tape.new(size, self._term) for size in self._sizes(layer)]
 
     def _end_reduction(self) -> None:
         if self._reduction is not None:
@@ -145,8 +147,10 @@ class FetchedLayers:
 
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup) -> None:
         self._tape, self._shards = tape, setup.shards
-        self._numbers = set(spread(setup.offload_layers, shape.num_layers))
-        self._slice = hosted_slice(shape, setup) if self._numbers else 0
+        self._numbers = set(hosted_layers(shape, setup))
+        self._slices = {
+            number: hosted_slice(shape.layer(number), setup) for number in self._numbers
+        }
         self._buffers: dict[int, int] = {}
         self._mine: dict[int, int] = {}
 
@@ -163,9 +167,10 @@ class FetchedLayers:
 
     def _fetch(self, layer: int) -> None:
         if layer not in self._buffers:
-            self._buffers[layer] = self._tape.new(self._shards * self._slice, "fetched_layers")
+            own = self._slices[layer]
+            self._buffers[layer] = self._tape.new(self._shards * own, "fetched_layers")
             if self._shards > 1:
-                self._mine[layer] = self._tape.new(self._slice, "fetched_layers")
+                self._mine[layer] = self._tape.new(own, "fetched_layers")
 
     def _free_slice(self, layer: int) -> None:
         if layer in self._mine:

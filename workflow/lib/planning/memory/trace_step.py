@@ -7,7 +7,6 @@ is taken as full and every token as trained.
 
 from dataclasses import replace
 
-from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import (
     NotSaved,
@@ -22,6 +21,7 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     CODE_TABLES,
     frozen_tables,
+    hosted_layers,
     layer_moments,
     layer_tensors,
     mask_bytes,
@@ -61,13 +61,13 @@ def _load(tape: Tape, shape: ModelShape, setup: Setup) -> None:
         tape.new(table_slice(shape, setup, width=setup.compute_bytes), "embedding_and_head")
     for _ in range(setup.trained_tables):
         tape.new(table_slice(shape, setup, width=4), "module_weights")
-    groups = layer_tensors(shape, setup).by_term
-    on_host = set(spread(setup.offload_layers, shape.num_layers))
+    on_host = set(hosted_layers(shape, setup))
     for number in range(shape.num_layers):
-        for term, tensors in groups.items():
+        layer = shape.layer(number)
+        for term, tensors in layer_tensors(layer, setup).by_term.items():
             for tensor in tensors if not (number in on_host and term in PACKED) else ():
                 tape.new(sharded_bytes([tensor], processes=setup.shards), term)
-        for size in CODE_TABLES * len(shape.linears):
+        for size in CODE_TABLES * len(layer.linears):
             tape.new(size, "nf4_tables")
 
 
@@ -84,8 +84,9 @@ def _check(tape: Tape, shape: ModelShape, setup: Setup, units: "_Units") -> None
 def _make_optimizer(tape: Tape, shape: ModelShape, setup: Setup) -> None:
     """AdamW makes its moments at once."""
     tape.phase(LOAD)
-    tensors = layer_moments(shape, setup) * shape.num_layers + module_moments(shape, setup)
-    for num_bytes, leaves in tensors * 2:
+    of_kinds = [layer_moments(kind, setup) for kind in shape.kinds]
+    of_layers = [moment for kind in shape.order for moment in of_kinds[kind]]
+    for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)] * 2:
         if not leaves:
             tape.new(num_bytes, "adam_moments")
 
@@ -116,10 +117,10 @@ class _MicroBatches:
 
     def __init__(self, tape: Tape, shape: ModelShape, setup: Setup, units: _Units) -> None:
         self._tape, self._shape, self._setup, self._units = tape, shape, setup, units
-        self._layer = LayerTrace(tape, shape, setup, tokens=setup.tokens)
+        self._kinds = [LayerTrace(tape, x, setup, tokens=setup.tokens) for x in shape.kinds]
         self._module_gradients = ModuleGradients(tape)
         self._embedding = EmbeddingTrace(tape, shape, setup, self._module_gradients)
-        self._loss = LossTrace(tape, shape, setup, self._layer, self._module_gradients)
+        self._loss = LossTrace(tape, shape, setup, self._kinds[0], self._module_gradients)
         self._hidden = setup.compute_bytes * setup.tokens * shape.hidden_size
         self._inputs: list[int] = []
 
@@ -137,7 +138,8 @@ class _MicroBatches:
 
     def begin_step(self) -> None:
         """Adapters are fixed from now on."""
-        self._layer.begin_step()
+        for kind in self._kinds:
+            kind.begin_step()
 
     def train(self) -> None:
         """Forward and backward."""
@@ -188,17 +190,18 @@ class _MicroBatches:
         grad = loss_backward(-1)
         for number in reversed(range(num_layers)):
             self._units.fetched.enter(number, following=number - 1)
-            self._layer.layer_number = number
+            self._layer(number).layer_number = number
             layers.before_backward(number)
             grad = backwards[number](grad)
-            layers.after_backward(number, self._layer.pop_gradients())
+            layers.after_backward(number, self._layer(number).pop_gradients())
         layers.end_backward()
         tape.free(*unexplained)
         return grad
 
     def optimizer_step(self) -> None:
         """Gradients and the batch are freed."""
-        self._layer.end_step()
+        for kind in self._kinds:
+            kind.end_step()
         self._tape.phase("optimizer_step")
         self._units.layers.drop_gradients()
         self._tape.free(*self._inputs)
@@ -218,7 +221,8 @@ class _MicroBatches:
 
     def _rotary_tables(self) -> list[int]:
         """Cosine and sine, and for `sdpa`, `eager` and `flex` the masks of packed rows."""
-        tape, width = self._tape, self._setup.tokens * self._shape.head_dim
+        head_dim = self._shape.largest(lambda layer: layer.head_dim)
+        tape, width = self._tape, self._setup.tokens * head_dim
         angles = tape.new(4 * width, WORK)
         tables = []
         for _ in range(2):
@@ -230,11 +234,14 @@ class _MicroBatches:
             tables.append(tape.new(mask_bytes(self._shape, self._setup), "attention_mask"))
         return tables
 
+    def _layer(self, number: int) -> LayerTrace:
+        return self._kinds[self._shape.order[number]]
+
     def _forward_layer(self, number: int, x: int, saved: SavedTensors) -> tuple[int, Backward]:
         """A layer's forward, which frees its input, and its backward; with recomputation it
         keeps the input alone.
         """
-        layers, layer = self._units.layers, self._layer
+        layers, layer = self._units.layers, self._layer(number)
         layer.layer_number = number
         layers.before_forward(number)
         self._units.fetched.enter(number, following=number + 1)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.model.architecture.model_shape import ModelShape, read_config, shape_of_config
+from workflow.lib.model.architecture.config_file import read_config, refuse_experts, text_part
+from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import (
     Machine,
     asked_machine,
@@ -30,7 +31,7 @@ from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system import hardware
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import file_sha256, read_json
 from workflow.lib.system.gpu_models import parse_gpu
 
 CHECKS_HELP = "runs (JSON) whose settings are held against the model's config.json before any work"
@@ -87,27 +88,35 @@ def read_tokens(path: Path) -> TokenCounts:
     return TokenCounts(*sizes)
 
 
-def check_model(name: str, run: RunConfig, *, folder: Path, trains_here: bool = False) -> None:
+def check_model(name: str, run: RunConfig, *, folder: Path, description: Path) -> None:
     """Raise `UserError` if settings of the run `name` cannot work with the model in `folder`,
-    whatever the data.
+    whatever the data, as far as that is known.
 
-    Only config.json is read: its weights may still be on their way. trains_here: as for
-    `check_settings`.
+    Nothing is known of a folder that is still to be downloaded. Of a model without a description,
+    or with another one's, config.json alone is looked at; `describe_model` comes first then.
     """
     path = folder / "config.json"
+    if not folder.exists():
+        return
     try:
-        check_settings(
-            run, shape_of_config(read_config(path), origin=path), trains_here=trains_here
-        )
+        config = read_config(path)
+        refuse_experts(text_part(config), path)
+        if description.is_file():
+            shape = read_shape(description)
+            if shape.config_sha256 == file_sha256(path):
+                check_settings(run, shape, trains_here=False)
     except UserError as error:
         raise UserError(f"run {name}: {error}") from None
 
 
-def check_models(checks: Mapping[str, Any], *, folder: Path) -> None:
-    """Call `check_model` for each of the runs that `layout.checks_json` names."""
+def check_models(checks: Mapping[str, Any], shape: ModelShape) -> None:
+    """Call `check_settings` for each of the runs that `layout.checks_json` names."""
     for name, run in checks.get("runs", {}).items():
         settings = RunConfig.model_validate(run)
-        check_model(name, settings, folder=folder, trains_here=checks["trains_here"])
+        try:
+            check_settings(settings, shape, trains_here=checks["trains_here"])
+        except UserError as error:
+            raise UserError(f"run {name}: {error}") from None
 
 
 def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> None:

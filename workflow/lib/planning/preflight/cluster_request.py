@@ -11,6 +11,7 @@ from pathlib import Path
 
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
@@ -49,46 +50,48 @@ class Allocation:
     """Minutes."""
 
 
-def training(run: RunConfig, *, model: str, manifest: str) -> Allocation:
-    """Return what `finetune` needs; reads the shapes of the model and the manifest of the tokens.
+def training(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
+    """Return what `finetune` needs; reads the description of the model and the manifest of the
+    tokens.
 
     Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
     made.
     """
-    decision, time = _decide(run, model, manifest)
+    decision, time = _decide(run, description, manifest)
     minutes = UNKNOWN_MIN if time.total_h is None else time.total_h * 60 * TIME_ROOM
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes + START_MIN)
 
 
-def reading(run: RunConfig, *, model: str, manifest: str) -> Allocation:
+def reading(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
     """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
     `evaluate_run`, which loads the original too.
 
     Weights are read by way of host memory; a pass over the held-out tokens costs less than training
     on them.
     """
-    decision, time = _decide(run, model, manifest)
+    decision, time = _decide(run, description, manifest)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
     speed = time.tokens_per_s_per_process
     tokens = read_tokens(Path(manifest)).heldout_tokens
     measuring = UNKNOWN_MIN if speed is None else 2 * tokens / speed / 60 * TIME_ROOM
-    shape = read_shape(Path(model))
+    shape = read_shape(Path(description))
     original = (shape.quantized_weights + shape.plain_weights) * shape.source_bytes
     minutes = 60 + measuring + 4 * (base + original) / DISK_BYTES_PER_S / 60
     return _allocation(PROGRAM_BYTES + base + 2 * merged, minutes)
 
 
-def quantizing(run: RunConfig, *, model: str, manifest: str) -> Allocation:
+def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -> Allocation:
     """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the
-    largest tensor, in 32 bits.
+    largest tensor, in 32 bits. Reads the headers of the checkpoint.
     """
-    shape = read_shape(Path(model))
-    largest = shape.vocab_size * shape.hidden_size * 4
-    weights = shape.quantized_weights + shape.plain_weights
-    minutes = START_MIN + 4 * weights * shape.source_bytes / DISK_BYTES_PER_S / 60
+    tensors = read_headers(Path(model))
+    largest = 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
+    stored = sum(tensor.num_bytes for tensor in tensors.values())
+    minutes = START_MIN + 4 * stored / DISK_BYTES_PER_S / 60
     host_bytes = PROGRAM_BYTES + 3 * largest
-    if run.quantize.method == "calibrated":
+    if run.quantize.method == "calibrated":  # behind the tokens, so the description is there
+        shape = read_shape(Path(description))
         host_bytes += _calibration_bytes(run, shape)
         minutes += _calibration_minutes(run, shape)
     return _allocation(host_bytes, minutes)
@@ -102,8 +105,8 @@ def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
     hidden = 2 * 4 * rows * shape.hidden_size
     if requested_processes(run.hardware)[0] == "cuda":
         return hidden
-    layer = 4 * shape.quantized_weights // shape.num_layers
-    widest = max(linear.in_features for linear in shape.linears)
+    layer = 4 * shape.largest(lambda layer: layer.num_weights)
+    widest = max(linear.in_features for kind in shape.kinds for linear in kind.linears)
     return hidden + 3 * layer + 4 * 4 * widest**2
 
 
@@ -116,9 +119,9 @@ def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
     return flops / (CALIBRATION_FLOPS_GPU if cuda else CALIBRATION_FLOPS_CPU) / 60 * TIME_ROOM
 
 
-def _decide(run: RunConfig, model: str, manifest: str) -> tuple[Decision, Estimate]:
+def _decide(run: RunConfig, description: str, manifest: str) -> tuple[Decision, Estimate]:
     """Return the decision on a run, and its predicted time."""
-    shape, tokens = read_shape(Path(model)), read_tokens(Path(manifest))
+    shape, tokens = read_shape(Path(description)), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
     return decision, forecast(decision, run, shape, machine, tokens).time

@@ -1,7 +1,5 @@
 """From a decision to what `preflight.json` says: the plan, the terms of the peak, the time."""
 
-from dataclasses import asdict
-
 from workflow.lib.artifacts.preflight_record import Forecast, Plan, Term, TriedPlan
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
@@ -61,7 +59,7 @@ def forecast(
             price_per_gpu_hour=run.hardware.price_per_gpu_hour,
         ),
         candidates=[_tried_plan(candidate, chosen) for candidate in decision.candidates],
-        model=asdict(shape)
+        model=shape.document()
         | {
             "total_parameters": shape.quantized_weights + shape.plain_weights,
             "quantized_parameters": shape.quantized_weights,

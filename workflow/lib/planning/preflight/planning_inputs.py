@@ -24,8 +24,6 @@ from workflow.lib.system.compute_choice import (
 )
 from workflow.lib.system.errors import setting_error
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # of all families that `model_shape` knows
-
 
 def rows_per_process(global_batch_size: int, *, processes: int) -> int:
     """Return the rows of a step that each process trains on; raises `UserError` if they are not
@@ -122,16 +120,18 @@ def attention_kind(name: str) -> Attention:
 
 def attention_needs(shape: ModelShape) -> AttentionNeeds:
     """Return what a model asks of its attention, as far as its shape tells."""
-    return AttentionNeeds(
-        softcap=shape.attention_softcap, head_dim=shape.head_dim, value_dim=shape.head_dim
-    )
+    widest = shape.largest(lambda layer: layer.head_dim)
+    softcap = any(kind.attention_softcap for kind in shape.kinds)
+    return AttentionNeeds(softcap=softcap, head_dim=widest, value_dim=widest)
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
     """Return which of embedding and head are trained whole; raises `UserError` as
     `adapter_targets.modules_to_save` does.
     """
-    return modules_to_save(run.lora, embedding=EMBEDDING, head=HEAD, tied=shape.tied_embeddings)
+    return modules_to_save(
+        run.lora, embedding=shape.embedding, head=shape.head, tied=shape.tied_embeddings
+    )
 
 
 def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
@@ -156,7 +156,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         micro_batch_size=1,
         seq_len=run.data.seq_len,
         rank=run.lora.r,
-        targets=tuple(x.name for x in shape.linears if x.name in ranks),
+        targets=tuple(name for name in shape.linear_names if name in ranks),
         ranks={name: rank for name, rank in ranks.items() if rank != run.lora.r},
         dora=run.lora.use_dora,
         dropout=run.lora.dropout > 0,
@@ -174,10 +174,10 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(
-            run.hardware.offload_embedding, shape, machine, trained=EMBEDDING in trained
+            run.hardware.offload_embedding, shape, machine, trained=shape.embedding in trained
         ),
-        trains_head=HEAD in trained,
-        trains_embedding=EMBEDDING in trained,
+        trains_head=shape.head in trained,
+        trains_embedding=shape.embedding in trained,
         optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         fixed={"cublas_workspace": closed_form.CUBLAS_BYTES}
@@ -261,7 +261,7 @@ def offloads_embedding(
             "hardware.offload_embedding",
             True,
             "lora.modules_to_save trains the embedding, whose table is then on the devices",
-            f"Set it to auto or false, or take {EMBEDDING.rpartition('.')[2]} out of "
+            f"Set it to auto or false, or take {shape.embedding.rpartition('.')[2]} out of "
             "lora.modules_to_save",
         )
     if trained:

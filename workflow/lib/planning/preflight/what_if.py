@@ -6,7 +6,7 @@ anything else) and the tokens (rows without padding, every token trained).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,9 @@ from huggingface_hub import hf_hub_download
 from workflow.lib.data.reading.hub_download import Source
 from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.model_shape import (
-    ModelShape,
-    read_config,
-    read_shape,
-    shape_of_config,
-)
-from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
+from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.shipped_shapes import known_shape, nearest_models
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
 from workflow.lib.system.errors import UserError, setting_error
@@ -31,28 +27,27 @@ NAME = "what-if"
 MOST_ROWS = 10**12
 
 
-def find_shape(model: str, *, revision: str | None) -> ModelShape:
+def find_shape(
+    model: str, *, revision: str | None, describe: Callable[[Path], ModelShape]
+) -> ModelShape:
     """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub
     (its config.json alone).
 
-    Raises `UserError` if there is none of that name; the nearest shipped ones are listed.
+    describe: describes the model of a config.json, which takes torch. Raises `UserError` if there
+    is none of that name; the nearest shipped ones are listed.
     """
     path = Path(model)
     if path.is_dir():
-        whole = any(path.glob("*.safetensors"))
-        return read_shape(path) if whole else _from_file(path / "config.json")
+        shape = describe(path / "config.json")
+        return with_checkpoint(shape, path) if any(path.glob("*.safetensors")) else shape
     if path.is_file():
-        return _from_file(path)
-    config = known_config(model) if revision is None else None
-    if config is not None:
-        return shape_of_config(config, origin=Path(model))
+        return describe(path)
+    shipped = known_shape(model) if revision is None else None
+    if shipped is not None:
+        return shipped
     if is_hub_id(model):
-        return _from_file(_download_config(model, revision))
+        return describe(_download_config(model, revision))
     raise _unknown(model, "no such folder, file or shipped model")
-
-
-def _from_file(path: Path) -> ModelShape:
-    return shape_of_config(read_config(path), origin=path)
 
 
 def _download_config(model: str, revision: str | None) -> Path:

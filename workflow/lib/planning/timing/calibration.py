@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
@@ -134,11 +134,9 @@ def _profiled_parts(profile: dict[str, Any] | None) -> dict[str, float]:
 
 def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, Setup]:
     """Return the shape and the set-up that a line of measurements.jsonl records."""
-    shape, setup = line["shape"], line["setup"]
-    linears = tuple(Linear(**linear) for linear in shape["linears"])
-    vectors = tuple(shape["layer_vectors"])
+    setup = line["setup"]
     return (
-        ModelShape(**shape | {"linears": linears, "layer_vectors": vectors}),
+        shape_of_document(line["shape"]),
         Setup(**setup | {"targets": tuple(setup["targets"])}),
     )
 

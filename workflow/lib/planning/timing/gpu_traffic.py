@@ -84,14 +84,19 @@ def micro_batch_traffic(shape: ModelShape, setup: Setup, fabric: Fabric) -> Traf
     """Return what a micro-batch's collectives take; nothing for one process."""
     if setup.processes == 1:
         return NO_TRAFFIC
-    tensors = layer_tensors(shape, setup)
-    unit = sum(tensors.gathered.values())
+    of_kinds = [layer_tensors(kind, setup) for kind in shape.kinds]
+    counts = [shape.counts[kind] for kind in range(len(of_kinds))]
+    gathered = sum(n * sum(x.gathered.values()) for n, x in zip(counts, of_kinds, strict=True))
+    unit = gathered / shape.num_layers
     gather = ring_seconds(unit, fabric, processes=setup.shards)
     gathers = shape.num_layers * (2 if setup.reshard_after_forward else 1)
     vocabulary = _vocabulary_seconds(shape, setup, fabric)
-    reduce = _reduction_seconds(tensors.by_term["lora_weights"], setup, fabric)
+    reductions = sum(
+        n * _reduction_seconds(x.by_term["lora_weights"], setup, fabric)
+        for n, x in zip(counts, of_kinds, strict=True)
+    )
     return Traffic(
-        beside_s=gathers * gather + shape.num_layers * reduce + vocabulary,
+        beside_s=gathers * gather + reductions + vocabulary,
         exposed_s=vocabulary + gather,
         gathered_bytes=gathers * unit,
         gather_s=gather,

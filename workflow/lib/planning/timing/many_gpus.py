@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_config
-from workflow.lib.model.architecture.shipped_shapes import known_config
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Fabric, micro_batch_traffic
@@ -66,9 +66,9 @@ def predict_step(shape: ModelShape, setup: Setup, gpu: GpuModel, fabric: Fabric)
 
 def example_shape() -> ModelShape:
     """Return the shape of Llama 3.1 405B."""
-    config = known_config(EXAMPLE_MODEL)
-    assert config is not None, "the catalog has lost the example"
-    return shape_of_config(config, origin=Path(EXAMPLE_MODEL))
+    shape = known_shape(EXAMPLE_MODEL)
+    assert shape is not None, "the catalog has lost the example"
+    return shape
 
 
 def example_setup(shape: ModelShape, *, processes: int, shards: int) -> Setup:
@@ -81,7 +81,7 @@ def example_setup(shape: ModelShape, *, processes: int, shards: int) -> Setup:
         micro_batch_size=2,
         seq_len=2048,
         rank=16,
-        targets=tuple(linear.name for linear in shape.linears),
+        targets=shape.linear_names,
         dropout=False,
         block_size=64,
         double_quant=True,

@@ -11,7 +11,7 @@ Units: FLOP, bytes, seconds.
 from dataclasses import dataclass, replace
 
 from workflow.lib.artifacts.preflight_record import Estimate
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import lora_parameters, saved_activations
@@ -92,11 +92,11 @@ class Work:
     layer_passes: int
     forward_share: float
     """Of all passes."""
-    dropped_bytes: int = 0
+    dropped_bytes: float = 0
     """Moved for dropout's masked inputs, and the gradients of them."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
-    stashed_bytes: int = 0
+    stashed_bytes: float = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
     """Layers whose packed weights come from host memory for forward and again for backward, and the
@@ -119,14 +119,15 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     recomputed = setup.recomputed_layers(layers)
     layer_passes = 2 * layers + recomputed
     passes = layer_passes / layers
-    used = passes * shape.quantized_weights - recomputed * _not_recomputed(shape, setup)
+    spared = shape.total(lambda layer: _not_recomputed(layer, setup)) / layers
+    used = passes * shape.quantized_weights - recomputed * spared
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
     adapters = 2 * (passes + 1) * lora_parameters(shape, setup)
     normed = shape.quantized_weights if setup.dora else 0
     causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
-    forward = 4 * setup.seq_len * shape.num_heads * shape.head_dim * causal * layers
-    saved_bytes = saved_activations(shape, setup)
-    plain = saved_activations(shape, replace(setup, fused_layers=False))
+    forward = 4 * setup.seq_len * causal * shape.total(lambda layer: layer.query_width)
+    saved_bytes = _mean_saved(shape, setup)
+    plain = _mean_saved(shape, replace(setup, fused_layers=False))
     return Work(
         product_flops=t * (2 * used + adapters + head) + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
@@ -138,29 +139,34 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
         stashed_bytes=_stashed_bytes(shape, setup, saved_bytes=saved_bytes),
         hosted_layers=setup.offload_layers,
-        hosted_bytes=hosted_slice(shape, setup),
+        hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
         layers=layers,
     )
 
 
-def _not_recomputed(shape: ModelShape, setup: Setup) -> int:
+def _mean_saved(shape: ModelShape, setup: Setup) -> float:
+    """What autograd keeps of a layer, on average, bytes."""
+    return shape.total(lambda layer: saved_activations(layer, setup)) / shape.num_layers
+
+
+def _not_recomputed(layer: DecoderLayer, setup: Setup) -> int:
     """Weights of a layer that recomputation stops before: the last linear's, if no norm follows
     and its value is not kept.
     """
-    if setup.dora or shape.hidden_norms > 2:
-        return 0
-    return sum(x.num_weights for x in shape.linears if x.name == "down_proj")
+    return 0 if setup.dora or layer.norms_after else layer.linears[-1].num_weights
 
 
-def _dropped_bytes(shape: ModelShape, setup: Setup) -> int:
+def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes moved in a layer for dropout, the mean of its passes."""
     if not setup.dropout:
         return 0
-    inputs = sum(x.in_features for x in shape.linears if x.name in setup.targets)
-    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs
+    inputs = shape.total(
+        lambda layer: sum(x.in_features for x in layer.linears if x.name in setup.targets)
+    )
+    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: int) -> int:
+def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: float) -> float:
     inputs, whole = stashed_counts(shape, setup)
     return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
 

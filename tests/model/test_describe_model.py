@@ -1,0 +1,212 @@
+"""Descriptions of tiny models of many families hold what the built modules have; what is not
+covered is refused by name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.describe_model import describe_config, describe_folder
+from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.system.errors import UserError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 80,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "vocab_size": 211,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+WINDOWS = ["sliding_attention", "full_attention"] * 2
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "layer_types": WINDOWS},
+    "gemma3_text": {"head_dim": 16, "layer_types": WINDOWS},
+    "gemma4_text": {
+        "head_dim": 16,
+        "layer_types": WINDOWS,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "olmo2": {},
+    "olmo3": {"layer_types": WINDOWS},
+    "smollm3": {},
+    "granite": {},
+    "exaone4": {"layer_types": WINDOWS},
+    "seed_oss": {"head_dim": 16},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "apertus": {},
+    "arcee": {},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "cohere": {},
+    "cohere2": {"layer_types": WINDOWS},
+    "stablelm": {},
+    "nemotron": {},
+    "starcoder2": {},
+    "gpt_neox": {},
+    "phi": {},
+}
+
+
+def described(family: str, **changes: Any) -> ModelShape:
+    config = SIZES | FAMILIES.get(family, {}) | changes | {"model_type": family}
+    return describe_config(config, origin=Path("config.json"))
+
+
+def built(family: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_description_has_what_the_built_modules_have(family: str) -> None:
+    shape, model = described(family), built(family)
+    stored = model.state_dict()
+    if shape.tied_embeddings:
+        del stored[f"{shape.head}.weight"]
+    assert shape.quantized_weights + shape.plain_weights == sum(
+        tensor.numel() for tensor in stored.values()
+    )
+    for number, layer in enumerate(decoder_layers(model)):
+        kind = shape.layer(number)
+        modules = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
+        sizes = {x.path: (x.out_features, x.in_features) for x in kind.linears}
+        assert sizes == {n: (m.out_features, m.in_features) for n, m in modules.items()}
+        names = {f"{name}.weight" for name in modules}
+        others = {n: x.numel() for n, x in layer.state_dict().items() if n not in names}
+        assert dict(kind.vectors) == others
+        assert model.get_submodule(f"{shape.layers}.{number}") is layer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_description_says_what_is_fused(family: str) -> None:
+    shape, model = described(family), built(family)
+    replaced = fuse_layers_(model)
+    kinds = [shape.layer(number) for number in range(shape.num_layers)]
+    assert replaced["feed_forwards"] == sum(kind.fused_feed_forward for kind in kinds)
+    assert replaced["attentions"] == sum(kind.fused_attention for kind in kinds)
+    norms = sum(kind.hidden_norms + len(kind.head_norms) for kind in kinds)
+    assert all(kind.fused_norms for kind in kinds) == (replaced["norms"] == norms)
+
+
+def test_layers_that_differ_are_kinds_of_their_own_in_their_order() -> None:
+    shape = described("gemma2")
+    assert [shape.layer(n).attention for n in range(4)] == ["sliding", "full"] * 2
+    assert shape.attention_masks == 2
+    assert described("llama").order == (0, 0, 0, 0)
+
+
+def test_layer_with_wider_heads_is_a_kind_of_its_own() -> None:
+    shape = described("gemma4_text", global_head_dim=32)
+    assert [shape.layer(n).head_dim for n in range(4)] == [16, 32, 16, 32]
+    assert [shape.layer(n).query_width for n in range(4)] == [80, 160, 80, 160]
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after", "count"),
+    [("llama", 1, 0, 2), ("gemma2", 1, 1, 4), ("olmo2", 0, 1, 2), ("cohere", 1, 0, 1)],
+)
+def test_norms_stand_where_the_family_calls_them(
+    family: str, before: bool, after: bool, count: int
+) -> None:
+    kind = described(family).kinds[0]
+    assert (kind.norms_before, kind.norms_after, kind.hidden_norms) == (before, after, count)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors"), [("llama", 3), ("phi3", 3), ("starcoder2", 1), ("apertus", 3)]
+)
+def test_feed_forward_keeps_what_autograd_keeps(family: str, tensors: int) -> None:
+    """Gate, activation and up; of a single linear its value; xIELU, which is a formula, more of
+    it.
+    """
+    assert described(family).kinds[0].feed_forward_tensors == tensors
+
+
+def test_norm_that_keeps_two_copies_of_its_input_counts_both() -> None:
+    assert described("cohere").kinds[0].norm_bytes == 8
+    assert described("llama").kinds[0].norm_bytes == 4
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_decoder_of_a_multimodal_checkpoint_is_found_below_its_name(
+    tmp_path: Path, prefix: str
+) -> None:
+    text = TINY | {"model_type": "gemma3_text", "head_dim": 10, "tie_word_embeddings": True}
+    config = {"model_type": "gemma3", "text_config": text}
+    shape = describe_config(config, origin=tmp_path)
+    names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    sizes = {f"model.layers.{n}.{name}.weight": (30,) for n in range(3) for name in names}
+    sizes |= {f"model.layers.{n}.self_attn.{x}_norm.weight": (10,) for n in range(3) for x in "qk"}
+    own: dict[str, tuple[int, ...]] = tensor_shapes(text) | sizes
+    tensors = {name.replace("model.", prefix, 1): size for name, size in own.items()}
+    write_checkpoint(tmp_path, config=config, shapes=tensors | {"vision_tower.weight": (3, 3)})
+    found = describe_folder(tmp_path)
+    assert (found.prefix, found.source_dtype) == (prefix, "F16")
+    assert found.kinds == shape.kinds
+    assert found.embedding == "model.embed_tokens"
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model_type": "nothing"}, ["model_type = 'nothing'", "knows no such model"]),
+    ({"model_type": None}, ["model_type = None", "knows no such model"]),
+    (
+        {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
+        ["model_type = 'own' is code of the model's own repository (auto_map)", "never run"],
+    ),
+    ({"model_type": "t5"}, ["model_type = 't5' is an encoder-decoder", "causal language"]),
+    (SIZES | {"model_type": "bart"}, ["model_type = 'bart' is an encoder-decoder"]),
+    (
+        SIZES | {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        ["architectures = ['BertForMaskedLM']: this is no causal language model"],
+    ),
+    (SIZES | {"model_type": "vit"}, ["'vit'", "has no causal language model of this type"]),
+    (
+        SIZES | {"model_type": "mixtral", "num_local_experts": 4},
+        ["mixture of experts (num_local_experts = 4)"],
+    ),
+    (SIZES | {"model_type": "qwen3_5_text"}, ["'qwen3_5_text'", "a convolution"]),
+    (SIZES | {"model_type": "gpt_oss"}, ["'gpt_oss'", "experts"]),
+    (SIZES | {"model_type": "gemma4_text"}, ["per_layer_input_gate", "not one feed-forward"]),
+    (
+        SIZES | {"model_type": "deepseek_v3", "first_k_dense_replace": 9},
+        ["'deepseek_v3'", "latent"],
+    ),
+    (
+        SIZES | {"model_type": "llama", "vocab_size": None},
+        ["vocab_size = None: must be a whole number above 0"],
+    ),
+    (
+        SIZES | {"model_type": "llama", "num_key_value_heads": 3},
+        ["5 query heads cannot share 3 key heads equally"],
+    ),
+    (SIZES | {"model_type": "bloom", "n_layer": 10**9}, ["n_layer = 1000000000: must be"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"), REFUSED, ids=[str(config["model_type"]) for config, _ in REFUSED]
+)
+def test_what_is_not_covered_is_refused_by_name(config: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        describe_config(config, origin=Path("config.json"))
+    for part in ("config.json", *parts):
+        assert part in str(caught.value)

@@ -1,0 +1,114 @@
+"""The tensors of a checkpoint held against the description of its config.json: names, shapes and
+types, from the safetensors headers alone.
+
+A multimodal checkpoint keeps its decoder below a name of its own (`model.language_model.`), beside
+what is left alone.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from workflow.lib.model.architecture.model_shape import FLOAT_BYTES, ModelShape
+from workflow.lib.model.architecture.safetensors_headers import TensorInfo, read_headers
+from workflow.lib.system.errors import UserError
+
+NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def with_checkpoint(shape: ModelShape, folder: Path) -> ModelShape:
+    """Return the description with what the checkpoint in `folder` adds: the type of its weights,
+    and the names of its decoder.
+
+    Raises `UserError` if files are missing, broken, quantized already, or disagree with the
+    description.
+    """
+    tensors = read_headers(folder)
+    shape = replace(shape, prefix=_prefix(shape, tensors))
+    _check_no_more_layers(shape, tensors, folder)
+    for name, size in expected_tensors(shape):
+        _check_tensor(tensors, name, size, folder=folder)
+    first = f"{shape.prefix}{layer_name(shape, 0, shape.layer(0).linears[0].path)}.weight"
+    return replace(shape, source_dtype=tensors[first].dtype)
+
+
+def layer_name(shape: ModelShape, number: int, path: str) -> str:
+    """Return the name of something in a decoder layer, without the decoder's prefix."""
+    return f"{shape.layers.removeprefix(_decoder(shape))}.{number}.{path}"
+
+
+def _decoder(shape: ModelShape) -> str:
+    """The path of the decoder in the model, with its point: `model.`."""
+    return shape.embedding.rpartition(".")[0] + "."
+
+
+def expected_tensors(shape: ModelShape) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Yield the name in the checkpoint and the shape of every tensor of the decoder; of 1-D tensors
+    the elements.
+    """
+    table = (shape.vocab_size, shape.hidden_size)
+    yield f"{shape.prefix}{shape.embedding.removeprefix(_decoder(shape))}.weight", table
+    for name, length in shape.other_vectors:
+        inside = name.startswith(_decoder(shape))
+        yield (shape.prefix if inside else "") + name.removeprefix(_decoder(shape)), (length,)
+    if not shape.tied_embeddings:
+        yield f"{shape.head}.weight", table
+    for number in range(shape.num_layers):
+        layer = shape.layer(number)
+        for linear in layer.linears:
+            name = layer_name(shape, number, f"{linear.path}.weight")
+            yield f"{shape.prefix}{name}", (linear.out_features, linear.in_features)
+        for vector, length in layer.vectors:
+            yield f"{shape.prefix}{layer_name(shape, number, vector)}", (length,)
+
+
+def _prefix(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> str:
+    """What the decoder's names begin with: as described, or, of a multimodal checkpoint, what
+    stands before its embedding.
+    """
+    if shape.prefix == _decoder(shape):
+        return shape.prefix
+    embedding = f"{shape.embedding.removeprefix(_decoder(shape))}.weight"
+    found = [name for name in tensors if name.endswith(f".{embedding}")]
+    return found[0].removesuffix(embedding) if len(found) == 1 else shape.prefix
+
+
+def _check_tensor(
+    tensors: Mapping[str, TensorInfo], name: str, shape: tuple[int, ...], *, folder: Path
+) -> None:
+    if name not in tensors:
+        raise UserError(
+            f"{folder}: the checkpoint has no tensor {name}, which its config.json asks for. "
+            "The files do not belong together, or the download is not complete: check model.source."
+        )
+    tensor = tensors[name]
+    if tensor.dtype not in FLOAT_BYTES:
+        raise UserError(
+            f"{folder}: {name} is stored as {tensor.dtype}: the model is quantized already. "
+            "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+    if tensor.shape != shape and not (len(shape) == 1 and _elements(tensor) == shape[0]):
+        raise UserError(
+            f"{folder}: {name} has shape {list(tensor.shape)}, but config.json says {list(shape)}. "
+            "The files do not belong together: check model.source."
+        )
+
+
+def _elements(tensor: TensorInfo) -> int:
+    """Of a tensor that is 1-D, or a single number."""
+    return tensor.shape[0] if len(tensor.shape) == 1 else 1 if not tensor.shape else -1
+
+
+def _check_no_more_layers(
+    shape: ModelShape, tensors: Mapping[str, TensorInfo], folder: Path
+) -> None:
+    start = f"{shape.prefix}{shape.layers.removeprefix(_decoder(shape))}."
+    rests = (name.removeprefix(start).split(".")[0] for name in tensors if name.startswith(start))
+    last = max((int(number) for number in rests if NUMBER.fullmatch(number)), default=0)
+    if last >= shape.num_layers:
+        raise UserError(
+            f"{folder}: the checkpoint has decoder layer {last}, but config.json says "
+            f"num_hidden_layers = {shape.num_layers}. The files do not belong together: check "
+            "model.source."
+        )

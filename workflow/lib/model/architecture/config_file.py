@@ -1,0 +1,100 @@
+"""A model's config.json, read within bounds: what it may say before a library builds from it.
+
+A file from anywhere may say anything, so sizes are held against bounds before Transformers makes
+lists of as many entries, and what is no model of ours is refused by name.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.errors import UserError
+
+# Far above any model, and far below what would take hours or all memory.
+LAYERS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 10_000)
+LARGEST_SIZES = LAYERS | {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**40,
+}
+MAX_CONFIG_BYTES = 2**24
+SHOWN_DIGITS = 20
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+TEXT_PART = "text_config"  # of a multimodal model
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json; raises `UserError` as `read_bounded` does, and for a model that is
+    quantized already.
+    """
+    config = read_bounded(path)
+    refuse_quantized(config, path)
+    return config
+
+
+def read_bounded(path: Path) -> dict[str, Any]:
+    """Read any config.json, before a library builds lists of as many entries as it says.
+
+    Raises `UserError` if it is no JSON object, or a size in it, or in a model within it, is beyond
+    `LARGEST_SIZES`.
+    """
+
+    def checked(content: dict[str, Any]) -> dict[str, Any]:
+        check_bounds(content, path)
+        return content
+
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES // 2**20} MiB")
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=checked)
+    except UserError:  # a ValueError too
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
+    return config
+
+
+def check_bounds(content: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` if a size is beyond `LARGEST_SIZES`."""
+    for key in content.keys() & LARGEST_SIZES.keys():
+        value = content[key]
+        if isinstance(value, int | float) and value > LARGEST_SIZES[key]:
+            shown = str(value)
+            shown = shown if len(shown) <= SHOWN_DIGITS else f"{shown[:SHOWN_DIGITS]}..."
+            raise UserError(
+                f"{path}: {key} = {shown}: must be at most {LARGEST_SIZES[key]:,}. "
+                "Give the config.json that belongs to the checkpoint (model.source)."
+            )
+
+
+def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` for a model that is quantized already."""
+    if "quantization_config" in config:
+        raise UserError(
+            f"{path} describes a model that is quantized already. "
+            "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+
+
+def refuse_experts(config: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` for a mixture of experts."""
+    experts = [key for key in EXPERT_KEYS if config.get(key)]
+    if experts:
+        raise UserError(
+            f"{path}: model_type {config.get('model_type')!r} is a mixture of experts "
+            f"({experts[0]} = {config[experts[0]]}), which this workflow cannot train. "
+            "Choose a dense model."
+        )
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a multimodal model's decoder, or the config itself."""
+    part = config.get(TEXT_PART)
+    return part if isinstance(part, dict) else config

@@ -1,0 +1,251 @@
+"""The description of a model (`architecture.model_shape`), derived from its Transformers class:
+built on the meta device, run once on tokens without values, and looked at.
+
+What a decoder layer does is what it did then (`layer_calls`). Which of its parts are fused,
+`fuse_layers` finds as it does for training. What is not covered is refused by name. Of a multimodal
+model the decoder is described alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
+from workflow.lib.model.architecture.config_file import (
+    check_bounds,
+    read_config,
+    refuse_experts,
+    refuse_quantized,
+    text_part,
+)
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.layer_calls import recorded_layers
+from workflow.lib.model.layer_kinds import described_layers, refuse_wide_parameters
+from workflow.lib.model.nf4_model import build_config_on_meta
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256
+
+# Sizes that a config.json must say itself: the class's own would be another model's.
+NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+NEEDED_OF_PART = NEEDED[:3]  # published multimodal models leave the others to the class
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
+# What Transformers raises for settings that no model can have.
+UNBUILDABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+)
+STORED = {"float32": "F32", "float16": "F16"}
+
+
+def describe_file(path: Path) -> ModelShape:
+    """Describe the model of a config.json; raises `UserError` as `describe_config` does."""
+    shape = describe_config(read_config(path), origin=path)
+    return replace(shape, config_sha256=file_sha256(path))
+
+
+def describe_folder(folder: Path) -> ModelShape:
+    """Describe the model in a folder, its checkpoint included; raises `UserError` as
+    `describe_config` and `with_checkpoint` do.
+    """
+    return with_checkpoint(describe_file(folder / "config.json"), folder)
+
+
+def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
+    """Describe the model that a config.json alone promises, stored in bf16 unless it says
+    otherwise.
+
+    `origin` names the document in messages. Raises `UserError` for what is no causal language
+    model, cannot be built, or has parts whose memory is not known.
+    """
+    part = text_part(config)
+    refuse_quantized(config, origin)
+    for content in (config, part):
+        check_bounds(content, origin)
+        refuse_experts(content, origin)
+    _check_class(config, origin)
+    try:
+        with _quiet_transformers():
+            built = _decoder_config(config, part, origin)
+            model = build_config_on_meta(built, dtype=torch.bfloat16)
+    except UserError:
+        raise
+    except UNBUILDABLE as error:
+        raise _unbuildable(error, origin) from None
+    dtype = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
+    try:
+        with _quiet_transformers():
+            return _shape(model, wrapped=part is not config, dtype=dtype)
+    except UserError as error:
+        raise UserError(f"{origin}: model_type = {built.model_type!r}: {error}") from None
+    except UNBUILDABLE as error:
+        raise _unbuildable(error, origin) from None
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep its advice on published settings from the user, who cannot change them."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _unbuildable(error: Exception, origin: Path) -> UserError:
+    return UserError(
+        f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
+        f"can build and run ({type(error).__name__}: {error}). Check model.source."
+    )
+
+
+def _check_class(config: dict[str, Any], origin: Path) -> None:
+    """Refuse what Transformers has no causal language model for."""
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
+        if "auto_map" in config:
+            raise UserError(
+                f"{origin}: model_type = {name!r} is code of the model's own repository "
+                "(auto_map), which is never run. Choose a model.source that Transformers knows."
+            )
+        raise UserError(
+            f"{origin}: model_type = {name!r}: Transformers {transformers.__version__} knows no "
+            "such model. Check model.source, or install a newer Transformers."
+        )
+    if config.get("is_encoder_decoder") or CONFIG_MAPPING[name].is_encoder_decoder:
+        raise UserError(
+            f"{origin}: model_type = {name!r} is an encoder-decoder, and this workflow trains "
+            "decoders. Choose a causal language model as model.source."
+        )
+    classes = [str(one) for one in config.get("architectures") or ()]
+    if classes and not any(one.endswith(CAUSAL) for one in classes):
+        raise UserError(
+            f"{origin}: architectures = {classes}: this is no causal language model. "
+            "Choose one as model.source."
+        )
+
+
+def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
+    """Return the configuration of the decoder, as Transformers completes it."""
+    kind = CONFIG_MAPPING[config["model_type"]]
+    inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
+    aliases = getattr(inner, "attribute_map", {})
+    for key in NEEDED if part is config else NEEDED_OF_PART:
+        _check_size(key, part.get(key, part.get(aliases.get(key, key))), origin)
+    heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")
+    if part.get("head_dim") is None and heads and hidden and heads > hidden:
+        raise UserError(
+            f"{origin}: num_attention_heads = {heads}: must be at most hidden_size = {hidden}. "
+            "Give the config.json that belongs to the checkpoint (model.source)."
+        )
+    whole = kind.from_dict(config)
+    built: PretrainedConfig = whole.get_text_config(decoder=True)
+    if built is not whole and "tie_word_embeddings" not in part:
+        built.tie_word_embeddings = whole.tie_word_embeddings
+    if built.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{origin}: model_type = {built.model_type!r}: Transformers "
+            f"{transformers.__version__} has no causal language model of this type. "
+            "Choose another model.source."
+        )
+    return built
+
+
+def _check_size(key: str, value: Any, origin: Path) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(
+            f"{origin}: {key} = {value!r}: must be a whole number above 0. "
+            "Give the config.json that belongs to the checkpoint (model.source)."
+        )
+    check_bounds({key: value}, origin)
+
+
+def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
+    for layer in decoder_layers(model):
+        refuse_wide_parameters(layer)
+    config: Any = model.config
+    types = getattr(config, "layer_types", None) or []
+    paths = _paths(model)
+    described = described_layers(recorded_layers(model))
+    kinds = list(dict.fromkeys(described))
+    return ModelShape(
+        family=config.model_type,
+        kinds=tuple(kinds),
+        order=tuple(kinds.index(kind) for kind in described),
+        hidden_size=kinds[0].hidden_size,
+        vocab_size=model.get_parameter(f"{paths['embedding']}.weight").shape[0],
+        max_position_embeddings=config.max_position_embeddings,
+        **paths,
+        tied_embeddings=_tied(model),
+        logit_softcap=getattr(config, "final_logit_softcapping", None) is not None,
+        attention_masks=1 + any("sliding" in x for x in types),
+        other_vectors=_other_vectors(model, paths),
+        source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
+        prefix="model.language_model." if wrapped else _parent(paths["embedding"]),
+    )
+
+
+def _paths(model: PreTrainedModel) -> dict[str, str]:
+    """Return the paths of embedding, head and decoder layers."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
+        raise UserError(
+            "its embedding or its output head is of a kind that is not known. Choose another "
+            "model.source."
+        )
+    modules = {module: path for path, module in model.named_modules()}
+    first = modules[decoder_layers(model)[0]]
+    return {
+        "embedding": modules[embedding],
+        "head": modules[head],
+        "layers": first.rpartition(".")[0],
+    }
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0] + "."
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def _other_vectors(model: PreTrainedModel, paths: dict[str, str]) -> tuple[tuple[str, int], ...]:
+    """Return the parameters outside decoder layers and tables; raises `UserError` if one is a table
+    too.
+    """
+    tables = {f"{paths['embedding']}.weight", f"{paths['head']}.weight"}
+    others = {
+        name: param
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if name not in tables and not name.startswith(f"{paths['layers']}.")
+    }
+    wide = [name for name, param in others.items() if param.dim() > 1]
+    if wide:
+        raise UserError(
+            f"{wide[0]} is a table beside embedding and head, whose memory is not known. "
+            "Choose another model.source."
+        )
+    return tuple((name, param.numel()) for name, param in sorted(others.items()))

@@ -1,0 +1,19 @@
+rule describe_model:
+    input:
+        model=lambda w: model_files(BY_MODEL[w.model]),
+    output:
+        "results/models/{model}/description.json",
+    log:
+        "logs/describe_model/{model}.log",
+    # The first of all: what it refuses, nothing else has to wait for.
+    priority: FIRST + 2
+    conda:
+        "../../envs/torch.yaml"
+    threads: all_cores
+    params:
+        model=lambda w, input: model_folder(BY_MODEL[w.model], input.model),
+        # Not recorded, as what is derived from `output`: it does not change the description.
+        checks=lambda w, output: checks(layout.description, str(output)),
+    shell:
+        "python -m workflow.scripts.describe_model --model {params.model:q}"
+        " --checks {params.checks:q} --output {output:q} --log {log:q}"

@@ -1,0 +1,50 @@
+"""Describe the base model: what its decoder layers are made of, from its own class.
+
+The class is built without weights from config.json, and run once on tokens without values. The
+description is held against the headers of the safetensors files, and the settings of the runs that
+use the model against the description. Planning reads it. A model that is not covered, or files that
+do not belong together, end with exit status 1.
+"""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
+from workflow.lib.system.files import write_json
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    shape = describe_folder(args.model)
+    check_models(args.checks, shape)
+    write_json(args.output, shape.document())
+    logger.info("%s", facts(shape))
+
+
+def facts(shape: ModelShape) -> str:
+    """Return a line on what the model is."""
+    kinds = ", ".join(
+        f"{shape.counts[number]} x {kind.attention} attention"
+        for number, kind in enumerate(shape.kinds)
+    )
+    weights = shape.quantized_weights + shape.plain_weights
+    return f"{shape.family}: {weights:,} parameters, {shape.num_layers} decoder layers ({kinds})"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line of this stage."""
+    options = stage_parser(__doc__, config_required=False)
+    options.add_argument("--model", type=Path, required=True, help="folder of the base model")
+    options.add_argument("--checks", type=json.loads, default={}, help=CHECKS_HELP)
+    options.add_argument("--output", type=Path, required=True, help="description.json to write")
+    return options
+
+
+if __name__ == "__main__":
+    run(main, parser())

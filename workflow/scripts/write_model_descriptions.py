@@ -1,0 +1,23 @@
+"""Write workflow/resources/models/descriptions.json anew: the descriptions of the models of
+shapes.json beside it.
+"""
+
+import json
+from pathlib import Path
+
+from workflow.lib.model.architecture.shipped_shapes import DESCRIPTIONS, SHAPES
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.system.files import read_json
+
+SHORT = (",", ":")
+
+if __name__ == "__main__":
+    entries = {
+        hub_id: describe_config(entry["config"], origin=Path(hub_id)).document()
+        for hub_id, entry in read_json(SHAPES).items()
+    }
+    lines = [
+        f"{json.dumps(hub_id)}: {json.dumps(entry, separators=SHORT)}"
+        for hub_id, entry in entries.items()
+    ]
+    DESCRIPTIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
