@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.preflight_examples import setup
-from workflow.lib.model.architecture.model_shape import shape_of_config
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay_tape
@@ -45,13 +45,13 @@ def chosen(**levers: Any) -> Setup:
 
 
 def recorded(process: RecordingProcess, config: dict[str, Any], levers: Setup) -> Tape:
-    shape = shape_of_config(config, origin=Path("model"))
+    shape = describe_config(config, origin=Path("model"))
     window = offload_window(shape, levers)
     return process.record(Request(config, levers, window, checked=False))
 
 
 def traced(config: dict[str, Any], levers: Setup) -> Replay:
-    shape = shape_of_config(config, origin=Path("model"))
+    shape = describe_config(config, origin=Path("model"))
     return replay_tape(step_trace(shape, levers, checked=False))
 
 
