@@ -28,6 +28,7 @@ include: "workflow/rules/evaluate_run.smk"
 include: "workflow/rules/write_card.smk"
 include: "workflow/rules/render_report.smk"
 include: "workflow/rules/require_gain.smk"
+include: "workflow/rules/publish_run.smk"
 include: "workflow/rules/benchmark_run.smk"
 include: "workflow/rules/render_benchmark.smk"
 
@@ -40,6 +41,7 @@ localrules:
     evaluate,
     report,
     benchmark,
+    publish,
 
 
 # Every target names the artifacts of all stages before it. Snakemake removes the outputs of a job that
@@ -82,6 +84,12 @@ rule report:
 rule benchmark:
     input:
         lambda w: f"results/benchmark/{benchmark_folder(BENCHMARK)}/page",
+
+
+# Uploads to the hub what `export.hub_repo` names; no part of `all`.
+rule publish:
+    input:
+        lambda w: publications(),
 
 
 rule all:

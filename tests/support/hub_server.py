@@ -10,6 +10,7 @@ metadata by the rules in `card_errors`, and the error codes of the real hub. Fau
 of the repository that may be changed while the server runs.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -23,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 Files = Mapping[str, bytes]
+WRITE_TOKEN = "hf_that_may_write"
 
 
 class HubRepo:
@@ -39,6 +41,7 @@ class HubRepo:
         self.commits: dict[str, Files] = {}
         self.branches: dict[str, str] = {}
         self.gated = False  # files are refused, as to an account that did not accept the licence
+        self.private = False
         self.bad_token = False  # every request is refused, as with an expired token
         self.served: dict[str, bytes] = {}  # bytes sent in place of the announced ones
         self.listed_size: dict[str, int] = {}  # size announced in place of the true one
@@ -136,7 +139,7 @@ def _result_errors(result: dict[str, Any]) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    repos: Mapping[str, HubRepo]
+    repos: dict[str, HubRepo]
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test's output quiet."""
@@ -148,13 +151,52 @@ class _Handler(BaseHTTPRequestHandler):
         self._route()
 
     def do_POST(self) -> None:
-        """Check a card, as `ModelCard.validate` asks for: 400 and the reasons, or 200."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        """Make a repository, take an upload, or check a card, as `ModelCard.validate` asks for: 400
+        and the reasons, or 200.
+        """
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        if parts == ["api", "repos", "create"] or parts[4:5] in (["preupload"], ["commit"]):
+            return self._take(parts, body)
+        asked = json.loads(body)
         if urlsplit(self.path).path != "/api/validate-yaml" or asked["repoType"] != "model":
             return self._error(404, "EntryNotFound")
         errors = card_errors(asked["content"])
-        self._send(400 if errors else 200, {"Content-Type": "text/plain"}, errors.encode())
-        return None
+        if errors:
+            return self._send(400, {"Content-Type": "text/plain"}, errors.encode())
+        return self._json({"errors": [], "warnings": []})
+
+    def _take(self, parts: list[str], body: bytes) -> None:
+        """Answer the requests of an upload; small files come within the commit."""
+        if self.headers.get("Authorization") != f"Bearer {WRITE_TOKEN}":
+            return self._error(401, "", "Invalid credentials in Authorization header")
+        if parts[-1] == "create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in self.repos:
+                known = {"url": f"http://{self.headers['Host']}/{name}"}
+                kind = {"Content-Type": "application/json"}
+                return self._send(409, kind, json.dumps(known).encode())
+            made = HubRepo({})
+            made.private = asked.get("private") or asked.get("visibility") == "private"
+            self.repos[name] = made
+            return self._json({"url": f"http://{self.headers['Host']}/{name}"})
+        repo = self.repos["/".join(parts[2:4])]
+        if parts[4] == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for file in json.loads(body)["files"]
+            ]
+            return self._json({"files": files})
+        lines = [json.loads(line) for line in body.splitlines()]
+        sent = {
+            line["value"]["path"]: base64.b64decode(line["value"]["content"])
+            for line in lines
+            if line["key"] == "file"
+        }
+        commit = repo.commit({**repo.commits[repo.branches["main"]], **sent})
+        address = f"http://{self.headers['Host']}/{'/'.join(parts[2:4])}/commit/{commit}"
+        return self._json({"commitUrl": address, "commitOid": commit, "success": True})
 
     def _route(self) -> None:
         """Split the path into kind, repository, action and the rest."""
@@ -229,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def start_hub(repos: Mapping[str, HubRepo]) -> Iterator[str]:
+def start_hub(repos: dict[str, HubRepo]) -> Iterator[str]:
     """Serve `repos` (by id `owner/name`) on a free port of 127.0.0.1; yield the endpoint's URL."""
     handler = type("Handler", (_Handler,), {"repos": repos})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

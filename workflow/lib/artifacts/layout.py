@@ -12,7 +12,12 @@ from typing import Any
 
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
-from workflow.lib.settings.config import EvaluateConfig, ReportConfig, RunConfig, is_hub_id
+from workflow.lib.settings.config import (
+    EvaluateConfig,
+    ReportConfig,
+    RunConfig,
+    is_hub_id,
+)
 from workflow.lib.system.files import canonical_json, file_sha256, short_hash
 
 RESULTS = PurePosixPath("results")
@@ -250,6 +255,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "finetune": ("model", "lora", "train"),
     "consolidate": ("model", "export"),
     "convert_gguf": ("export",),
+    "publish_run": ("export",),
     "evaluate_run": ("model", "evaluate"),
     "write_card": ("model", "data", "quantize"),
 }
@@ -265,10 +271,12 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 
 
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
+HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
-    "consolidate": {"export": {"gguf", "llama_cpp"}},
+    "consolidate": {"export": {"gguf", "llama_cpp", *HUB_KEYS}},
     # The merged model is its input.
-    "convert_gguf": {"export": {"merge_onto", "shard_gib"}},
+    "convert_gguf": {"export": {"merge_onto", "shard_gib", *HUB_KEYS}},
+    "publish_run": {"export": {"merge_onto", "shard_gib"}},
     # It looks whether the tasks exist, and whether they measure what is required.
     "preflight_run": {
         "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}

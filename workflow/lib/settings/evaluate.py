@@ -27,6 +27,22 @@ class ExportConfig(Section):
     llama_cpp: str | None = None
     """Folder of a llama.cpp checkout, whose converter makes the GGUF files. It runs as you, so take
     it from a place that you trust."""
+    hub_repo: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+    """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
+    hub_form: Literal["adapter", "merged", "gguf"] = "adapter"
+    """What is uploaded."""
+    hub_public: bool = False
+    """Make a new repository public."""
+
+    @model_validator(mode="after")
+    def _published_is_exported(self) -> "ExportConfig":
+        exported = {"adapter": True, "merged": self.merged, "gguf": bool(self.gguf)}
+        if not exported[self.hub_form]:
+            raise ValueError(
+                f"hub_form = {self.hub_form}: it is not exported. Set {self.hub_form}, or publish "
+                "the adapter"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gguf_has_what_it_needs(self) -> "ExportConfig":

@@ -1,0 +1,165 @@
+"""Publishing: what was exported is on the hub, once and private, or nothing is and one message says
+why.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
+from tests.support.report_examples import edit, write_run
+from tests.support.workflow_project import make_project
+from workflow.lib.system.files import write_checksums, write_json
+
+ROOT = Path(__file__).parents[2]
+CARD = (
+    "---\nbase_model: acme/tiny\nbase_model_relation: adapter\nlibrary_name: peft\n---\n\n# demo\n"
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with an exported adapter and its card."""
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    adapter = folder / "consolidate" / "adapter"
+    write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "acme/tiny", "r": 16})
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    write_checksums(adapter)
+    (adapter / "README.md").write_text(CARD)
+    return folder
+
+
+def publish(
+    run: Path, endpoint: str, *, token: str = WRITE_TOKEN, **export: Any
+) -> subprocess.CompletedProcess[str]:
+    adapter = run / "consolidate" / "adapter"
+    options = {
+        "config": json.dumps({"export": {"hub_repo": "acme/demo", **export}}),
+        "run": "demo",
+        "folder": adapter,
+        "card": adapter / "README.md",
+        "summary": run / "finetune" / "summary.json",
+        "parity": run / "consolidate" / "parity.json",
+        "output": run / "publish_run" / "published.json",
+    }
+    command = [sys.executable, "-m", "workflow.scripts.publish_run"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | variables | {"HF_HOME": str(run / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def files_of(repo: HubRepo) -> dict[str, bytes]:
+    return dict(repo.commits[repo.branches["main"]])
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(
+    run: Path, public: bool
+) -> None:
+    repos: dict[str, HubRepo] = {}
+    with start_hub(repos) as endpoint:
+        done = publish(run, endpoint, hub_public=public)
+    assert done.returncode == 0, done.stderr
+    adapter = run / "consolidate" / "adapter"
+    assert files_of(repos["acme/demo"]) == {p.name: p.read_bytes() for p in adapter.iterdir()}
+    assert repos["acme/demo"].private is not public
+    published = json.loads((run / "publish_run" / "published.json").read_text())
+    assert published["commit_url"].endswith(repos["acme/demo"].branches["main"])
+
+
+def test_repeated_upload_goes_to_the_same_repository(run: Path) -> None:
+    repos: dict[str, HubRepo] = {}
+    with start_hub(repos) as endpoint:
+        publish(run, endpoint)
+        (run / "consolidate" / "adapter" / "README.md").write_text(f"{CARD}Better.\n")
+        done = publish(run, endpoint)
+    assert done.returncode == 0, done.stderr
+    assert files_of(repos["acme/demo"])["README.md"].endswith(b"Better.\n")
+
+
+def test_card_of_a_merged_model_says_that_it_is_one(run: Path) -> None:
+    repos: dict[str, HubRepo] = {}
+    with start_hub(repos) as endpoint:
+        done = publish(run, endpoint, merged=True, hub_form="merged")
+    assert done.returncode == 0, done.stderr
+    card = ModelCard(files_of(repos["acme/demo"])["README.md"].decode())
+    assert (card.data.base_model_relation, card.data.library_name) == ("finetune", "transformers")
+    assert "This repository holds the merged model" in card.text
+    assert "# demo" in card.text
+
+
+def name_folder_in_card(run: Path) -> None:
+    (run / "consolidate" / "adapter" / "README.md").write_text(f"base: {Path.home()}/models/x\n")
+
+
+def name_folder_in_adapter(run: Path) -> None:
+    adapter = run / "consolidate" / "adapter"
+    edit(adapter / "adapter_config.json", lambda d: d.update(base_model_name_or_path=str(run)))
+    write_checksums(adapter)
+
+
+def fail_training_check(run: Path) -> None:
+    edit(run / "finetune" / "summary.json", lambda d: d["checks"][0].update(passed=False))
+
+
+def fail_parity(run: Path) -> None:
+    edit(run / "consolidate" / "parity.json", lambda d: d.update(passed=False))
+
+
+def damage_weights(run: Path) -> None:
+    (run / "consolidate" / "adapter" / "adapter_model.safetensors").write_bytes(b"rotten!")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (name_folder_in_card, "README.md names"),
+        (name_folder_in_adapter, "adapter_config.json names"),
+        (fail_training_check, "a check failed (Gathered weights equal"),
+        (fail_parity, "a check failed (the exported adapter gives"),
+        (damage_weights, "adapter_model.safetensors is damaged"),
+    ],
+)
+def test_what_must_not_be_published_is_refused_before_the_hub_is_asked(
+    run: Path, spoil: Any, message: str
+) -> None:
+    spoil(run)
+    repos: dict[str, HubRepo] = {}
+    with start_hub(repos) as endpoint:
+        done = publish(run, endpoint)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert repos == {}
+    assert not (run / "publish_run" / "published.json").exists()
+
+
+def test_token_that_may_not_write_is_one_message(run: Path) -> None:
+    with start_hub({}) as endpoint:
+        done = publish(run, endpoint, token="hf_other")
+    assert done.returncode == 1
+    assert "export.hub_repo = 'acme/demo': the hub refuses" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_publishing_is_planned_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project")
+    refused = project.snakemake("--dry-run", "publish")
+    assert refused.status == 1
+    assert "export.hub_repo names no repository" in refused.output
+    project.edit({"export": {"hub_repo": "acme/demo"}})
+    assert "publish_run" not in project.planned("all")
+    assert project.planned("publish")["publish_run"] == 1

@@ -1,0 +1,50 @@
+"""Upload the adapter, the merged model or the GGUF files of a run to the Hugging Face hub, with the
+model card.
+
+Nothing is uploaded if a check of the run failed, or if a file names a folder of this machine. The
+repository is private unless `export.hub_public` is set; what exists keeps its visibility. The token
+is `HF_TOKEN`, or that of `hf auth login`. Writes `published.json`.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from workflow.lib.artifacts.parity_record import Parity
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.checksums import check_files, listed_files
+from workflow.lib.system.files import provenance, write_json
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    settings = ExportConfig.model_validate(args.config["export"])
+    refuse_failed(read_record(args.summary, Summary), read_record(args.parity, Parity))
+    check_files(listed_files(args.folder))
+    publication = Publication(
+        folder=args.folder,
+        card=args.card,
+        form=settings.hub_form,
+        repo_id=str(settings.hub_repo),
+        private=not settings.hub_public,
+    )
+    refuse_private(publication)
+    address = upload(publication, message=f"{settings.hub_form} of the run {args.run}")
+    write_json(args.output, {"commit_url": address, "provenance": provenance()})
+    logger.info("%s of the run %s: %s", settings.hub_form, args.run, address)
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__)
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--folder", type=Path, required=True, help="folder to upload")
+    parser.add_argument("--card", type=Path, required=True, help="the model card")
+    parser.add_argument("--summary", type=Path, required=True, help="summary.json of the training")
+    parser.add_argument("--parity", type=Path, required=True, help="parity.json of the export")
+    parser.add_argument("--output", type=Path, required=True, help="published.json to write")
+    run(main, parser)
