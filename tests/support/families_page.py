@@ -18,6 +18,7 @@ from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.fuse_layers import fuse_layers_
+from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.compute_choice import automatic_attention
 
@@ -52,7 +53,7 @@ def _line(family: str, measured: set[str]) -> str:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     drop_other_parts_(model)
-    layers, recurrent = len(decoder_layers(model)), separate_documents_(model)
+    layers, recurrent = len(decoder_layers(model)), separate_documents_(model, AdapterState())
     needs = attention_needs(config.to_dict())
     on_gpu = automatic_attention(
         needs, cuda=True, bfloat16=True, compute_dtype="bfloat16", flash_package=False,
