@@ -5,6 +5,7 @@ as a table.
 workflow/docs/memory-model.md.
 """
 
+import gzip
 import json
 import re
 from dataclasses import dataclass
@@ -94,10 +95,14 @@ class Row:
 
 def rows() -> list[Row]:
     """Return all measurements of our engine's memory that say what the engine of today does."""
-    lines = [
-        json.loads(x) for p in sorted(FOLDER.glob("*.jsonl")) for x in p.read_text().splitlines()
-    ]
-    return [_row(line) for line in lines if _counts(line)]
+    names = sorted(path.name.removesuffix(".gz") for path in FOLDER.glob("*.jsonl.gz"))
+    return [_row(line) for name in names for line in measured_lines(name) if _counts(line)]
+
+
+def measured_lines(name: str) -> list[dict[str, Any]]:
+    """Return the lines of a file of measurements, which lies compressed."""
+    with gzip.open(FOLDER / f"{name}.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 @cache

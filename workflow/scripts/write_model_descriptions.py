@@ -1,7 +1,8 @@
-"""Write workflow/resources/models/descriptions.json anew: the descriptions of the models of
+"""Write workflow/resources/models/descriptions.json.gz anew: the descriptions of the models of
 shapes.json beside it.
 """
 
+import gzip
 import json
 from pathlib import Path
 
@@ -20,4 +21,5 @@ if __name__ == "__main__":
         f"{json.dumps(hub_id)}: {json.dumps(entry, separators=SHORT)}"
         for hub_id, entry in entries.items()
     ]
-    DESCRIPTIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    DESCRIPTIONS.write_bytes(gzip.compress(text.encode(), mtime=0))

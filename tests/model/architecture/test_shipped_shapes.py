@@ -2,6 +2,8 @@
 building the model gives, and names are found as people write them.
 """
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.system.files import read_json
 
 ENTRIES: dict[str, dict[str, Any]] = read_json(SHAPES)
-DESCRIBED: dict[str, Any] = read_json(DESCRIPTIONS)
+DESCRIBED: dict[str, Any] = json.loads(gzip.decompress(DESCRIPTIONS.read_bytes()))
 # A small one, and one of each kind: windows by turns, norms behind, a multimodal checkpoint.
 REBUILT = (
     "HuggingFaceTB/SmolLM2-135M",

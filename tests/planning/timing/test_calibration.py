@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.measurements import measured_lines
 from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
@@ -39,7 +40,6 @@ from workflow.lib.system.gpu_models import BY_NAME
 
 GPU = BY_NAME["NVIDIA H200"]
 EARLY = Path(__file__).parents[2] / "measured_h200.jsonl"
-FOLDER = Path(__file__).parents[2] / "gpu" / "measurements"
 # What the shipped constants are fitted to; timings of a later engine need another fit, so they are
 # named here with it.
 FITTED = (
@@ -106,7 +106,7 @@ def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
 
     Without dropout, which was PEFT's own forward, and DoRA, whose norms were made in every pass.
     """
-    rows = [json.loads(row) for name in names for row in (FOLDER / name).read_text().splitlines()]
+    rows = [row for name in names for row in measured_lines(name)]
     rows = [
         row for row in rows if row.get("setup") and not OTHERWISE_NOW & {_of(row)[:2], _of(row)}
     ]

@@ -3,11 +3,13 @@ download.
 
 `workflow/resources/models/shapes.json`: by hub id the sizes of the model's config.json and its
 published number of parameters, which a test compares with what the description adds up to; ids of
-the same shape with it. `descriptions.json` beside it: their descriptions, which
+the same shape with it. `descriptions.json.gz` beside it: their descriptions, which
 `python -m workflow.scripts.write_model_descriptions` makes from these.
 """
 
 import difflib
+import gzip
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_doc
 from workflow.lib.system.files import read_json
 
 SHAPES = Path(__file__).parents[3] / "resources" / "models" / "shapes.json"
-DESCRIPTIONS = SHAPES.with_name("descriptions.json")
+DESCRIPTIONS = SHAPES.with_name("descriptions.json.gz")
 
 
 @cache
@@ -41,7 +43,13 @@ def known_config(name: str) -> dict[str, Any] | None:
 def known_shape(name: str) -> ModelShape | None:
     """Return the description of a shipped model, which is found as `known_config` finds it."""
     entry = _entry(name)
-    return None if entry is None else shape_of_document(read_json(DESCRIPTIONS)[entry])
+    return None if entry is None else shape_of_document(_descriptions()[entry])
+
+
+@cache
+def _descriptions() -> dict[str, dict[str, Any]]:
+    descriptions: dict[str, dict[str, Any]] = json.loads(gzip.decompress(DESCRIPTIONS.read_bytes()))
+    return descriptions
 
 
 def _entry(name: str) -> str | None:
