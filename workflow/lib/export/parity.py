@@ -33,7 +33,7 @@ POSITIONS = 32  # last positions of each: 32 x 128k logits in fp32 are 16 MiB
 # Root mean square of the differences that is allowed, as a share of that of the logits. Not the
 # largest difference: of millions of logits in 16 bits one is always far off. How these were
 # measured stands in docs/numerics.md.
-RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+RELATIVE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def trained_logits(
