@@ -8,6 +8,9 @@ ends with exit status 1 and the changes that would make it fit.
 By hand (with --gpus) it answers the same for any model on any GPUs, with neither at hand:
 
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
+
+With --record it also lets the engine itself take two steps of the chosen plan, on tensors without
+values, and shows what it would have asked of a GPU. That takes about a second for each layer.
 """
 
 import argparse
@@ -19,17 +22,26 @@ from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.planning.machine import Machine, imagined_machine
+from workflow.lib.planning.memory.offload_terms import offload_window
+from workflow.lib.planning.memory.replay import replay_tape
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine, read_tokens
-from workflow.lib.planning.preflight.decision import decide
+from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
 from workflow.lib.planning.preflight.table import render
-from workflow.lib.planning.preflight.what_if import NAME, find_shape, imagined_tokens, settings_of
+from workflow.lib.planning.preflight.what_if import (
+    NAME,
+    find_config,
+    find_shape,
+    imagined_tokens,
+    settings_of,
+)
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.units import GIB
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -39,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     if args.config is None:
         what_if(args)
         return
-    check_arguments(args, needed=("tokens", "output", "run"), foreign=("gpus",))
+    check_arguments(args, needed=("tokens", "output", "run"), foreign=("gpus", "record"))
     settings = RunConfig.model_validate(args.config)
     if not args.brief:  # finetune's own prediction, which only follows this one
         check_tasks(settings.evaluate)
@@ -62,7 +74,32 @@ def what_if(args: argparse.Namespace) -> None:
     shape = find_shape(args.model, revision=args.revision, describe=described)
     machine = imagined_machine(count, gpu)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
-    predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
+    decision = predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
+    if args.record:
+        record(args, decision, shape)
+
+
+def record(args: argparse.Namespace, decision: Decision, shape: ModelShape) -> None:
+    """Record the chosen plan's allocations from the engine, and show them beside the prediction."""
+    # Loading torch takes seconds, and most predictions need none.
+    from workflow.lib.recording.engine_run import ATTENTION, Request
+    from workflow.lib.recording.recording_process import recording_process
+
+    setup, predicted = decision.chosen.setup, decision.chosen.replayed
+    assert predicted is not None, "plans for GPUs are replayed"
+    if setup.attention not in ATTENTION:
+        raise setting_error(
+            "--record", setup.attention, "this model's attention cannot be recorded", "Remove it"
+        )
+    config = find_config(args.model, revision=args.revision)
+    with recording_process() as process:
+        tape = process.record(Request(config, setup, offload_window(shape, setup)))
+    recorded = replay_tape(tape)
+    logger.info(
+        "recorded from the engine: %.3f GiB allocated, %.3f reserved (predicted: %.3f and %.3f)",
+        recorded.allocated_bytes / GIB, recorded.reserved_bytes / GIB,
+        predicted.allocated_bytes / GIB, predicted.reserved_bytes / GIB,
+    )  # fmt: skip
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -95,7 +132,7 @@ def predict(
     tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
-) -> None:
+) -> Decision:
     """Decide, write and print; raises `UserError` if the run does not fit."""
     check_tokens(tokens, settings, shape)
     decision = decide(settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes)
@@ -108,6 +145,7 @@ def predict(
     show("attention: %s (%s)", attention.name, attention.reason)
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
+    return decision
 
 
 def check_arguments(
@@ -119,7 +157,7 @@ def check_arguments(
         if getattr(args, name) is None:
             raise setting_error(f"--{name}", None, f"it is needed {use}", "Give it; see --help")
     for name in foreign:
-        if getattr(args, name) is not None:
+        if getattr(args, name) not in (None, False):
             bound = f"it has no meaning {use}"
             raise setting_error(f"--{name}", str(getattr(args, name)), bound, "Remove it")
 
@@ -147,6 +185,9 @@ def parser() -> argparse.ArgumentParser:
     )
     by_hand.add_argument("--rows", type=int, default=10_000, help="training rows (%(default)s)")
     by_hand.add_argument("--revision", help="revision of a model of the hub")
+    by_hand.add_argument(
+        "--record", action="store_true", help="also record the engine's own allocations"
+    )
     by_hand.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"
     )

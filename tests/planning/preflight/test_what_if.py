@@ -1,6 +1,7 @@
 """Preflight by hand: what is imagined, what is found, and what is refused."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     assert f"{found['plan']['offload_layers']} layers; gathered weights" in answer.stderr
 
 
+def test_recording_of_the_engine_stands_beside_the_prediction(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    model = ("--model", str(tmp_path), "--seq-len", "64")
+    answer = ask(*model, "--gpus", "2x4090", "--record")
+    assert answer.returncode == 0, answer.stderr
+    numbers = re.search(
+        r"recorded from the engine: ([\d.]+) GiB allocated, ([\d.]+) reserved "
+        r"\(predicted: ([\d.]+) and ([\d.]+)\)",
+        answer.stderr,
+    )
+    assert numbers is not None
+    allocated, reserved, *predicted = map(float, numbers.groups())
+    assert [allocated, reserved] == pytest.approx(predicted, abs=0.002)
+
+
 def test_any_setting_can_be_given(tmp_path: Path) -> None:
     words = ("--set", "hardware.price_per_gpu_hour=0.5", "--set", "train.micro_batch_size=2")
     answer = ask("--model", "Qwen3-0.6B", "--gpus", "3090", "--seq-len", "512", *words)
@@ -92,6 +108,8 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
+        (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
+          "--record"), "--record = 'True'"),
     ],
 )  # fmt: skip
 def test_mistake_is_one_message(words: tuple[str, ...], part: str) -> None:

@@ -57,14 +57,8 @@ class ErrorFeedback:
     """U (in, in) fp32, upper triangular: U^T U is the inverse of the inputs' correlation, both in
     that order."""
 
-    @property
-    def importance(self) -> torch.Tensor:
-        """(in,) fp32, in the columns' own order: what a column's squared error costs after all that
-        can be made good elsewhere.
-        """
-        importance = torch.empty_like(self.factor.diagonal())
-        importance[self.order] = 1 / self.factor.diagonal().square()
-        return importance
+    importance: torch.Tensor
+    """(in,) fp32, in the columns' own order: the mean square of each column's inputs."""
 
 
 def round_calibrated(
@@ -96,7 +90,7 @@ def error_feedback(correlation: torch.Tensor, *, what: str) -> ErrorFeedback:
                     "diagonal's mean added, so calibration changes less there",
                     what, damping,
                 )  # fmt: skip
-            return ErrorFeedback(order, factor.float())
+            return ErrorFeedback(order, factor.float(), correlation.diagonal())
     raise AssertionError(f"{what}: a damped correlation is positive definite")
 
 

@@ -18,10 +18,15 @@ from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.data.reading.sources import unexpanded
 from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.architecture.shipped_shapes import known_shape, nearest_models
+from workflow.lib.model.architecture.shipped_shapes import (
+    known_config,
+    known_shape,
+    nearest_models,
+)
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import NOT_VALID, RunConfig, is_hub_id, load_config
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.files import read_json
 
 NAME = "what-if"
 MOST_ROWS = 10**12
@@ -48,6 +53,18 @@ def find_shape(
     if is_hub_id(model):
         return describe(_download_config(model, revision))
     raise _unknown(model, "no such folder, file or shipped model")
+
+
+def find_config(model: str, *, revision: str | None) -> dict[str, Any]:
+    """Return the config.json of a model that `find_shape` finds."""
+    path = Path(model)
+    config = known_config(model) if revision is None and not path.exists() else None
+    if config is not None:
+        return config
+    if not path.exists():
+        path = _download_config(model, revision)
+    document: dict[str, Any] = read_json(path / "config.json" if path.is_dir() else path)
+    return document
 
 
 def _download_config(model: str, revision: str | None) -> Path:
