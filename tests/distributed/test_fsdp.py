@@ -171,7 +171,7 @@ def test_units_are_the_layers_and_the_rest(reports: list[dict[str, Any]]) -> Non
 
 def test_intact_model_passes_the_checks(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert [check.passed for check in report["checks"]] == [True] * 4
+        assert [check.passed for check in report["checks"]] == [True] * 5
         assert report["afterwards"] == []
 
 
