@@ -24,6 +24,7 @@ from workflow.lib.settings.config import load_config
 
 IDS = torch.tensor([[3, 11, 290, 64, 5, 201, 17, 8, 133, 41, 2]])
 ARTIFACTS = {
+    "results/models/tiny-*/description.json",
     "results/base/tiny-*/SHA256SUMS",
     "results/base/tiny-*/chat_template.jinja",
     "results/base/tiny-*/config.json",
@@ -196,14 +197,18 @@ def test_new_rows_in_the_same_file_train_from_the_start(checkout: Project, tmp_p
     assert after["first_loss"] != pytest.approx(before["first_loss"], rel=1e-3)
 
 
-def test_merged_model_is_base_and_adapter_without_training_again(project: Project) -> None:
+def test_merged_model_is_the_original_and_the_adapter_without_training_again(project: Project) -> None:
     project.edit({"export": {"merged": True}})
     done = project.run("train")
     assert executed(done.output) == {"consolidate_and_merged": 1}
-    (base,) = project.root.glob("results/base/tiny-*")
-    nf4 = load_base(base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa")
-    before = logits(nf4)
-    expected = logits(load_adapter(nf4, project.folder("consolidate") / "adapter"))
+    original = load_base(
+        project.root / "model",
+        device=torch.device("cpu"),
+        compute_dtype=torch.float32,
+        attention="sdpa",
+    )
+    before = logits(original)
+    expected = logits(load_adapter(original, project.folder("consolidate") / "adapter"))
     merged = logits(load(project.folder("consolidate") / "merged"))
     # bf16 moves every weight by up to 2**-9 of itself, embedding and head too, and the logits by
     # 0.65% of themselves (measured). The adapter moves them by 113%: a merge that loses or doubles
