@@ -20,7 +20,7 @@ def layer() -> nn.Module:
 
 def test_bytes_of_a_small_layer_by_hand() -> None:
     weights = 4 * (96 * 160 * 2 + 160)
-    expected = 4 * (4 * 160**2 + 6 * 96 * 160) + 5 * weights // 2 + 3 * 4 * BATCH_TOKENS * 160
+    expected = 4 * (3 * 160**2 + 7 * 96 * 160) + 5 * weights // 2 + 3 * 4 * BATCH_TOKENS * 160
     assert layer_bytes(layer()) == expected
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.families import FAMILIES
-from tests.support.measurements import FOLDER as MEASUREMENTS
+from tests.support.measurements import all_lines
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
@@ -33,12 +33,7 @@ PARTS = {"norms": "norms", "attentions": "attention", "feed_forwards": "feed-for
 
 def measured_families() -> set[str]:
     """Return the families whose memory was measured on GPUs."""
-    lines = [
-        json.loads(line)
-        for path in sorted(MEASUREMENTS.glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    sizes = {json.dumps(line["sizes"], sort_keys=True) for line in lines if line.get("sizes")}
+    sizes = {json.dumps(line["sizes"], sort_keys=True) for line in all_lines() if line.get("sizes")}
     return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
 
 

@@ -95,8 +95,13 @@ class Row:
 
 def rows() -> list[Row]:
     """Return all measurements of our engine's memory that say what the engine of today does."""
+    return [_row(line) for line in all_lines() if _counts(line)]
+
+
+def all_lines() -> list[dict[str, Any]]:
+    """Return the lines of all files of measurements."""
     names = sorted(path.name.removesuffix(".gz") for path in FOLDER.glob("*.jsonl.gz"))
-    return [_row(line) for name in names for line in measured_lines(name) if _counts(line)]
+    return [line for name in names for line in measured_lines(name)]
 
 
 def measured_lines(name: str) -> list[dict[str, Any]]:

@@ -197,7 +197,9 @@ def test_new_rows_in_the_same_file_train_from_the_start(checkout: Project, tmp_p
     assert after["first_loss"] != pytest.approx(before["first_loss"], rel=1e-3)
 
 
-def test_merged_model_is_the_original_and_the_adapter_without_training_again(project: Project) -> None:
+def test_merged_model_is_the_original_and_the_adapter_without_training_again(
+    project: Project,
+) -> None:
     project.edit({"export": {"merged": True}})
     done = project.run("train")
     assert executed(done.output) == {"consolidate_and_merged": 1}
