@@ -13,8 +13,10 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import (
     INTERFACES,
     OF_MODELS,
+    OF_RECORDINGS,
     Interface,
     check_interfaces,
+    check_recordings,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +25,12 @@ DECISIONS = (ROOT / "workflow" / "docs" / "decisions.md").read_text(encoding="ut
 
 def test_installed_packages_have_every_name() -> None:
     check_interfaces(*OF_MODELS, "lm_eval")
+    check_recordings()
 
 
-@pytest.mark.parametrize("used", INTERFACES, ids=lambda used: f"{used.owner_name}.{used.name}")
+@pytest.mark.parametrize(
+    "used", (*INTERFACES, *OF_RECORDINGS), ids=lambda used: f"{used.owner_name}.{used.name}"
+)
 def test_name_is_in_the_designs_list(used: Interface) -> None:
     assert f"`{used.owner_name}.{used.name}`" in DECISIONS
 
@@ -61,7 +66,8 @@ def test_every_private_attribute_of_packages_in_the_library_is_listed() -> None:
     """Whatever is read of other objects by a name with an underscore in front, outside of our own
     classes.
     """
-    listed = {used.name for used in INTERFACES}
+    parts = [(*used.owner_name.split("."), used.name) for used in (*INTERFACES, *OF_RECORDINGS)]
+    listed = {name for names in parts for name in names}
     own = {"_passed", "_eager"}
     files: dict[str, str] = {}
     for path in sorted((ROOT / "workflow" / "lib").rglob("*.py")):

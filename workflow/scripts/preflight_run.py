@@ -41,6 +41,7 @@ from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.undocumented_interfaces import check_recordings
 from workflow.lib.system.units import GIB
 from workflow.scripts.command import run, stage_parser
 
@@ -81,6 +82,7 @@ def what_if(args: argparse.Namespace) -> None:
 
 def record(args: argparse.Namespace, decision: Decision, shape: ModelShape) -> None:
     """Record the chosen plan's allocations from the engine, and show them beside the prediction."""
+    check_recordings()
     # Loading torch takes seconds, and most predictions need none.
     from workflow.lib.recording.engine_run import ATTENTION, Request
     from workflow.lib.recording.recording_process import recording_process

@@ -4,10 +4,11 @@ A release without one of them would fail late, by an AttributeError, or not at a
 that nobody reads any more can still be set. `docs/decisions.md` says what each is used for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from operator import attrgetter
 from typing import Any
 
 from workflow.lib.system.errors import UserError
@@ -29,7 +30,7 @@ def _of(package: str, module: str, path: str, *names: str) -> tuple[Interface, .
 
     def owner() -> Any:
         imported: Any = import_module(module)
-        return getattr(imported, path) if path else imported
+        return attrgetter(path)(imported) if path else imported
 
     return tuple(Interface(package, owner_name, name, owner) for name in names)
 
@@ -100,12 +101,46 @@ INTERFACES = (
         "_model_generate",
     ),
 )
+# What recordings of the engine need (`workflow.lib.recording`), and nothing else does.
+OF_RECORDINGS = (
+    *_of("torch", "torch._guards", "", "active_fake_mode"),
+    *_of("torch", "torch._subclasses.fake_tensor", "", "FakeTensorMode"),
+    *_of("torch", "torch.utils._python_dispatch", "", "TorchDispatchMode"),
+    *_of("torch", "torch.utils._pytree", "", "tree_iter"),
+    *_of(
+        "torch",
+        "torch.utils.backend_registration",
+        "",
+        "_setup_privateuseone_for_python_backend",
+    ),
+    *_of("torch", "torch.testing._internal.distributed.fake_pg", "", "FakeStore"),
+    *_of(
+        "torch",
+        "torch",
+        "ops.aten",
+        "_local_scalar_dense",
+        "_softmax_backward_data",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    ),
+    *_of("torch", "torch", "ops.torch_attn", "_varlen_attn_backward"),
+)
 OF_MODELS = ("torch", "bitsandbytes", "transformers", "peft")
 
 
 def check_interfaces(*packages: str) -> None:
     """Raise `UserError` if an installed release of these packages lacks a name that is used."""
-    for used in (used for used in INTERFACES if used.package in packages):
+    _check([used for used in INTERFACES if used.package in packages])
+
+
+def check_recordings() -> None:
+    """Raise `UserError` if torch lacks a name that recordings use."""
+    import_module("torch.nn.attention.varlen")  # which registers its operators
+    _check(OF_RECORDINGS)
+
+
+def _check(interfaces: Iterable[Interface]) -> None:
+    for used in interfaces:
         if not _there(used):
             raise UserError(
                 f"{used.package} {version(used.package)} has no {used.owner_name}.{used.name}, "
