@@ -29,7 +29,7 @@ def test_installed_packages_have_every_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "used", (*INTERFACES, *OF_RECORDINGS), ids=lambda used: f"{used.owner_name}.{used.name}"
+    "used", [*INTERFACES, *OF_RECORDINGS], ids=lambda used: f"{used.owner_name}.{used.name}"
 )
 def test_name_is_in_the_designs_list(used: Interface) -> None:
     assert f"`{used.owner_name}.{used.name}`" in DECISIONS
