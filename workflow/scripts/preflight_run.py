@@ -38,6 +38,7 @@ from workflow.lib.planning.preflight.what_if import (
 )
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
@@ -75,6 +76,10 @@ def what_if(args: argparse.Namespace) -> None:
     shape = find_shape(args.model, revision=args.revision, describe=described)
     machine = imagined_machine(count, gpu)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
+    attention = training_attention(settings.model, machine, attention_needs(shape)).name
+    if args.record and attention == FLEX:
+        bound = f"this model trains with {FLEX} attention, which cannot be recorded yet"
+        raise setting_error("--record", args.model, bound, "Remove it")
     decision = predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
     if args.record:
         record(args, decision, shape)
@@ -84,15 +89,11 @@ def record(args: argparse.Namespace, decision: Decision, shape: ModelShape) -> N
     """Record the chosen plan's allocations from the engine, and show them beside the prediction."""
     check_recordings()
     # Loading torch takes seconds, and most predictions need none.
-    from workflow.lib.recording.engine_run import ATTENTION, Request
+    from workflow.lib.recording.engine_run import Request
     from workflow.lib.recording.recording_process import recording_process
 
     setup, predicted = decision.chosen.setup, decision.chosen.replayed
     assert predicted is not None, "plans for GPUs are replayed"
-    if setup.attention not in ATTENTION:
-        raise setting_error(
-            "--record", setup.attention, "this model's attention cannot be recorded", "Remove it"
-        )
     config = find_config(args.model, revision=args.revision)
     with recording_process() as process:
         tape = process.record(Request(config, setup, offload_window(shape, setup)))
