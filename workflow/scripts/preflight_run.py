@@ -38,7 +38,6 @@ from workflow.lib.planning.preflight.what_if import (
 )
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
@@ -76,9 +75,9 @@ def what_if(args: argparse.Namespace) -> None:
     shape = find_shape(args.model, revision=args.revision, describe=described)
     machine = imagined_machine(count, gpu)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
-    attention = training_attention(settings.model, machine, attention_needs(shape)).name
-    if args.record and attention == FLEX:
-        bound = f"this model trains with {FLEX} attention, which cannot be recorded yet"
+    lack = attention_needs(shape).varlen_lack()
+    if args.record and lack is not None:
+        bound = f"recordings run by varlen attention, and {lack}"
         raise setting_error("--record", args.model, bound, "Remove it")
     decision = predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
     if args.record:

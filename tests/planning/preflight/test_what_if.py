@@ -108,7 +108,9 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
         (("--model", "Qwen3-8B", "--gpus", "4090", "--set", "lora.target_modules=[qq]"), "'qq'"),
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
-        (("--model", "google/gemma-2-9b", "--gpus", "H200", "--record"), "flex attention, which"),
+        (("--model", "google/gemma-2-9b", "--gpus", "H200", "--record"), (
+            "recordings run by varlen attention, and it cannot soft-cap"
+        )),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
           "--record"), "--record = 'True'"),
     ],
