@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
-from workflow.lib.model.converted_reader import ConvertedReader
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.nf4_model import (
@@ -22,6 +22,7 @@ from workflow.lib.model.nf4_model import (
     materialize_,
     read_specs,
 )
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.quantization.nf4_checkpoint import (
@@ -96,7 +97,9 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     linears = quantizable_linears(model)
     with ConvertedReader(source, model) as reader:
         check_checkpoint(model, linears, reader)
-        for _, parts in quantized_tensors(reader, linears, config, device=torch.device("cpu")):
+        for _, parts in quantized_tensors(
+            reader, linears, config, device=torch.device("cpu"), stacks=expert_stacks(model)
+        ):
             writer.add(parts)
     writer.close()
     kept = modules_in_16_bits(model)

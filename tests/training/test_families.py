@@ -31,8 +31,8 @@ from workflow.lib.export.adapter_files import merged_tensors, write_merged
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import document_states, training_module
-from workflow.lib.model.converted_reader import ModuleNames
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError

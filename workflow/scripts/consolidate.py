@@ -37,8 +37,8 @@ from workflow.lib.model.backends import (
     resolve_attention,
     resolve_dtype,
 )
-from workflow.lib.model.converted_reader import ModuleNames
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import (

@@ -8,6 +8,7 @@ stopped goes on where it was.
 
 import argparse
 import logging
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantiz
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.tokens.token_store import MANIFEST, TokenStore, recorded_arrays
 from workflow.lib.model.backends import choose_device, resolve_dtype
-from workflow.lib.model.converted_reader import ConvertedReader
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -34,6 +36,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantized_tensors,
     read_model_config,
 )
+from workflow.lib.quantization.stack_codes import check_blocks, check_method
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.files import (
@@ -60,6 +63,9 @@ def main(args: argparse.Namespace) -> None:
     linears = quantizable_linears(model)
     with ConvertedReader(args.model, model) as reader:
         check_checkpoint(model, linears, reader)
+    stacks = expert_stacks(model)
+    check_blocks(stacks, settings)
+    check_method(stacks, settings)
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if settings.method == "calibrated":
@@ -73,10 +79,12 @@ def main(args: argparse.Namespace) -> None:
     write_json(
         partial / "config.json", nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
     )
-    num_weights = sum(out * inp for out, inp in linears.values())
+    shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
+    num_weights = sum(math.prod(shape) for shape in shapes)
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
         quantized_linears=len(linears),
+        quantized_stacks=len(stacks),
         quantized_parameters=num_weights,
         total_bytes=total_bytes,
         settings=settings.model_dump(mode="json"),
@@ -88,8 +96,9 @@ def main(args: argparse.Namespace) -> None:
     write_checksums(partial)
     put_in_place(partial, args.output)
     logger.info(
-        "quantized %d linears (%s parameters) to NF4 (%s) on %s: %.3f GiB",
-        len(linears), f"{num_weights:,}", settings.method, device.type, total_bytes / 2**30,
+        "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s: %.3f GiB",
+        len(linears), len(stacks), f"{num_weights:,}", settings.method, device.type,
+        total_bytes / 2**30,
     )  # fmt: skip
 
 
@@ -145,7 +154,13 @@ def write_weights(
     """
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
     with ConvertedReader(source, model, recorded=downloaded_files(source)) as reader:
-        tensors = quantized_tensors(reader, quantizable_linears(model), settings, device=device)
+        tensors = quantized_tensors(
+            reader,
+            quantizable_linears(model),
+            settings,
+            device=device,
+            stacks=expert_stacks(model),
+        )
         count = len(reader.names())
         for _, parts in tqdm(
             tensors, total=count, desc="quantize", unit="tensor", disable=None, file=sys.stderr

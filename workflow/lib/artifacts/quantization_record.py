@@ -49,8 +49,10 @@ class Quantization(Record):
 
     quantized_linears: int
     """Linears in NF4."""
+    quantized_stacks: int = 0
+    """Stacks of experts in NF4: one for each projection of all experts of a layer."""
     quantized_parameters: int
-    """Their weights."""
+    """Weights of both."""
     total_bytes: int
     """Bytes of all weights, the others included."""
     settings: dict[str, Any]

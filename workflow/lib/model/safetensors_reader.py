@@ -7,7 +7,7 @@ convention).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -140,6 +140,11 @@ class CheckpointReader:
         """
         tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
         return tensor
+
+    def experts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the parts of a tensor along dim 0, reading one at a time."""
+        for number in range(self.shape(name)[0]):
+            yield self.rows(name, number, number + 1)[0]
 
     def _file(self, name: str) -> Any:
         if name not in self._shards:

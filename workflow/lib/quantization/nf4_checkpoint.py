@@ -3,14 +3,16 @@ Transformers loads.
 
 Per quantized linear: `weight` uint8 (n/2, 1), `weight.absmax`, `weight.quant_map`, with double
 quantization `weight.nested_absmax` and `weight.nested_quant_map`, and
-`weight.quant_state.bitsandbytes__nf4` (packed JSON). Embeddings, head and norms are copied as they
-are. Files are cut at `SHARD_BYTES`.
+`weight.quant_state.bitsandbytes__nf4` (packed JSON). A stack of experts has the same below the name
+of its parameter (`stack_codes`). Embeddings, head, norms and routers are copied as they are. Files
+are cut at `SHARD_BYTES`.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
 from workflow.lib.model.decoder_layers import other_parts
+from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
 from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
+from workflow.lib.quantization.stack_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, write_json
@@ -43,11 +47,13 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     Args: a Transformers causal LM (the meta device is enough).
     """
     head, others = model.get_output_embeddings(), tuple(f"{path}." for path in other_parts(model))
+    choosing = routers(model)
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not head
+        and path not in choosing
         and not path.startswith(others)
         and takes_adapter(model, path)
     }
@@ -57,11 +63,11 @@ def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
     """Return paths, or ends of paths, of the linears that are not quantized; none if it is the
     output head alone, which everyone leaves as it is.
     """
-    others = other_parts(model)
+    others, choosing = other_parts(model), routers(model)
     refused = {
         path.rpartition(".")[2]
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not takes_adapter(model, path)
+        if isinstance(module, nn.Linear) and (path in choosing or not takes_adapter(model, path))
     }
     if not others and not refused:
         return []
@@ -99,10 +105,11 @@ def check_checkpoint(
             "in another class): "
             "there is nothing to quantize. Choose another model.source."
         )
-    if experts := _experts(model):
+    if unknown := _unknown_stacks(model):
         raise UserError(
-            f"{type(model).__name__} keeps the weights of several experts in {experts[0]}: "
-            "mixtures of experts are not supported. Choose another model.source."
+            f"{type(model).__name__} keeps the weights of several experts in {unknown[0]}, not in "
+            "a module of Transformers' common kind, which alone is supported. Choose another "
+            "model.source."
         )
     tensors = dict(model.named_parameters()) | dict(stored_buffers(model))
     missing = [name for name in tensors if name not in reader]
@@ -119,23 +126,27 @@ def check_checkpoint(
                 f"{tuple(tensor.shape)}: "
                 "the files do not belong together. Check model.source."
             )
-    for path in linears:
-        if reader.dtype(f"{path}.weight") not in QUANTIZABLE:
+    stacks = expert_stacks(model)
+    for name in [*(f"{path}.weight" for path in linears), *stacks]:
+        if reader.dtype(name) not in QUANTIZABLE:
             raise UserError(
-                f"{path}.weight is stored as {reader.dtype(f'{path}.weight')}: the checkpoint is "
+                f"{name} is stored as {reader.dtype(name)}: the checkpoint is "
                 "quantized already. "
                 "Set model.source to the original bf16 or fp16 checkpoint."
             )
 
 
-def _experts(model: nn.Module) -> list[str]:
-    """Return the names of weights (experts, out, in) that are no linear's, nor a convolution's."""
+def _unknown_stacks(model: nn.Module) -> list[str]:
+    """Return the names of weights (experts, out, in) that are no linear's, nor a convolution's, nor
+    in a module that `expert_stacks` knows.
+    """
+    known = expert_stacks(model)
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
         if not isinstance(module, nn.Conv1d)
         for name, param in module.named_parameters(recurse=False)
-        if param.dim() == 3 and min(param.shape) > 1
+        if param.dim() == 3 and min(param.shape) > 1 and f"{path}.{name}" not in known
     ]
 
 
@@ -146,11 +157,20 @@ def quantized_tensors(
     *,
     device: torch.device,
     names: Iterable[str] | None = None,
+    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield the name of every source tensor (or of `names`), and what replaces it in the NF4
     checkpoint.
+
+    linears: of `quantizable_linears`; stacks: of `expert_stacks`, read expert by expert.
     """
     for name in reader.names() if names is None else names:
+        if name in stacks:
+            parts = quantize_stack(
+                reader.experts(name), settings, device=device, transposed=stacks[name].transposed
+            )
+            yield name, {f"{name}.{suffix}": part for suffix, part in parts.items()}
+            continue
         path = name.removesuffix(".weight")
         weight = reader.tensor(name)
         if path == name or path not in linears:

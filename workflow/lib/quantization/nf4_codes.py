@@ -78,17 +78,29 @@ def packed_tensors(
 
     codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original weight.
     """
+    return stored_tensors(_packed(codes), scales, settings, shape=shape, dtype=dtype)
+
+
+def stored_tensors(
+    packed: torch.Tensor,
+    scales: Scales,
+    settings: QuantizeConfig,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return the same of codes that are packed already: uint8, (bytes, 1)."""
     state = QuantState(
         absmax=scales.stored,
         shape=torch.Size(shape),
         dtype=dtype,
         blocksize=settings.block_size,
-        code=code_table(codes.device),
+        code=code_table(scales.stored.device),
         quant_type="nf4",
         offset=scales.offset,
         state2=scales.nested,
     )
-    parts = {"weight": _packed(codes)}
+    parts = {"weight": packed}
     parts |= {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
     return {name: part.cpu().contiguous() for name, part in parts.items()}
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.families import tiny_family
 from tests.support.models import tiny_llama
-from workflow.lib.model.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.system.errors import UserError
 
 RENAMED = {

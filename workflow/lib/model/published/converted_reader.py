@@ -1,22 +1,32 @@
 """A checkpoint read under the names that the modules of its model have in Transformers.
 
 Files of a hub keep the names they were published with (`embed_out` of GPT-NeoX, `language_model` of
-Gemma 3, three convolutions of OLMo Hybrid where the module has one). Transformers' own table of
-conversions says how they are loaded; it is asked here for one tensor at a time.
+Gemma 3, three convolutions of OLMo Hybrid where the module has one, one tensor a projection and
+expert where the module has a stack of experts). Transformers' own table of conversions says how
+they are loaded; it is asked here for one tensor, or one expert, at a time.
 """
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError
 
 
 class ModuleNames:
@@ -45,6 +55,10 @@ class ModuleNames:
                 return name, pattern
         return stored, None
 
+    def size(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a tensor has in the model."""
+        return tuple(self._places[name].shape)
+
 
 class ConvertedReader(CheckpointReader):
     """`CheckpointReader` whose names are those of a model's parameters and buffers."""
@@ -56,7 +70,7 @@ class ConvertedReader(CheckpointReader):
         self._model, self._names = model, ModuleNames(model)
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
         """By name: the stored tensors that it is made of, each with the converter's pattern."""
-        for stored in sorted(self._shards):
+        for stored in sorted(self._shards, key=natural_order):
             name, pattern = self._names.named(stored)
             self._stored.setdefault(name, []).append((stored, pattern))
 
@@ -72,6 +86,7 @@ class ConvertedReader(CheckpointReader):
         """Return a tensor's shape without reading it."""
         if (only := self._only_stored(name)) is not None:
             return super().shape(only)
+        self._check_parts(name)
         sources = {
             stored: torch.empty(super(ConvertedReader, self).shape(stored), device="meta")
             for stored, _ in self._stored[name]
@@ -96,6 +111,43 @@ class ConvertedReader(CheckpointReader):
             return super().rows(only, start, stop)
         return self.tensor(name)[start : max(start, stop)]
 
+    def experts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the part (., .) of each expert in a tensor (experts, ., .), on the CPU; reads no
+        more than that part at a time, unless the conversion mixes experts.
+        """
+        if self._only_stored(name) is not None:
+            yield from super().experts(name)
+            return
+        if not is_by_expert(self._converter(name)):
+            yield from self.tensor(name).unbind()
+            return
+        self._check_parts(name)
+        for parts in zip(*self._by_pattern(name).values(), strict=True):
+            sources = {part: super(ConvertedReader, self).tensor(part) for part in parts}
+            yield self._converted(name, sources)[0]
+
+    def _check_parts(self, name: str) -> None:
+        """Raise `UserError` if experts of a stack, or projections of an expert, are missing."""
+        converter = self._converter(name)
+        if not is_by_expert(converter):
+            return
+        parts, expected = self._by_pattern(name), self._names.size(name)[0]
+        for pattern in converter.source_patterns:
+            count = len(parts.get(pattern, ()))
+            if count != expected:
+                raise UserError(
+                    f"{self._folder} has {count} tensors {pattern} for {name}, but config.json "
+                    f"says {expected} experts. The download is not complete, or the files do not "
+                    "belong together: check model.source."
+                )
+
+    def _by_pattern(self, name: str) -> dict[str | None, list[str]]:
+        """The stored tensors of a name by the converter's pattern, in order of experts."""
+        parts: dict[str | None, list[str]] = {}
+        for stored, pattern in self._stored[name]:
+            parts.setdefault(pattern, []).append(stored)
+        return parts
+
     def _only_stored(self, name: str) -> str | None:
         """Return the stored name of a tensor that is loaded as it is; None for one that is made of
         others. A name that is not there is returned for the error of whoever reads it.
@@ -108,14 +160,40 @@ class ConvertedReader(CheckpointReader):
     def _converted(self, name: str, sources: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return what Transformers makes of the stored tensors of a name."""
         patterns = dict(self._stored[name])
-        (converter,) = (
-            rule
-            for rule in self._names.converters
-            if set(patterns.values()) & {*rule.source_patterns}
-        )
-        fresh: Any = copy.deepcopy(converter)
+        fresh: Any = copy.deepcopy(self._converter(name))
         for stored, tensor in sources.items():
             fresh.add_tensor(name, stored, patterns[stored], lambda tensor=tensor: tensor)
         made = fresh.convert(name, model=self._model, config=self._model.config)[name]
         whole: torch.Tensor = made[0] if isinstance(made, list) else made
         return whole
+
+    def _converter(self, name: str) -> WeightConverter:
+        """The converter of a name that is made of stored tensors."""
+        patterns = {pattern for _, pattern in self._stored[name]}
+        (converter,) = (
+            rule for rule in self._names.converters if patterns & {*rule.source_patterns}
+        )
+        return converter
+
+
+def natural_order(name: str) -> str:
+    """Return a key that sorts expert 10 after expert 9."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(9), name)
+
+
+def is_by_expert(converter: WeightConverter) -> bool:
+    """Tell whether a conversion stacks tensors of experts, and does nothing across them."""
+    first, *others = converter.operations
+    return (
+        isinstance(first, MergeModulelist)
+        and first.dim == 0
+        and all(_within_expert(operation) for operation in others)
+    )
+
+
+def _within_expert(operation: Any) -> bool:
+    if isinstance(operation, Concatenate):
+        return operation.dim > 0
+    if isinstance(operation, Transpose):
+        return not operation.check_dims and 0 not in (operation.dim0, operation.dim1)
+    return False

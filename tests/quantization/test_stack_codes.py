@@ -1,0 +1,190 @@
+"""Stacks of experts in an NF4 checkpoint, for families that publish them in different ways."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.mixtures import MIXTURES, tiny_mixture
+from tests.support.models import decoded_by_hand, quantized, tiny_llama
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization import stack_codes
+from workflow.lib.quantization.nf4_checkpoint import check_checkpoint, quantizable_linears
+from workflow.lib.quantization.stack_codes import check_blocks, check_method, quantize_stack
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    with CheckpointReader(folder) as reader:
+        return {name: reader.tensor(name) for name in reader.names()}
+
+
+def stock_stacks(folder: Path) -> dict[str, torch.Tensor]:
+    """The stacks as Transformers loads them, in the orientation (experts, out, in)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    params = dict(model.named_parameters())
+    return {
+        path: params[path].detach().mT if stack.transposed else params[path].detach()
+        for path, stack in expert_stacks(model).items()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"double_quant": False, "block_size": 128}], ids=str)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_stack_has_the_codes_and_scales_of_bitsandbytes_for_the_whole(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    config = QuantizeConfig(**settings)
+    source = tiny_mixture(family, tmp_path / "model")
+    ours = stored(quantized(source, tmp_path / "nf4", **settings))
+    stacks = stock_stacks(source)
+    assert len(stacks) in (2, 4)  # the first layer of two is dense, or none
+    for path, weights in stacks.items():
+        packed, state = quantize_4bit(
+            weights.reshape(-1, weights.shape[-1]).contiguous(),
+            blocksize=config.block_size,
+            compress_statistics=config.double_quant,
+            quant_type="nf4",
+        )
+        state.shape = weights.shape
+        expected = {"": packed} | {f".{k}": v for k, v in state.as_dict(packed=True).items()}
+        for suffix, tensor in expected.items():
+            assert torch.equal(ours[f"{path}.weight{suffix}"], tensor), (path, suffix)
+        assert path not in ours
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_stack_decodes_to_the_experts_in_their_order(tmp_path: Path, family: str) -> None:
+    source = tiny_mixture(family, tmp_path / "model")
+    ours = stored(quantized(source, tmp_path / "nf4"))
+    for path, weights in stock_stacks(source).items():
+        parts = {
+            name.removeprefix(f"{path}.weight."): tensor
+            for name, tensor in ours.items()
+            if name.startswith(f"{path}.weight.")
+        }
+        state = QuantState.from_dict(parts, device=CPU)
+        decoded = decoded_by_hand(ours[f"{path}.weight"], state)
+        assert decoded.shape == weights.shape
+        # NF4's widest gap is a sixth of the scale, so half of it is the largest error
+        scales = weights.abs().amax(dim=(1, 2), keepdim=True)
+        assert ((decoded - weights).abs() < 0.16 * scales).all()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_biases_routers_and_norms_are_copied_bit_for_bit(tmp_path: Path, family: str) -> None:
+    source = tiny_mixture(family, tmp_path / "model")
+    ours = stored(quantized(source, tmp_path / "nf4"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    expected = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in expert_stacks(model)
+        and name.removesuffix(".weight") not in quantizable_linears(model)
+    }
+    assert any("router" in name or ".gate." in name for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_no_more_than_one_expert_is_read_and_quantized_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a stack in 16 bits never lie in memory, neither of the files nor on the device."""
+    source = tiny_mixture("qwen3_moe", tmp_path / "model")
+    model = build_on_meta(source, dtype=torch.float32)
+    at_work = 0
+
+    def quantize(weight: torch.Tensor, **settings: Any) -> Any:
+        assert weight.shape == (96, 64)
+        assert at_work == 1
+        return quantize_4bit(weight, **settings)
+
+    def counted(experts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        nonlocal at_work
+        for expert in experts:
+            assert expert.untyped_storage().nbytes() == expert.nbytes
+            at_work += 1
+            yield expert
+            at_work -= 1
+
+    monkeypatch.setattr(stack_codes, "quantize_4bit", quantize)
+    with ConvertedReader(source, model) as reader:
+        experts = reader.experts("model.layers.0.mlp.experts.gate_up_proj")
+        parts = quantize_stack(counted(experts), QuantizeConfig(), device=CPU, transposed=False)
+    assert parts["weight"].shape == (11 * 96 * 64 // 2, 1)
+
+
+def refusal(folder: Path) -> str:
+    model = build_on_meta(folder, dtype=torch.float32)
+    with pytest.raises(UserError) as caught, ConvertedReader(folder, model) as reader:
+        check_checkpoint(model, quantizable_linears(model), reader)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("mlp.experts.7.up_proj.weight", "has 10 tensors mlp.experts.*.up_proj.weight for "),
+        ("mlp.experts.3.", "has 10 tensors mlp.experts.*."),
+    ],
+)
+def test_checkpoint_with_missing_experts_is_refused(tmp_path: Path, lost: str, told: str) -> None:
+    folder = tiny_mixture("qwen3_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if f"layers.1.{lost}" not in name}
+    assert len(left) < len(tensors)
+    save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refusal(folder)
+    assert told in message
+    assert "but config.json says 11 experts" in message
+    assert message.endswith("check model.source.")
+
+
+def test_experts_in_a_module_of_another_kind_are_refused() -> None:
+    from transformers import JetMoeConfig
+
+    config = JetMoeConfig(
+        vocab_size=31, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2,
+        kv_channels=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = build_config_on_meta(config, dtype=torch.float32)
+    with pytest.raises(UserError) as caught:
+        check_checkpoint(model, {"some": (1, 1)}, ANY)
+    assert str(caught.value).startswith(
+        "JetMoeForCausalLM keeps the weights of several experts in model.layers.0."
+    )
+
+
+def test_expert_that_would_begin_within_a_block_is_refused(tmp_path: Path) -> None:
+    stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
+    check_blocks(stacks, QuantizeConfig(block_size=512))
+    odd = {path: type(s)((3, 5, 64), False) for path, s in stacks.items()}
+    with pytest.raises(UserError) as caught:
+        check_blocks(odd, QuantizeConfig(block_size=128))
+    assert str(caught.value) == (
+        "quantize.block_size = 128: each of the experts in model.layers.0.mlp.experts.gate_up_proj "
+        "has 5 x 64 weights, which must be whole blocks. Set a smaller block_size, or choose "
+        "another model.source."
+    )
+
+
+def test_calibration_of_experts_is_refused(tmp_path: Path) -> None:
+    stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
+    calibrated = QuantizeConfig(method="calibrated")
+    with pytest.raises(UserError, match=r"quantize.method = 'calibrated'.*Set absmax"):
+        check_method(stacks, calibrated)
+    dense = build_on_meta(tiny_llama(tmp_path / "dense"), dtype=torch.float32)
+    check_method(expert_stacks(dense), calibrated)

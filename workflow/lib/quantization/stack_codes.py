@@ -1,0 +1,74 @@
+"""A stack of experts in NF4, quantized expert by expert.
+
+It is stored as one linear of shape (experts * out, in) would be: one sequence of codes, one of
+scales, and, with double quantization, one mean and one sequence of nested scales. Scales are nested
+when all experts have theirs, because the mean is that of the whole stack. `quant_state` alone tells
+a stack from a linear: its shape is [experts, out, in].
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from bitsandbytes.functional import quantize_4bit
+
+from workflow.lib.model.layers.expert_stacks import ExpertStack
+from workflow.lib.quantization.nf4_codes import store_scales, stored_tensors
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import setting_error
+
+
+def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:
+    """Raise `UserError` if an expert would not begin at a block of weights that share a scale."""
+    for path, stack in stacks.items():
+        _, out_features, in_features = stack.shape
+        weights = out_features * in_features
+        if weights % settings.block_size:
+            raise setting_error(
+                "quantize.block_size",
+                settings.block_size,
+                f"each of the experts in {path} has {out_features} x {in_features} weights, which "
+                "must be whole blocks",
+                "Set a smaller block_size, or choose another model.source",
+            )
+
+
+def check_method(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:
+    """Raise `UserError` if experts are to be calibrated: an expert would be rounded by the tokens
+    that choose it alone, of which a rare one has too few.
+    """
+    if stacks and settings.method != "absmax":
+        raise setting_error(
+            "quantize.method",
+            settings.method,
+            "the experts of a mixture cannot be calibrated",
+            "Set absmax, or choose a dense model.source",
+        )
+
+
+def quantize_stack(
+    experts: Iterable[torch.Tensor],
+    settings: QuantizeConfig,
+    *,
+    device: torch.device,
+    transposed: bool,
+) -> dict[str, torch.Tensor]:
+    """Quantize the experts (out, in), or (in, out) if `transposed`, one after the other on
+    `device`; return the checkpoint tensors on the CPU by suffix (`weight`, `weight.absmax`, ...).
+
+    out * in is a multiple of the block size (`check_blocks`).
+    """
+    codes, scales = [], []
+    for expert in experts:
+        weight = (expert.T if transposed else expert).to(device).contiguous()
+        packed, state = quantize_4bit(
+            weight, blocksize=settings.block_size, compress_statistics=False, quant_type="nf4"
+        )
+        codes.append(packed.cpu())
+        scales.append(state.absmax)
+    return stored_tensors(
+        torch.cat(codes),
+        store_scales(torch.cat(scales), double_quant=settings.double_quant),
+        settings,
+        shape=(len(codes), *weight.shape),
+        dtype=weight.dtype,
+    )
