@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.kernel_cases import (
     ACTIVATIONS,
+    RUNS,
     SHAPES,
     act_and_mul_results,
     decoded,
@@ -43,6 +44,18 @@ def test_decoding_equals_bitsandbytes_bit_by_bit(
     weights, expected = decoded(
         shape, block_size=block_size, double_quant=double_quant, dtype=dtype, device="cuda"
     )
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("runs", RUNS, ids=str)
+def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
+    runs: kernels.Runs, double_quant: bool
+) -> None:
+    weights, expected = decoded(
+        (1000, 320), block_size=64, double_quant=double_quant, dtype=torch.bfloat16,
+        device="cuda", runs=runs,
+    )  # fmt: skip
     assert torch.equal(weights, expected)
 
 

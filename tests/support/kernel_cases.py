@@ -15,13 +15,23 @@ ACTIVATIONS = {
 }
 # out, in: a whole number of programs, a last one that is not full, more than one nested block; rows
 # that are not whole blocks
+# blocks of 64 weights: columns of rows, rows of experts, experts; more than a program of each
+RUNS = (kernels.Runs(1, 3, 5), kernels.Runs(7, 90, 100), kernels.Runs(300, 500, 5000))
 SHAPES = ((64, 256), (70, 512), (300, 256), (96, 80))
 
 
 def decoded(
-    shape: tuple[int, int], *, block_size: int, double_quant: bool, dtype: torch.dtype, device: str
+    shape: tuple[int, int],
+    *,
+    block_size: int,
+    double_quant: bool,
+    dtype: torch.dtype,
+    device: str,
+    runs: kernels.Runs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does."""
+    """Return random NF4 weights as the kernel decodes them, and as bitsandbytes does; runs: of
+    their blocks, all of which are whole.
+    """
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(shape, generator=draw).to(device, dtype)
     packed, state = quantize_4bit(
@@ -38,9 +48,12 @@ def decoded(
         offset=state.offset if nested else state.code,
         block_size=block_size,
     )
-    return kernels.dequantize_nf4(torch.empty_like(weights), data), nf4_linear.decoded(
-        packed, state
-    )
+    expected = nf4_linear.decoded(packed, state)
+    if runs is not None:
+        starts = range(runs.first, expected.numel() // block_size, runs.stride)
+        blocks = expected.view(-1, block_size)
+        expected = torch.cat([blocks[start : start + runs.length] for start in starts])
+    return kernels.dequantize_nf4(torch.empty_like(expected), data, runs), expected
 
 
 def act_and_mul_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:

@@ -172,3 +172,30 @@ def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None
 def test_tied_modules_are_refused() -> None:
     with pytest.raises(UserError, match="ties its output head to its input embedding"):
         modules_to_save(LoraSettings(modules_to_save=("embed_out",)), tied=True, **PATHS)
+
+
+EXPERTS = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+BESIDE = [f"model.layers.0.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dropout": 0.1}, r"lora\.dropout = 0\.1: .*mlp\.experts\).*no dropout .*Remove it"),
+        ({"use_dora": True}, r"lora\.use_dora = True: .* no DoRA for the weights of experts"),
+        (
+            {"target_modules": ("gate_proj", "up_proj", "down_proj")},
+            r"down_proj means the experts .* half of each .* Name gate_up_proj",
+        ),
+    ],
+    ids=["dropout", "DoRA", "half an expert"],
+)
+def test_experts_are_refused_what_they_cannot_have(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        adapter_ranks(LoraSettings(**settings), linears=[*EXPERTS, *BESIDE], stacks=EXPERTS)
+
+
+def test_settings_that_experts_cannot_have_reach_the_other_linears() -> None:
+    lora = LoraSettings(target_modules=("shared_experts.down_proj", "gate_proj"), dropout=0.1)
+    ranks = adapter_ranks(lora, linears=[*EXPERTS, *BESIDE], stacks=EXPERTS)
+    assert ranks == {BESIDE[0]: 16, BESIDE[2]: 16}

@@ -26,6 +26,17 @@ for shape in SHAPES:
         )
         assert torch.equal(weights, expected), (shape, block_size, double_quant)
 """
+DECODED_RUNS = """
+import torch
+from tests.support.kernel_cases import RUNS, decoded
+for runs in RUNS:
+    for double_quant in (True, False):
+        weights, expected = decoded(
+            (1000, 320), block_size=64, double_quant=double_quant,
+            dtype=torch.float32, device="cpu", runs=runs,
+        )
+        assert torch.equal(weights, expected), (runs, double_quant)
+"""
 ACT_AND_MUL = """
 import torch
 from tests.support.kernel_cases import ACTIVATIONS, act_and_mul_results
@@ -63,8 +74,15 @@ for activation in ACTIVATIONS:
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED],
-    ids=["decoding", "activation and product", "rotary positions", "dropout", "row lengths"],
+    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED],
+    ids=[
+        "decoding",
+        "decoding of parts",
+        "activation and product",
+        "rotary positions",
+        "dropout",
+        "row lengths",
+    ],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -7,22 +7,25 @@ dispatch).
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+from peft.tuners.tuners_utils import BaseTunerLayer, _check_lora_target_modules_mamba
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.adapter_targets import adapter_ranks
+from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers.lora_linear import ADAPTER, FusedLoraLinear
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
+from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import (
     checkpoint_name,
     is_adapter,
@@ -94,9 +97,13 @@ def inject_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel
     Raises `UserError` if a name or pattern of the settings matches no linear layer, or no module
     that can be trained whole.
     """
-    config = lora_config(settings, linears=[path for path, _ in nf4_linears(model)])
+    linears = dict(nf4_linears(model))
+    stacks = [path for path, linear in linears.items() if isinstance(linear, NF4Stack)]
+    ranks = adapter_ranks(settings, linears=linears, stacks=stacks)
+    config = lora_config(settings, linears=linears)
     config.exclude_modules = excluded_pattern(model)
     peft_model = adapted(model, config)
+    _check_ranks(model, ranks)
     unfreeze_(model, settings)
     # Only now: PEFT itself would keep a frozen copy beside each.
     config.modules_to_save = sorted({*settings.modules_to_save}) or None
@@ -111,10 +118,40 @@ def adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Wrap a meta-device NF4 model with the adapter that `config` describes, on `FusedLoraLinear`
     layers.
     """
-    config._register_custom_module({NF4Linear: FusedLoraLinear})
-    with torch.device("meta"):
+    # the first that fits is taken, and a stack is a linear
+    config._register_custom_module({NF4Stack: FusedLoraStack, NF4Linear: FusedLoraLinear})
+    with torch.device("meta"), _of_no_family(model):
         peft_model: PeftModel = get_peft_model(model, config, adapter_name=ADAPTER)
     return peft_model
+
+
+@contextmanager
+def _of_no_family(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block a model has no `model_type`.
+
+    Of a mixture of experts PEFT (0.21) takes the names of targets for those that Transformers 4
+    had: `down_proj` would mean the experts' parameter and no linear, `all-linear` the router too,
+    and the rank of `gate_up_proj` would be doubled.
+    """
+    config: Any = model.config
+    config.model_type = ""
+    try:
+        yield
+    finally:
+        del config.model_type  # the class's own is seen again
+
+
+def _check_ranks(model: PreTrainedModel, expected: Mapping[str, int]) -> None:
+    """Assert that PEFT has adapted what the settings mean, and nothing else."""
+    layers: dict[str, Any] = {
+        path: x for path, x in model.named_modules() if isinstance(x, BaseTunerLayer)
+    }
+    found = {path: layer.r[ADAPTER] for path, layer in layers.items()}
+    wrong = [path for path in {**expected, **found} if found.get(path) != expected.get(path)]
+    assert not wrong, (
+        f"PEFT gives {wrong[0]} the rank {found.get(wrong[0])}, the settings "
+        f"{expected.get(wrong[0])}"
+    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

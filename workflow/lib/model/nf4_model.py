@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from workflow.lib.model.decoder_layers import drop_other_parts_
+from workflow.lib.model.experts.replace_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
     CHECKPOINT_SUFFIX,
     CODE_SUFFIX,
@@ -93,15 +94,23 @@ def replace_linears_(
     model: PreTrainedModel, specs: Mapping[str, NF4Spec], *, compute_dtype: torch.dtype
 ) -> PreTrainedModel:
     """Put an `NF4Linear` in the place of every linear of a meta-device model that has a spec, by
-    path; freeze everything; return the model.
+    path, and `FusedExperts` in that of experts; freeze everything; return the model.
 
-    Raises `UserError` for a path at which there is no linear of the spec's shape.
+    Raises `UserError` for a path at which there are no weights of the spec's shape, or experts that
+    are not supported.
     """
+    experts: dict[str, dict[str, NF4Spec]] = {}
     for path, spec in specs.items():
+        if spec.experts > 1:
+            parent, _, name = path.rpartition(".")
+            experts.setdefault(parent, {})[name] = spec
+            continue
         linear = _linear_at(model, path, spec.shape)
         parent, _, name = path.rpartition(".")
         replacement = NF4Linear(spec, bias=linear.bias is not None, compute_dtype=compute_dtype)
         setattr(model.get_submodule(parent), name, replacement)
+    for path, stacks in experts.items():
+        replace_experts_(model, path, stacks, compute_dtype=compute_dtype)
     rotate_by_document_(model)
     model.requires_grad_(False)
     model.config.get_text_config().use_cache = model.config.use_cache = False
@@ -342,10 +351,12 @@ def read_specs(reader: CheckpointReader) -> dict[str, NF4Spec]:
 
 def _read_spec(reader: CheckpointReader, path: str) -> NF4Spec:
     state: dict[str, Any] = unpack_tensor_to_dict(reader.tensor(f"{path}.{STATE_SUFFIX}"))
-    out_features, in_features = state["shape"]
+    *experts, out_features, in_features = state["shape"]  # of a stack three numbers
+    num_experts = math.prod(experts)
     return NF4Spec(
-        shape=(out_features, in_features),
+        shape=(num_experts * out_features, in_features),
         block_size=state["blocksize"],
         double_quant="nested_offset" in state,
         offset=state.get("nested_offset", 0.0),
+        experts=num_experts,
     )

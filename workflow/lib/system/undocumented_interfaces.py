@@ -89,6 +89,12 @@ INTERFACES = (
         "get_model_conversion_mapping",
     ),
     *_of("transformers", "transformers.core_model_loading", "", "rename_source_key"),
+    *_of(
+        "transformers",
+        "transformers.models.mixtral.modeling_mixtral",
+        "MixtralExperts",
+        "_apply_gate",
+    ),
     *_of("peft", "peft", "LoraConfig", "_register_custom_module"),
     *_of("peft", "peft.tuners.tuners_utils", "", "_check_lora_target_modules_mamba"),
     *_of("lm_eval", "lm_eval.utils", "", "env"),

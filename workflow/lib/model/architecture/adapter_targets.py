@@ -14,21 +14,56 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.limits import BoundedWork, ExcessError
 
 
-def adapter_ranks(lora: LoraSettings, *, linears: Iterable[str]) -> dict[str, int]:
+def adapter_ranks(
+    lora: LoraSettings, *, linears: Iterable[str], stacks: Iterable[str] = ()
+) -> dict[str, int]:
     """Return the rank of every adapted linear by its path, in the order of `linears`.
 
-    linears: paths as `model.layers.3.self_attn.q_proj`. Raises `UserError` if a name or pattern of
-    the settings matches none of them, or takes too long to match.
+    linears: paths as `model.layers.3.self_attn.q_proj`; stacks: those of them that are the weights
+    of several experts, each of which gets an adapter of this rank. Raises `UserError` if a name or
+    pattern of the settings matches none of them, or takes too long to match, or the settings ask
+    for what experts cannot have.
     """
     try:
         with BoundedWork():
-            return _adapter_ranks(lora, list(linears))
+            ranks = _adapter_ranks(lora, list(linears))
     except ExcessError as excess:
         raise UserError(
             f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
             "match the "
             "model's layers. Write it without repetitions within repetitions, such as (a+)+."
         ) from None
+    _check_experts(lora, [path for path in stacks if path in ranks])
+    return ranks
+
+
+def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
+    """Raise `UserError` if the adapters of experts are to have what PEFT's have not, or to be on a
+    part of them by mistake.
+    """
+    if not stacks:
+        return
+    experts, _, name = stacks[0].rpartition(".")
+    for setting, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora)):
+        if value:
+            raise setting_error(
+                f"lora.{setting}",
+                value,
+                f"the experts of this model ({experts}) get adapters, and PEFT has no "
+                f"{'dropout' if setting == 'dropout' else 'DoRA'} for the weights of experts",
+                "Remove it, or name the other linears alone in lora.target_modules",
+            )
+    targets = lora.target_modules
+    if isinstance(targets, str) or "gate_up_proj" in {path.rpartition(".")[2] for path in stacks}:
+        return
+    if {"gate_proj", "up_proj"} & {target.rpartition(".")[2] for target in targets}:
+        raise setting_error(
+            "lora.target_modules",
+            list(targets),
+            f"{name} means the experts of this model, too, whose gate_proj and up_proj are one, "
+            f"{experts}.gate_up_proj: half of each expert would be adapted",
+            "Name gate_up_proj, too, or shared_experts.down_proj instead of down_proj",
+        )
 
 
 def _adapter_ranks(lora: LoraSettings, paths: list[str]) -> dict[str, int]:

@@ -103,8 +103,19 @@ def _launch(
         getattr(triton_kernels, name)[grid](out, *arguments, **options)
 
 
-def dequantize_nf4(out: torch.Tensor, data: NF4Data) -> torch.Tensor:
-    """Fill `out` (contiguous, any float type) with the weights that `data` encodes; return it.
+class Runs(NamedTuple):
+    """Blocks of a weight at equal distances: `length` blocks from each of `first`, `first` +
+    `stride`, and so on.
+    """
+
+    first: int
+    length: int
+    stride: int
+
+
+def dequantize_nf4(out: torch.Tensor, data: NF4Data, runs: Runs | None = None) -> torch.Tensor:
+    """Fill `out` (contiguous, any float type) with the weights that `data` encodes, or with these
+    runs of their blocks; return it.
 
     The same values as bitsandbytes' `dequantize_4bit`, bit by bit: products and sums in fp32, none
     contracted.
@@ -123,6 +134,8 @@ def dequantize_nf4(out: torch.Tensor, data: NF4Data) -> torch.Tensor:
         data.nested_code,
         data.offset,
         out.numel(),
+        *(runs or (0, 0, 0)),
+        in_runs=runs is not None,
         block_size=data.block_size,
         double_quant=double,
         num_blocks=blocks,

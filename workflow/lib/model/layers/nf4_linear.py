@@ -31,12 +31,15 @@ STATE_SUFFIX = "weight.quant_state.bitsandbytes__nf4"
 class NF4Spec:
     """What a packed weight is: shape (out_features, in_features), weights per scale, double
     quantization.
+
+    Weights of several experts are one below the other: `out_features` is that of all together.
     """
 
     shape: tuple[int, int]
     block_size: int
     double_quant: bool
     offset: float
+    experts: int = 1
 
     @property
     def num_blocks(self) -> int:
@@ -125,12 +128,13 @@ class NF4Linear(nn.Linear):
         backward).
         """
         if kernels.usable(self.weight.device):
-            return self._decoded(dtype)
+            weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
+            return kernels.dequantize_nf4(weight, self._data())
         parts = {name: self._bytes(name) for name in self._sizes}
         return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
 
-    def _decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight, decoded by one kernel.
+    def _data(self) -> kernels.NF4Data:
+        """Return the weight as kernels read it.
 
         The parameters are handed over as they are: views of their bytes would take the host's
         time at every use.
@@ -139,7 +143,7 @@ class NF4Linear(nn.Linear):
         stored = cast("dict[str, torch.Tensor]", self._parameters)
         for name, size in self._sizes.items():
             assert 4 * stored[name].numel() >= size, f"{name} is not on the device"
-        data = kernels.NF4Data(
+        return kernels.NF4Data(
             stored["weight"],
             stored["absmax"],
             stored.get("nested_absmax"),
@@ -148,8 +152,6 @@ class NF4Linear(nn.Linear):
             offset=self.nested_offset,
             block_size=self.spec.block_size,
         )
-        weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
-        return kernels.dequantize_nf4(weight, data)
 
     def dequantize_parts(
         self, parts: Mapping[str, torch.Tensor], *, shape: tuple[int, ...], dtype: torch.dtype

@@ -18,26 +18,39 @@ def dequantize_nf4(
     nested_code,
     offset,
     num_weights,
+    first,
+    length,
+    stride,
+    in_runs: tl.constexpr,
     block_size: tl.constexpr,
     double_quant: tl.constexpr,
     num_blocks: tl.constexpr,
 ):
-    """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half."""
+    """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
+
+    in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on.
+    """
     # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     half: tl.constexpr = block_size // 2
     blocks = tl.program_id(0).to(tl.int64) * num_blocks + tl.arange(0, num_blocks)
     inside = blocks * block_size < num_weights
+    stored = blocks
+    if in_runs:
+        stored = first + blocks // length * stride + blocks % length
     if double_quant:
         scales = absmax.to(tl.pointer_type(tl.uint8), bitcast=True)
-        index = tl.load(scales + blocks, mask=inside, other=0).to(tl.int32)
+        index = tl.load(scales + stored, mask=inside, other=0).to(tl.int32)
         # 256: `nf4_linear.NESTED_BLOCK_SIZE`
-        nested = tl.load(nested_absmax + blocks // 256, mask=inside, other=0.0)
+        nested = tl.load(nested_absmax + stored // 256, mask=inside, other=0.0)
         scale = tl.load(nested_code + index) * nested + tl.load(offset)
     else:
-        scale = tl.load(absmax + blocks, mask=inside, other=0.0)
-    bytes_at = blocks[:, None] * half + tl.arange(0, half)[None, :]
-    pairs = tl.load(packed + bytes_at, mask=bytes_at * 2 < num_weights, other=0).to(tl.int32)
+        scale = tl.load(absmax + stored, mask=inside, other=0.0)
+    # Of the last block a part may be missing: the mask counts the weights that are written.
+    in_block = tl.arange(0, half)[None, :]
+    pairs_at = blocks[:, None] * block_size + in_block * 2
+    bytes_at = stored[:, None] * half + in_block
+    pairs = tl.load(packed + bytes_at, mask=pairs_at < num_weights, other=0).to(tl.int32)
     high = tl.load(code + (pairs >> 4)) * scale[:, None]
     low = tl.load(code + (pairs & 15)) * scale[:, None]
     # Interleaved, neighbouring threads write neighbouring weights; two stores of every second

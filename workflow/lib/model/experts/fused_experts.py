@@ -1,0 +1,159 @@
+"""The experts of a layer in one node: y = sum over a token's experts of p_e down_e(act(up_e(x))).
+
+Takes the place of a family's experts module as Transformers 5 has it: all experts in 3-D
+parameters, the router beside them. Backward keeps x (T, hidden), the routing and up(x)
+(T * k, 2 * intermediate) alone, and no decoded weight. It is two nodes (`layers.two_nodes`), so
+recomputation of a layer makes `down` not a second time. The router's weights p get their gradient,
+which the router's input needs although the router is frozen.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from workflow.lib.model.experts.expert_products import (
+    Stack,
+    adapter_gradients,
+    input_gradient,
+    low_gradient,
+    low_rank,
+    stack_of,
+    value,
+)
+from workflow.lib.model.experts.grouped_products import Routing, route, summed_by_token
+from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.layers.nf4_stack import NF4Stack
+from workflow.lib.model.layers.rms_norm import keepable, restored
+from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
+
+
+class FusedExperts(nn.Module):
+    """Experts on two stacks, which keep the family's names, as biases do."""
+
+    def __init__(
+        self,
+        stacks: Mapping[str, NF4Stack],
+        *,
+        biases: Mapping[str, nn.Parameter],
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """stacks: the first product's and the second's, by name; biases: (experts, out) of these
+        names; activation: what is computed between the products, with the family's gate.
+        """
+        super().__init__()
+        self._names = tuple(stacks)
+        for name in self._names:
+            self.add_module(name, stacks[name])
+        for name, bias in biases.items():
+            self.register_parameter(f"{name}_bias", bias)
+        self.num_experts, self.activation = stacks[self._names[0]].num_experts, activation
+        self.routed: torch.Tensor | None = None
+        """(experts,) int64: rows that each expert got in training, recomputed ones too."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return y (T, hidden) of x (T, hidden); top_k_index, top_k_weights: (T, k)."""
+        routing = route(top_k_index, num_experts=self.num_experts)
+        if self.training:
+            self._count(routing)
+        layers = [self.get_submodule(name) for name in self._names]
+        masters = [w for x in layers if isinstance(x, FusedLoraStack) for w in x.fused_weights()]
+
+        def output(up: torch.Tensor) -> torch.Tensor:
+            down, product = self.stack(1, up.dtype), self.activation(up)
+            y = value(down, product, low_rank(down, product, routing), routing)
+            return summed_by_token(y, routing, top_k_weights.detach())
+
+        node = _ExpertsGradient
+        return apply_two_nodes(
+            node, hidden_states, top_k_weights, self, routing, *masters, value=output
+        )
+
+    def stack(self, number: int, dtype: torch.dtype) -> Stack:
+        """Return what the first (0) or second (1) stack computes with, in `dtype`."""
+        name = self._names[number]
+        bias = self._parameters.get(f"{name}_bias")
+        return stack_of(self.get_submodule(name), bias=bias, dtype=dtype)
+
+    @torch.no_grad()
+    def _count(self, routing: Routing) -> None:
+        if self.routed is None:
+            self.routed = routing.counts.long()
+        else:
+            self.routed += routing.counts
+
+
+class _ExpertsGradient(torch.autograd.Function):
+    """The gradient of the experts. Its intermediate is up(x), with the family's gate in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        experts: FusedExperts,
+        routing: Routing,
+        *masters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        into, rows = experts.stack(0, x.dtype), x[routing.tokens]
+        low = low_rank(into, rows, routing)
+        up = value(into, rows, low, routing)
+        ctx.norm, source = keepable(x)
+        ctx.experts, ctx.top_k = experts, routing.top_k
+        ctx.save_for_backward(source, top_k_weights, routing.order, routing.ends, low, up)
+        return first_outputs(ctx, x, up, out_features=x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        source, top_k_weights, order, ends, low, up = ctx.saved_tensors
+        routing = Routing(order, ends, ctx.top_k)
+        with torch.enable_grad():
+            leaf = up.detach().requires_grad_()
+            product = ctx.experts.activation(leaf)
+        of_product, of_weights, of_down = _down_gradients(
+            ctx.experts, grads[0][routing.tokens], product.detach(), top_k_weights, routing
+        )
+        (of_up,) = torch.autograd.grad(product, leaf, of_product)
+        del product, of_product  # before the weights of the first stack are decoded
+        into = ctx.experts.stack(0, of_up.dtype)
+        of_low = low_gradient(into, of_up, routing)
+        of_into: list[torch.Tensor] = []
+        if into.adapter is not None:
+            rows = restored(ctx.norm, source)[routing.tokens]
+            of_into = adapter_gradients(into, of_up, rows, (low, of_low), routing)
+            del rows
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = summed_by_token(input_gradient(into, of_up, of_low, routing), routing)
+        return of_x, of_weights, None, None, *of_into, *of_down
+
+
+def _down_gradients(
+    experts: FusedExperts,
+    grad: torch.Tensor,
+    product: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    routing: Routing,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the gradients of the product (R, intermediate), of the router's weights (T, k), and of
+    the adapter of the second stack, for that of y (T, hidden) by row, `grad` (R, hidden).
+
+    The gradient of p_e y_e by p_e is y_e, which need not be made again: grad y_e is the gradient of
+    the product, before p_e is multiplied, times the product.
+    """
+    down = experts.stack(1, grad.dtype)
+    of_low = low_gradient(down, grad, routing)
+    of_product = input_gradient(down, grad, of_low, routing)
+    of_rows = (of_product * product).sum(1, dtype=torch.float32)
+    if down.bias is not None:
+        of_rows += (grad * down.bias[routing.experts]).sum(1, dtype=torch.float32)
+    of_weights = torch.empty_like(of_rows).scatter_(0, routing.order, of_rows)
+    row_weights = top_k_weights.reshape(-1, 1)[routing.order]
+    low = low_rank(down, product, routing)
+    weighted = [None if x is None else x.mul_(row_weights) for x in (low, of_low)]
+    of_adapter = adapter_gradients(down, grad, product, (weighted[0], weighted[1]), routing)
+    of_product.mul_(row_weights)
+    return of_product, of_weights.view_as(top_k_weights).to(top_k_weights.dtype), of_adapter

@@ -1,0 +1,123 @@
+"""The weights of all experts of a layer as one packed NF4 weight.
+
+A stack (experts, out, in) is packed like a linear of `experts * out` rows, so whatever walks NF4
+linears (loading, sharding, offload, the check of bytes) treats it as one. A layer's stacks are the
+largest weights of a model, so they are never decoded whole where that takes more than
+`DECODED_BYTES`: a product decodes some rows, or some columns, of all experts at a time. Slices of
+experts would do as well, but where the tokens of an expert begin is known to the device alone.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE, NF4Linear, NF4Spec
+from workflow.lib.system.errors import UserError
+
+DECODED_BYTES = 256 * 2**20
+"""The most that is decoded of a stack at a time, as long as a slice of it can be cut."""
+
+
+class NF4Stack(NF4Linear):
+    """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose products are
+    made by `fused_experts`.
+    """
+
+    def __init__(self, spec: NF4Spec, *, compute_dtype: torch.dtype) -> None:
+        """Raises `UserError` if an expert does not begin at a block of the quantization."""
+        super().__init__(spec, bias=False, compute_dtype=compute_dtype)
+        self.num_experts = spec.experts
+        self.expert_rows = spec.shape[0] // spec.experts
+        if self.expert_rows * self.in_features % spec.block_size:
+            raise UserError(
+                f"quantize.block_size: {spec.block_size} does not divide the "
+                f"{self.expert_rows * self.in_features:,} weights of an expert "
+                f"({self.expert_rows} x {self.in_features}), so a block would hold weights of two "
+                "experts. Choose a smaller block_size that divides them."
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Never called: a token goes to some of the experts (`fused_experts`)."""
+        raise NotImplementedError("which experts x goes to is not known here")
+
+    def row_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of rows of all experts that are decoded at a time."""
+        yield from _slices(self.expert_rows, self._unit(self.in_features), self._most(dtype))
+
+    def column_slices(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of columns of all experts that are decoded at a time.
+
+        All of them where rows do not begin at blocks.
+        """
+        whole = bool(self.in_features % self.spec.block_size)
+        unit = self.in_features if whole else self.spec.block_size
+        yield from _slices(self.in_features, unit, self._most(dtype))
+
+    def dequantize_rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows `start` to `stop` of every expert (experts, stop - start, in)."""
+        width, size = self.in_features, self.expert_rows * self.in_features
+        decoded = self._decode(start * width, (stop - start) * width, size, dtype)
+        return decoded.view(self.num_experts, stop - start, width)
+
+    def dequantize_columns(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return columns `start` to `stop` of every expert (experts, out, stop - start)."""
+        if stop - start == self.in_features:
+            return self.dequantize_experts(0, self.num_experts, dtype)
+        if kernels.usable(self.weight.device):
+            decoded = self._decode(start, stop - start, self.in_features, dtype)
+            return decoded.view(self.num_experts, self.expert_rows, stop - start)
+        experts = (self.dequantize_experts(e, e + 1, dtype) for e in range(self.num_experts))
+        return torch.cat([expert[..., start:stop] for expert in experts])
+
+    def dequantize_experts(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of experts `start` to `stop` (stop - start, out, in)."""
+        size = self.expert_rows * self.in_features
+        whole = self.num_experts * size
+        decoded = self._decode(start * size, (stop - start) * size, whole, dtype)
+        return decoded.view(stop - start, self.expert_rows, self.in_features)
+
+    def _unit(self, width: int) -> int:
+        """Return the fewest rows of `width` weights that are whole blocks."""
+        block = self.spec.block_size
+        return next(rows for rows in range(1, block + 1) if rows * width % block == 0)
+
+    def _most(self, dtype: torch.dtype) -> float:
+        """Return the part of the stack that may be decoded at a time."""
+        return DECODED_BYTES / (self.out_features * self.in_features * dtype.itemsize)
+
+    def _decode(self, first: int, length: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `length` weights from each of `first`, `first` + `stride`, and so on to the end of
+        the stack, flat. All three are whole blocks.
+        """
+        total = self.out_features * self.in_features
+        starts = range(first, total, stride)
+        if kernels.usable(self.weight.device):
+            block = self.spec.block_size
+            out = torch.empty(len(starts) * length, dtype=dtype, device=self.weight.device)
+            runs = kernels.Runs(first // block, length // block, stride // block)
+            return kernels.dequantize_nf4(out, self._data(), runs)
+        if length == stride:
+            return self._decode_range(first, total, dtype)
+        return torch.cat([self._decode_range(at, at + length, dtype) for at in starts])
+
+    def _decode_range(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return weights `start` to `stop` of the stack, without a kernel of our own.
+
+        Decoding begins at a nested block, because bitsandbytes counts them from the first weight.
+        """
+        block = self.spec.block_size
+        first = start - start % (block * NESTED_BLOCK_SIZE)
+        parts = {}
+        for name in self.spec.sizes:
+            begin, end = self.spec.part_range(name, start=first, stop=stop)
+            parts[name] = self._bytes(name)[begin:end]
+        blocks = ((stop - first) // block, block)
+        return self.dequantize_parts(parts, shape=blocks, dtype=dtype).view(-1)[start - first :]
+
+
+def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) that cut `size` into slices of at most `most` of it, in whole units."""
+    step = max(int(size * most) // unit, 1) * unit
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
