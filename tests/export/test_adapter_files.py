@@ -27,7 +27,6 @@ from workflow.lib.export.adapter_files import (
     base_reference,
     check_adapter,
     check_conversations,
-    dequantized_weight,
     merged_tensors,
     read_sharded_adapter,
     replace_chat_template,
@@ -36,6 +35,7 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
+from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig

@@ -9,6 +9,7 @@ conversations otherwise, nothing is exported.
 import argparse
 import logging
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from workflow.lib.export.adapter_files import (
     write_generation_config,
     write_merged,
 )
+from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
+from workflow.lib.export.stack_names import (
+    StackNames,
+    exported_config,
+    exported_names,
+    without_stacks,
+)
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
@@ -37,8 +45,9 @@ from workflow.lib.model.backends import (
     resolve_attention,
     resolve_dtype,
 )
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ModuleNames
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import (
@@ -69,12 +78,18 @@ def main(args: argparse.Namespace) -> None:
     adapter = read_sharded_adapter(args.finetune / "adapter")
     trained_config = read_json(args.finetune / "adapter_config.json")
     adapter_config = trained_config | base_reference(config.model, args.model)
-    save_adapter(adapter, adapter_config, partial / "adapter")
+    original = build_on_meta(args.model, dtype=torch.bfloat16)
+    names = exported_names(original, adapter)
+    save_adapter(
+        {names.exported(name): tensor for name, tensor in adapter.items()},
+        exported_config(adapter_config, original, adapter),
+        partial / "adapter",
+    )
     save_tokenizer(args.model, partial / "adapter", facts=facts)
     write_generation_config(args.model, partial / "adapter", facts=facts)
     check_conversations(partial / "adapter", facts.probes)
 
-    parity = prove(args, config, partial / "adapter")
+    parity = prove(args, config, partial / "adapter", names=names)
     write_json(partial / "parity.json", parity.as_json())
     write_checksums(partial / "adapter")
     if config.export.merged:
@@ -82,7 +97,9 @@ def main(args: argparse.Namespace) -> None:
     put_in_place(partial, args.output)
 
 
-def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
+def prove(
+    args: argparse.Namespace, config: RunConfig, adapter: Path, *, names: StackNames
+) -> Parity:
     """Reload the exported adapter with stock packages; raise `UserError` if it differs."""
     device = choose_device()
     dtype = resolve_dtype(config.model.compute_dtype, device)
@@ -104,6 +121,7 @@ def prove(args: argparse.Namespace, config: RunConfig, adapter: Path) -> Parity:
         exported=adapter / ADAPTER_WEIGHTS,
         compute_dtype=dtype,
         device=model.device,
+        trained_name=names.trained,
     )
     if not parity.passed:
         values = "its values are the same" if parity.identical_values else "its values differ"
@@ -137,16 +155,24 @@ def merge(
     facts: ConversationFacts,
 ) -> None:
     """Stream the merged model to `folder`, and let it write conversations as they were trained."""
-    names = ModuleNames(build_on_meta(args.model, dtype=torch.bfloat16))
+    model = build_on_meta(args.model, dtype=torch.bfloat16)
+    stacks, onto = expert_stacks(model), config.export.merge_onto
+    recorded = downloaded_files(args.model)
     with (
-        CheckpointReader(args.model, recorded=downloaded_files(args.model)) as original,
+        CheckpointReader(args.model, recorded=recorded) as original,
+        ConvertedReader(args.model, model) as converted,
         CheckpointReader(args.base) as nf4,
     ):
         tensors = merged_tensors(
-            adapter, adapter_config, original=original, nf4=nf4, onto=config.export.merge_onto,
-            module_name=names.of,
+            without_stacks(adapter, stacks), adapter_config, original=original, nf4=nf4, onto=onto,
+            module_name=ModuleNames(model).of,
         )  # fmt: skip
-        num_bytes = write_merged(tensors, args.model, folder, settings=config.export)
+        experts = merged_stacks(
+            adapter, adapter_config, original=converted, nf4=nf4, onto=onto, stacks=stacks
+        )
+        num_bytes = write_merged(
+            chain(tensors, experts), args.model, folder, settings=config.export
+        )
     replace_chat_template(folder, facts=facts)
     write_generation_config(args.model, folder, facts=facts)
     check_conversations(folder, facts.probes)

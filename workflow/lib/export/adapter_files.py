@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -21,13 +20,9 @@ from workflow.lib.data.encoding.chat_template import with_fixed_date
 from workflow.lib.data.encoding.tokenizer import default_template, load_tokenizer
 from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
+from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
-from workflow.lib.model.layers.nf4_linear import (
-    CHECKPOINT_SUFFIX,
-    CODE_SUFFIX,
-    STATE_SUFFIX,
-    decoded,
-)
+from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
@@ -173,20 +168,6 @@ def _written(tokenizer: PreTrainedTokenizerBase, probe: Probe) -> list[int]:
     return ids
 
 
-def dequantized_weight(reader: CheckpointReader, path: str) -> torch.Tensor:
-    """Return the weight (out, in) of one linear of an NF4 checkpoint, fp32."""
-    suffixes = [*CHECKPOINT_SUFFIX.values(), *CODE_SUFFIX.values(), STATE_SUFFIX]
-    parts = {
-        suffix.removeprefix("weight."): reader.tensor(f"{path}.{suffix}")
-        for suffix in suffixes
-        if f"{path}.{suffix}" in reader
-    }
-    packed = parts.pop("weight")
-    state = QuantState.from_dict(parts, device=torch.device("cpu"))
-    state.dtype = torch.float32
-    return decoded(packed, state)
-
-
 def merged_tensors(
     adapter: dict[str, torch.Tensor],
     adapter_config: dict[str, Any],
@@ -200,7 +181,8 @@ def merged_tensors(
     module's own where it was trained whole.
 
     The names are those of the original's files; `module_name` returns the model's name for one
-    (`converted_reader.ModuleNames`). What is not text is handed on.
+    (`converted_reader.ModuleNames`). What is not text is handed on. Stacks of experts are left out
+    (`merged_stacks`).
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
     rounded once.
     Raises `UserError` if an adapter belongs to no tensor of the model.
@@ -209,6 +191,8 @@ def merged_tensors(
     whole = {name for name in adapter if ".lora_" not in name}
     for stored in original.names():
         name = module_name(stored)
+        if f"{name}.{STATE_SUFFIX}" in nf4:
+            continue
         if f"{PREFIX}{name}" in whole:
             whole.discard(f"{PREFIX}{name}")
             yield stored, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)

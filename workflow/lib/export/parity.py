@@ -9,7 +9,7 @@ use in another way.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,13 @@ def _holds(model: Any, stored: Mapping[str, torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def compare_logits(
-    model: Any, path: Path, *, exported: Path, compute_dtype: torch.dtype, device: torch.device
+    model: Any,
+    path: Path,
+    *,
+    exported: Path,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    trained_name: Callable[[str], str] = str,
 ) -> Parity:
     """Compare a stock PEFT model with the record at `path`.
 
@@ -120,19 +126,20 @@ def compare_logits(
     with safe_open(path, framework="pt") as file:
         digest = file.get_tensor("digest")
     stored = load_file(exported)
-    identical = torch.equal(digest, adapter_digest(stored)) and _holds(model, stored)
+    trained = {trained_name(name): tensor for name, tensor in stored.items()}
+    identical = torch.equal(digest, adapter_digest(trained)) and _holds(model, stored)
     difference, effect, magnitude = _MeanSquare(), _MeanSquare(), _MeanSquare()
     agreeing = positions = rows = 0
-    for ids, trained in _records(path):
+    for ids, logits in _records(path):
         row = ids[None].to(device)
-        count = trained.shape[0]
+        count = logits.shape[0]
         reloaded = model(input_ids=row).logits[0, -count:].float().cpu()
         with model.disable_adapter():
             plain = model(input_ids=row).logits[0, -count:].float().cpu()
-        difference.add(reloaded - trained)
-        effect.add(plain - trained)
-        magnitude.add(trained)
-        agreeing += int((reloaded.argmax(-1) == trained.argmax(-1)).sum())
+        difference.add(reloaded - logits)
+        effect.add(plain - logits)
+        magnitude.add(logits)
+        agreeing += int((reloaded.argmax(-1) == logits.argmax(-1)).sum())
         positions, rows = positions + count, rows + 1
     tolerance = RELATIVE_TOLERANCE[compute_dtype] * magnitude.root()
     return Parity(

@@ -28,7 +28,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from workflow.lib.export.packed_stacks import pack_, with_linears
+from workflow.lib.export.stack_names import names_of_experts
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import decoded
+from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
@@ -50,7 +54,10 @@ def load_base(
         raise UserError(f"{base_dir} holds no model (config.json is not there).")
     check_interfaces(*OF_MODELS)
     check_whole(base_dir)
+    stock = build_on_meta(base_dir, dtype=compute_dtype)
+    stacks = expert_stacks(stock) if _is_nf4(stock) else {}
     model, report = _from_pretrained(
+        with_linears(stock) if stacks else AutoModelForCausalLM,
         base_dir,
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
@@ -64,13 +71,21 @@ def load_base(
     )
     _cast_unquantized_(model, compute_dtype)
     _set_up_linears_(model, compute_dtype)
+    pack_(model, stacks, linears=names_of_experts(stock) if stacks else ())
     decode_partial_rows_(model)
     return model
 
 
-def _from_pretrained(base_dir: Path, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _is_nf4(model: PreTrainedModel) -> bool:
+    quantization: Any = getattr(model.config, "quantization_config", None) or {}
+    return bool(quantization.get("load_in_4bit"))
+
+
+def _from_pretrained(
+    model_class: Any, base_dir: Path, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             str(base_dir),
             local_files_only=True,
             trust_remote_code=False,

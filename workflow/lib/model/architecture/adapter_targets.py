@@ -127,10 +127,14 @@ def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:
     return any(path == target or path.endswith(f".{target}") for target in targets)
 
 
+def by_pattern(patterns: Mapping[str, float], path: str) -> float | None:
+    """Return the value of the first pattern that matches the end of `path`, if one does."""
+    return next((value for key, value in patterns.items() if _ends_with(key, path)), None)
+
+
 def _by_pattern(patterns: Mapping[str, float], path: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of `path`."""
-    matching = (value for key, value in patterns.items() if _ends_with(key, path))
-    return next(matching, default)
+    value = by_pattern(patterns, path)
+    return default if value is None else value
 
 
 def _ends_with(pattern: str, path: str) -> bool:

@@ -126,6 +126,28 @@ class ConvertedReader(CheckpointReader):
             sources = {part: super(ConvertedReader, self).tensor(part) for part in parts}
             yield self._converted(name, sources)[0]
 
+    def published(
+        self, name: str, experts: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield stored name and tensor of all that a stack's tensor is made of, given the parts of
+        its experts in the model: the way back from `experts`.
+        """
+        if (only := self._only_stored(name)) is not None:
+            yield only, torch.stack([*experts])
+            return
+        converter, parts = self._converter(name), self._by_pattern(name)
+        if is_by_expert(converter):
+            columns = [parts[pattern] for pattern in converter.source_patterns]
+            for stored, expert in zip(zip(*columns, strict=True), experts, strict=True):
+                yield from zip(stored, _separated(expert, converter), strict=True)
+            return
+        back: Any = converter.reverse_transform()
+        back.add_tensor(name, name, back.source_patterns[0], torch.stack([*experts]))
+        made = back.convert(name, model=self._model, config=self._model.config)
+        ((only, _),) = self._stored[name]
+        (whole,) = made.values()
+        yield only, whole
+
     def _check_parts(self, name: str) -> None:
         """Raise `UserError` if experts of a stack, or projections of an expert, are missing."""
         converter = self._converter(name)
@@ -189,6 +211,21 @@ def is_by_expert(converter: WeightConverter) -> bool:
         and first.dim == 0
         and all(_within_expert(operation) for operation in others)
     )
+
+
+def _separated(expert: torch.Tensor, converter: WeightConverter) -> list[torch.Tensor]:
+    """Return the stored tensors, in order of the patterns, of which a conversion makes an expert's
+    part.
+    """
+    pieces = [expert]
+    for operation in reversed(converter.operations[1:]):
+        if isinstance(operation, Concatenate):
+            (joined,) = pieces
+            pieces = [*joined.chunk(len(converter.source_patterns), dim=operation.dim - 1)]
+        else:
+            assert isinstance(operation, Transpose)
+            pieces = [p.transpose(operation.dim0 - 1, operation.dim1 - 1) for p in pieces]
+    return [piece.contiguous() for piece in pieces]
 
 
 def _within_expert(operation: Any) -> bool:

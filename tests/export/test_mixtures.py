@@ -1,0 +1,270 @@
+"""Mixtures of experts on their way out: a stock model with 4-bit stacks, the adapter in PEFT's
+files, and the merged model in the layout that the family publishes, each against plain weights.
+"""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Params4bit
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.mixtures import MIXTURES, tiny_mixture
+from tests.support.models import decoded_by_hand, quantized
+from workflow.lib.export.adapter_files import merged_tensors, save_adapter, write_merged
+from workflow.lib.export.merged_stacks import merged_stacks
+from workflow.lib.export.packed_stacks import NF4Tensor
+from workflow.lib.export.stack_names import (
+    PREFIX,
+    exported_config,
+    exported_names,
+    stored_names,
+    without_stacks,
+)
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.export.stored_weights import stored_weight
+from workflow.lib.model.architecture.adapter_targets import adapter_scale
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.files import read_json
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 40)[None]
+FAMILIES = sorted(MIXTURES)
+CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 6,
+    "lora_dropout": 0.0,
+    "target_modules": "all-linear",
+    "use_rslora": False,
+    "use_dora": False,
+    "bias": "none",
+    "rank_pattern": {r"layers\.1\.mlp\.experts\.down_proj": 3, "gate_proj": 2},
+    "alpha_pattern": {"up_proj": 9},
+    "inference_mode": True,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture, and its NF4 base."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_mixture(request.param, folder / "model")
+    quantized(folder / "model", folder / "nf4")
+    return folder
+
+
+def meta(folder: Path) -> PreTrainedModel:
+    return build_on_meta(folder / "model", dtype=torch.float32)
+
+
+def stock(folder: Path) -> PreTrainedModel:
+    return load_base(folder, device=CPU, compute_dtype=torch.float32, attention="eager")
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def trained_adapter(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """An adapter on all linears and stacks, in the layout and by the names of the training."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {path: (1, *size) for path, size in quantizable_linears(model).items()}
+    shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
+    adapter = {}
+    for path, (experts, out_features, in_features) in shapes.items():
+        rank = 3 if path.endswith("layers.1.mlp.experts.down_proj") else 4
+        rank = experts * (2 if path.endswith(".gate_proj") else rank)
+        for name, shape in {"A": (rank, in_features), "B": (out_features, rank)}.items():
+            values = 0.2 * torch.randn(shape, generator=draw)
+            adapter[f"{PREFIX}{path}.lora_{name}.weight"] = values
+    return adapter
+
+
+def changes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """s B A of every parameter, in the family's own orientation, one expert after the other."""
+    adapter, found = trained_adapter(model), {}
+    for path in quantizable_linears(model):
+        a, b = (adapter[f"{PREFIX}{path}.lora_{part}.weight"] for part in "AB")
+        found[f"{path}.weight"] = adapter_scale(CONFIG, path) * b @ a
+    for path, stack in expert_stacks(model).items():
+        a, b = (adapter[f"{PREFIX}{path}.lora_{part}.weight"] for part in "AB")
+        experts, rank = stack.shape[0], len(a) // stack.shape[0]
+        deltas = []
+        for expert in range(experts):
+            columns = [column * experts + expert for column in range(rank)]
+            deltas.append(b[:, columns] @ a[expert * rank : (expert + 1) * rank])
+        delta = adapter_scale(CONFIG, path) * torch.stack(deltas)
+        found[path] = delta.mT if stack.transposed else delta
+    return found
+
+
+def decoded_weights(folder: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What NF4 encodes of every parameter, in the family's own orientation."""
+    found = {}
+    with CheckpointReader(folder / "nf4") as reader:
+        for path in quantizable_linears(model):
+            found[f"{path}.weight"] = decoded_by_hand(*stored_weight(reader, path))
+        for path, stack in expert_stacks(model).items():
+            decoded = decoded_by_hand(*stored_weight(reader, path))
+            found[path] = decoded.mT if stack.transposed else decoded
+    return found
+
+
+def plain(folder: Path, *, onto: str, adapted: bool) -> PreTrainedModel:
+    """A stock model of ordinary weights: the reference."""
+    model = stock(folder / "model")
+    with torch.no_grad():
+        weights = decoded_weights(folder, meta(folder)) if onto == "dequantized" else {}
+        for name, weight in weights.items():
+            model.get_parameter(name).copy_(weight)
+        for name, change in changes(meta(folder)).items() if adapted else ():
+            model.get_parameter(name).add_(change)
+    return model
+
+
+def exported(folder: Path, target: Path, **changed: Any) -> Path:
+    model, adapter = meta(folder), trained_adapter(meta(folder))
+    names = exported_names(model, adapter)
+    save_adapter(
+        {names.exported(name): tensor for name, tensor in adapter.items()},
+        exported_config(CONFIG | changed, model, adapter),
+        target,
+    )
+    return target
+
+
+def test_stacks_of_a_stock_model_are_those_of_the_checkpoint_bit_for_bit(folder: Path) -> None:
+    model = stock(folder / "nf4")
+    for name, weight in decoded_weights(folder, meta(folder)).items():
+        if name in expert_stacks(meta(folder)):
+            param = model.get_parameter(name)
+            assert param.shape == weight.shape
+            assert torch.equal(param.clone(), weight)
+            for expert in range(len(weight)):
+                assert torch.equal(param[expert], weight[expert])
+
+
+def test_stacks_of_a_stock_model_stay_in_4_bits(folder: Path) -> None:
+    model = stock(folder / "nf4")
+    logits(model)
+    for path, stack in expert_stacks(meta(folder)).items():
+        param = model.get_parameter(path)
+        held = [param.packed, param.state.absmax, param.state.state2.absmax]  # type: ignore[attr-defined]
+        weights = torch.Size(stack.shape).numel()
+        assert sum(tensor.nbytes for tensor in held) < 0.54 * weights
+        assert isinstance(param, NF4Tensor)
+    others = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert any(isinstance(weight, Params4bit) for weight in others)
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_stock_model_with_4_bit_stacks_computes_what_decoded_weights_do(
+    folder: Path, experts: str
+) -> None:
+    model, reference = stock(folder / "nf4"), plain(folder, onto="dequantized", adapted=False)
+    model.set_experts_implementation(experts)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("onto", ["dequantized", "original"])
+def test_stock_peft_computes_the_exported_adapter(folder: Path, tmp_path: Path, onto: str) -> None:
+    base = stock(folder / ("nf4" if onto == "dequantized" else "model"))
+    before = logits(base)
+    tuned = load_adapter(base, exported(folder, tmp_path))
+    expected = logits(plain(folder, onto=onto, adapted=True))
+    assert (expected - before).abs().mean() > 0.5
+    for _ in range(2):  # PEFT takes away in each forward what it has put on the parameters
+        torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=2e-4)
+    with tuned.disable_adapter():
+        assert torch.equal(logits(tuned), before)
+
+
+def test_exported_configuration_names_the_parameters(folder: Path, tmp_path: Path) -> None:
+    config = read_json(exported(folder, tmp_path, lora_dropout=0.1) / "adapter_config.json")
+    parameters = config["target_parameters"]
+    stacks = [*expert_stacks(meta(folder))]
+    assert parameters[: len(stacks)] == stacks
+    # what PEFT would take for the experts
+    taken = [path for path in parameters[len(stacks) :] if path.endswith("_proj.weight")]
+    dense = [path for path in quantizable_linears(meta(folder)) if ".mlp." in path]
+    assert sorted(path.removesuffix(".weight") for path in taken) == sorted(dense)
+    assert "o_proj" in config["target_modules"]
+    assert config["lora_dropout"] == 0.0
+
+
+def test_names_of_the_training_come_back_from_the_exported_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    target, model = exported(folder, tmp_path), meta(folder)
+    names = stored_names(model, read_json(target / "adapter_config.json"))
+    stored = load_file(target / ADAPTER_WEIGHTS)
+    assert {names.trained(name) for name in stored} == trained_adapter(model).keys()
+    assert any(".experts.base_layer.lora_A" in name for name in stored)
+
+
+def test_adapter_on_one_stack_of_a_layer_has_the_outermost_wrapper(folder: Path) -> None:
+    model = meta(folder)
+    *_, path = (path for path in expert_stacks(model) if path.endswith("gate_up_proj"))
+    name = f"{PREFIX}{path}.lora_A.weight"
+    assert exported_names(model, [name]).exported(name) == (
+        f"{PREFIX}{path.removesuffix('.gate_up_proj')}.lora_A.weight"
+    )
+
+
+@pytest.mark.parametrize("onto", ["dequantized", "original"])
+def test_merged_model_is_published_as_the_original_and_computes_the_sum(
+    folder: Path, tmp_path: Path, onto: str
+) -> None:
+    model, adapter = meta(folder), trained_adapter(meta(folder))
+    stacks = expert_stacks(model)
+    source = folder / "model"
+    with (
+        CheckpointReader(source) as original,
+        ConvertedReader(source, model) as converted,
+        CheckpointReader(folder / "nf4") as nf4,
+    ):
+        linears = merged_tensors(
+            without_stacks(adapter, stacks), CONFIG, original=original, nf4=nf4, onto=onto,
+            module_name=ModuleNames(model).of,
+        )  # fmt: skip
+        experts = merged_stacks(
+            adapter, CONFIG, original=converted, nf4=nf4, onto=onto, stacks=stacks
+        )
+        settings = ExportConfig(shard_gib=0.0001)
+        write_merged(chain(linears, experts), source, tmp_path / "merged", settings=settings)
+        with CheckpointReader(tmp_path / "merged") as merged:
+            assert {*merged.names()} == {*original.names()}
+            for name in merged.names():
+                assert merged.shape(name) == original.shape(name)
+                assert merged.dtype(name) == "BF16"
+    reference = plain(folder, onto=onto, adapted=True)
+    for tensor in reference.state_dict().values():  # buffers that are not stored keep their digits
+        tensor.copy_(tensor.to(torch.bfloat16))
+    # of two equally near values in bf16, a sum in another order may be rounded to the other
+    found, expected = logits(stock(tmp_path / "merged")), logits(reference)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
+
+
+def test_wrapped_model_is_stock_pefts_own(folder: Path, tmp_path: Path) -> None:
+    """Stock calls alone, as a user would make them, on the model as published."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    tuned = PeftModel.from_pretrained(model, str(exported(folder, tmp_path)))
+    with safe_open(tmp_path / ADAPTER_WEIGHTS, framework="pt") as file:
+        stored = {name.replace(".weight", ".default.weight") for name in file.keys()}  # noqa: SIM118
+    assert {name for name, _ in tuned.named_parameters() if ".lora_" in name} == stored
+    expected = logits(plain(folder, onto="original", adapted=True))
+    torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=2e-4)

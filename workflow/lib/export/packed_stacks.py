@@ -1,0 +1,180 @@
+"""NF4 stacks of experts in a stock model: 4 bits in memory, and decoded for whoever reads them.
+
+Transformers' bitsandbytes quantizer knows linears alone. A stack is stored as one linear of shape
+(experts * out, in), so it is loaded as such a linear (`with_linears`), by stock code and onto the
+device that stock code chooses. `pack_` then gives the experts' module its parameter back: an
+`NF4Tensor`, which has the shape that the family expects. Every operation decodes it, so experts run
+by any of Transformers' implementations, and PEFT wraps the parameter as any other.
+"""
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_blockwise
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from workflow.lib.export.stored_weights import stored_weight
+from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks
+from workflow.lib.model.layers.nf4_linear import decoded
+from workflow.lib.model.safetensors_reader import CheckpointReader
+
+aten = torch.ops.aten
+
+
+class NF4Tensor(torch.Tensor):
+    """A weight (out, in), or stack (experts, out, in), of which memory holds bitsandbytes' codes
+    and scales. What an operation makes of it is an ordinary tensor.
+
+    shape: of what is stored; transposed: the tensor's own last two dimensions are (in, out).
+    """
+
+    packed: torch.Tensor
+    state: QuantState
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        packed: torch.Tensor,
+        state: QuantState,
+        shape: tuple[int, ...],
+        *,
+        transposed: bool = False,
+    ) -> "NF4Tensor":
+        *experts, out_features, in_features = shape
+        last = (in_features, out_features) if transposed else (out_features, in_features)
+        made: NF4Tensor = torch.Tensor._make_wrapper_subclass(
+            cls, (*experts, *last), dtype=state.dtype, device=packed.device
+        )
+        return made
+
+    def __init__(
+        self,
+        packed: torch.Tensor,
+        state: QuantState,
+        shape: tuple[int, ...],
+        *,
+        transposed: bool = False,
+    ) -> None:
+        self.packed, self.state = packed, state
+        self.stored_shape, self.transposed = shape, transposed
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's would print the weights
+        return f"NF4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def decode(self) -> torch.Tensor:
+        """Return the weights, of the tensor's own shape and dtype."""
+        return self._decoded(self.packed, self.state, self.stored_shape)
+
+    def expert(self, number: int) -> torch.Tensor:
+        """Return the weights of one expert of a stack."""
+        experts = self.stored_shape[0]
+        state = copy.copy(self.state)
+        state.absmax, state.nested = self._scales(number), False
+        size = self.packed.shape[0] // experts
+        return self._decoded(
+            self.packed[number * size : (number + 1) * size], state, self.stored_shape[1:]
+        )
+
+    def _decoded(
+        self, packed: torch.Tensor, state: QuantState, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        state = copy.copy(state)
+        state.shape = torch.Size((math.prod(shape[:-1]), shape[-1]))
+        weights = decoded(packed, state).view(shape)
+        return weights.mT if self.transposed else weights
+
+    def _scales(self, expert: int) -> torch.Tensor:
+        """The fp32 scales of an expert, which begin nowhere in particular in the nested ones."""
+        scales: torch.Tensor = self.state.absmax
+        if self.state.nested:
+            scales = dequantize_blockwise(scales, self.state.state2) + self.state.offset
+        return scales.view(self.stored_shape[0], -1)[expert]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as of an instance
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do as with an ordinary tensor, but decode one expert if it alone is asked for."""
+        if func is aten.detach.default:  # a parameter is made of it
+            (tensor,) = args
+            return cls(
+                tensor.packed, tensor.state, tensor.stored_shape, transposed=tensor.transposed
+            )
+        if func is aten.select.int and args[1] == 0 and args[0].dim() == 3:
+            tensor, _, expert = args
+            return tensor.expert(expert % tensor.shape[0])
+        plain_args, plain_kwargs = tree_map_only(
+            NF4Tensor, NF4Tensor.decode, (args, dict(kwargs or {}))
+        )
+        return func(*plain_args, **plain_kwargs)
+
+
+def stored_stack(reader: CheckpointReader, path: str, stack: ExpertStack) -> NF4Tensor:
+    """Return a stack of an NF4 checkpoint in host memory, which decodes to fp32."""
+    packed, state = stored_weight(reader, path)
+    return NF4Tensor(packed, state, stack.shape, transposed=stack.transposed)
+
+
+def with_linears(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Return the class of a model, but with a linear (experts * out, in) in place of each stack.
+
+    To load by `from_pretrained`; model: on the meta device.
+    """
+    family = type(model)
+    stacks = expert_stacks(model)
+
+    def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        family.__init__(self, *args, **kwargs)
+        for path, stack in stacks.items():
+            parent, _, name = path.rpartition(".")
+            experts, out_features, in_features = stack.shape
+            module = self.get_submodule(parent)
+            delattr(module, name)
+            linear = nn.Linear(in_features, experts * out_features, bias=False, device="meta")
+            module.register_module(name, linear)
+
+    # by its name and module Transformers finds what belongs to the family
+    body = {"__init__": build, "__module__": family.__module__}
+    return type(family.__name__, (family,), body)
+
+
+def pack_(model: nn.Module, stacks: Mapping[str, ExpertStack], *, linears: Collection[str]) -> None:
+    """Put the parameters of the experts back in place of the loaded linears, in their order.
+
+    stacks: of `expert_stacks` of the same model on the meta device; linears: names of 4-bit linears
+    whose weight PEFT wraps as a parameter (`stack_names`), which becomes an `NF4Tensor` too.
+    """
+    for path, stack in stacks.items():
+        parent, _, name = path.rpartition(".")
+        packed, state = _loaded(model, path)
+        module = model.get_submodule(parent)
+        delattr(module, name)
+        tensor = NF4Tensor(packed, state, stack.shape, transposed=stack.transposed)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    for path, module in [*model.named_modules()]:
+        if isinstance(module, Linear4bit) and path.rpartition(".")[2] in linears:
+            shape = (module.out_features, module.in_features)
+            plain = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+            tensor = NF4Tensor(*_loaded(model, path), shape)
+            plain.weight = nn.Parameter(tensor, requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(path, plain.train(module.training))
+
+
+def _loaded(model: nn.Module, path: str) -> tuple[torch.Tensor, QuantState]:
+    linear = model.get_submodule(path)
+    assert isinstance(linear, Linear4bit)
+    weight = linear.weight
+    assert isinstance(weight, Params4bit)
+    return weight.data, weight.quant_state

@@ -1,0 +1,152 @@
+"""An adapter on stacks of experts under PEFT's names: `target_parameters`, and nested wrappers.
+
+In training a stack is a module, so its adapter has the stack's own path
+(`model.layers.0.mlp.experts.gate_up_proj.lora_A.weight`). PEFT (0.21, `ParamWrapper`) wraps the
+module of the experts once for each of its adapted parameters, in the module's order. A parameter is
+known by the depth of its wrapper alone: the last one has the outermost, `...mlp.experts`, the one
+before it `...mlp.experts.base_layer`.
+
+PEFT takes the names of a mixture's target modules for those of Transformers 4, in which every
+expert was a module: of Qwen's family, `gate_proj` of a dense layer or a shared expert would mean
+the stacks. Linears of such names are exported as `target_parameters` too, by their weight.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from workflow.lib.model.architecture.adapter_targets import by_pattern
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.published.converted_reader import ModuleNames, is_by_expert
+
+PREFIX = "base_model.model."
+
+
+class StackNames:
+    """The names of an adapter's tensors in training and in PEFT's files.
+
+    stacks: paths of the adapted stacks, in the model's order.
+    """
+
+    def __init__(self, stacks: Iterable[str]) -> None:
+        wrappers = _wrappers(stacks)
+        self._exported = {f"{PREFIX}{path}": f"{PREFIX}{new}" for path, new in wrappers.items()}
+        self._trained = {new: path for path, new in self._exported.items()}
+
+    def exported(self, name: str) -> str:
+        """Return PEFT's name of a tensor, given the one in training."""
+        return _renamed(name, self._exported)
+
+    def trained(self, name: str) -> str:
+        """Return the name in training of a tensor, given PEFT's."""
+        return _renamed(name, self._trained)
+
+
+def _wrappers(stacks: Iterable[str]) -> dict[str, str]:
+    """Return the path of the wrapper of each adapted stack."""
+    modules: dict[str, list[str]] = {}
+    for path in stacks:
+        modules.setdefault(path.rpartition(".")[0], []).append(path)
+    return {
+        path: module + ".base_layer" * depth
+        for module, paths in modules.items()
+        for depth, path in enumerate(reversed(paths))
+    }
+
+
+def _renamed(name: str, paths: Mapping[str, str]) -> str:
+    path, mark, rest = name.partition(".lora_")
+    return paths.get(path, path) + mark + rest
+
+
+def adapted_paths(adapter: Iterable[str]) -> set[str]:
+    """Return the paths of all linears and stacks that have an adapter, by names in training."""
+    suffix = ".lora_A.weight"
+    return {
+        name.removeprefix(PREFIX).removesuffix(suffix) for name in adapter if name.endswith(suffix)
+    }
+
+
+def without_stacks(
+    adapter: Mapping[str, torch.Tensor], stacks: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter, by names in training, that belong to no stack."""
+    paths = {f"{PREFIX}{path}" for path in stacks}
+    return {
+        name: tensor for name, tensor in adapter.items() if name.partition(".lora_")[0] not in paths
+    }
+
+
+def exported_names(model: PreTrainedModel, adapter: Iterable[str]) -> StackNames:
+    """Return the names of an adapter, given those in training. model: the original on meta."""
+    adapted = adapted_paths(adapter)
+    return StackNames(path for path in expert_stacks(model) if path in adapted)
+
+
+def stored_names(model: PreTrainedModel, config: Mapping[str, Any]) -> StackNames:
+    """Return the names of an exported adapter, given its `adapter_config.json`."""
+    targets = {*(config.get("target_parameters") or ())}
+    return StackNames(path for path in expert_stacks(model) if path in targets)
+
+
+def exported_config(
+    config: Mapping[str, Any], model: PreTrainedModel, adapter: Iterable[str]
+) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` by which stock PEFT builds the adapter.
+
+    config: of the training; adapter: names in training. That of a model without experts stays.
+    """
+    stacks = expert_stacks(model)
+    if not stacks:
+        return dict(config)
+    adapted = adapted_paths(adapter)
+    linears = adapted - stacks.keys()
+    taken = sorted(path for path in linears if path.rpartition(".")[2] in names_of_experts(model))
+    weights = {path: f"{path}.weight" for path in taken}
+    parameters = [*(path for path in stacks if path in adapted), *weights.values()]
+    exported = dict(config) | {
+        "target_modules": _targets(linears - weights.keys(), model),
+        "exclude_modules": None,
+    }
+    if not parameters:
+        return exported
+    return exported | {
+        "target_parameters": parameters,
+        "lora_dropout": 0.0,  # PEFT has none for parameters, and it acts in training alone
+        "rank_pattern": _with_weights(config["rank_pattern"], weights),
+        "alpha_pattern": _with_weights(config["alpha_pattern"], weights),
+    }
+
+
+def _targets(paths: set[str], model: PreTrainedModel) -> list[str]:
+    """Return the paths, or the name alone where all linears of that name are among them."""
+    named: dict[str, set[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            named.setdefault(path.rpartition(".")[2], set()).add(path)
+    whole = {name for name, others in named.items() if others <= paths}
+    return sorted({name if (name := p.rpartition(".")[2]) in whole else p for p in paths})
+
+
+def _with_weights(patterns: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
+    """Return patterns of paths, with those of parameters that are the weight of such a path."""
+    values = {
+        re.escape(weight): value
+        for path, weight in weights.items()
+        if (value := by_pattern(patterns, path)) is not None
+    }
+    return values | dict(patterns)
+
+
+def names_of_experts(model: PreTrainedModel) -> set[str]:
+    """Return what an expert's projections are called where each is a module (`gate_proj`, `w1`)."""
+    return {
+        pattern.removesuffix(".weight").rpartition(".")[2]
+        for rule in ModuleNames(model).converters
+        if is_by_expert(rule)
+        for pattern in rule.source_patterns
+    }
