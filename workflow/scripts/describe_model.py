@@ -11,7 +11,7 @@ import json
 import logging
 from pathlib import Path
 
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_json
@@ -30,11 +30,18 @@ def main(args: argparse.Namespace) -> None:
 def facts(shape: ModelShape) -> str:
     """Return a line on what the model is."""
     kinds = ", ".join(
-        f"{shape.counts[number]} x {kind.attention} attention"
-        for number, kind in enumerate(shape.kinds)
+        f"{shape.counts[number]} x {_mixing(kind)}" for number, kind in enumerate(shape.kinds)
     )
     weights = shape.quantized_weights + shape.plain_weights
     return f"{shape.family}: {weights:,} parameters, {shape.num_layers} decoder layers ({kinds})"
+
+
+def _mixing(kind: DecoderLayer) -> str:
+    """How tokens of a layer see each other, and how many experts it has."""
+    parts = [f"{kind.attention} attention"] * (kind.attention != "none")
+    parts += ["recurrent"] * kind.recurrent
+    parts += [f"{kind.top_k} of {max(x.experts for x in kind.linears)} experts"] * bool(kind.top_k)
+    return " with ".join(parts) or "neither attention nor recurrence"
 
 
 def parser() -> argparse.ArgumentParser:

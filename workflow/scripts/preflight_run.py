@@ -92,7 +92,9 @@ def record(args: argparse.Namespace, decision: Decision, shape: ModelShape) -> N
     from workflow.lib.recording.recording_process import recording_process
 
     setup, predicted = decision.chosen.setup, decision.chosen.replayed
-    assert predicted is not None, "plans for GPUs are replayed"
+    if predicted is None:
+        bound = "what the engine does in such layers is not recorded yet"
+        raise setting_error("--record", args.model, bound, "Remove it")
     config = find_config(args.model, revision=args.revision)
     with recording_process() as process:
         tape = process.record(Request(config, setup, offload_window(shape, setup)))

@@ -3,6 +3,7 @@ the document for later stages.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -193,3 +194,16 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     assert sum(term.bytes for term in predicted.terms) == predicted.peak_bytes
     assert predicted.peak_bytes == replay(llama_8b, decision.chosen.setup).allocated_bytes
     assert predicted.reserved_bytes == predicted.peak_bytes + predicted.allocator_slack_bytes
+
+
+def test_verdict_on_layers_that_no_replay_knows_says_so() -> None:
+    other = replace(llama_8b, kinds=tuple(replace(x, kept_bytes=99_000) for x in llama_8b.kinds))
+    assert (llama_8b.plain, other.plain) == (True, False)
+    unsure = "estimated from above and not confirmed by a replay"
+    run = run_config()
+    for shape, method in ((llama_8b, "replay"), (other, "closed_form")):
+        decision = decided(shape)
+        record = forecast(decision, run, shape, machine(), token_counts(seq_len=2048))
+        assert (decision.fits, record.method) == (True, method)
+        assert (unsure in decision.reason) == (shape is other)
+    assert unsure not in decided(other, on=cpu_machine(processes=2, host_bytes=200 * GIB)).reason

@@ -3,15 +3,24 @@ what lies on the host.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from tests.support.decisions import decided, llama_8b, run_config
+from tests.support.families import FAMILIES
+from tests.support.other_decoders import MIXTURES, config_of
 from tests.support.preflight_examples import GPU_24, cpu_machine, machine, setup
 from workflow.lib.model.architecture.attention_needs import attention_needs as config_needs
-from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
+from workflow.lib.model.architecture.shipped_shapes import (
+    known_config,
+    known_models,
+    known_shape,
+)
+from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.budget import Budget, budget, host_bytes
 from workflow.lib.planning.preflight.planning_inputs import (
@@ -94,11 +103,22 @@ def test_soft_capped_scores_are_whole_on_cpus_alone(on: Machine, kind: str) -> N
     assert attention_kind(chosen.name) == kind
 
 
-def test_needs_of_a_model_are_those_of_its_config() -> None:
-    config, shape = known_config("gemma-2-27b"), known_shape("gemma-2-27b")
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+def test_needs_of_a_family_are_what_training_reads_from_its_config(family: str) -> None:
+    """From the config.json that Transformers writes for the base."""
+    content = config_of(family)
+    saved = AutoConfig.for_model(**content).to_dict()
+    described = describe_config(content, origin=Path("config.json"))
+    assert attention_needs(described) == config_needs(saved)
+
+
+@pytest.mark.parametrize("name", sorted(set(known_models().values())))
+def test_shipped_model_gets_the_attention_that_training_gives_it(name: str) -> None:
+    config, shape = known_config(name), known_shape(name)
     assert config is not None
     assert shape is not None
-    assert attention_needs(shape) == config_needs(config)
+    saved = AutoConfig.for_model(**config).to_dict()
+    assert attention_needs(shape) == config_needs(saved)
 
 
 def test_flash_needs_a_half_type() -> None:

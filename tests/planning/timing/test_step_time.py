@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.artifacts.preflight_record import Estimate
+from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
@@ -44,6 +45,29 @@ def test_product_work_of_one_layer_by_hand() -> None:
     not_recomputed = 2 * 8192 * 28672  # the down projection
     head = 2 * 32000 * 8192
     assert work.product_flops == 100 * (6 * linears - not_recomputed + 8 * adapters + head)
+
+
+def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
+    """2 of 8: products 1.5 times as long as dense ones; all of them are decoded in each pass."""
+    shape, width = llama_70b(layers=1, vocab=32000), 8 * 512
+    stacks = (Linear("e.gate_up_proj", 2 * width, 8192, 8), Linear("e.down_proj", 8 * 8192, 512, 8))
+    dense = shape.kinds[0].linears[:4]
+    layer = replace(shape.kinds[0], linears=(*dense, *stacks), top_k=2, kept_bytes=1)
+    chosen = setup(seq_len=100, targets=("down_proj",))
+    work = micro_batch_work(replace(shape, kinds=(layer,)), chosen, trained_share=0.0)
+    weights, experts = 2 * 8192 * 8192 + 2 * 8192 * 1024, 3 * 8192 * 512
+    adapters = 2 * 16 * (8192 + 512)
+    assert work.product_flops == 100 * (6 * (weights + 1.5 * 2 * experts) + 8 * adapters)
+    assert work.dequantized_bytes == 2.5 * 3 * (weights + 8 * experts)
+
+
+def test_attention_work_counts_keys_and_values_by_their_widths() -> None:
+    shape = llama_70b(layers=1)
+    narrow = replace(shape, kinds=(replace(shape.kinds[0], value_dim=64),))
+    whole, less = (
+        micro_batch_work(x, setup(), trained_share=1.0).attention_flops for x in (shape, narrow)
+    )
+    assert less == 0.75 * whole
 
 
 def test_without_recomputation_there_is_a_third_less() -> None:

@@ -128,11 +128,12 @@ def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:
 def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) -> float:
     """Return the least work that a trained token is: what model FLOP utilisation counts.
 
-    4 FLOP per frozen weight of the layers and of the head (forward, and the gradient of the input;
-    frozen weights have none of their own), and causal attention within documents: S q a layer and
-    product forward, twice that backward. Recomputation, dequantization and the adapters (0.3% at
-    rank 16) do not count.
+    4 FLOP per frozen weight that a token uses of the layers, and of the head (forward, and the
+    gradient of the input; frozen weights have none of their own), and causal attention within
+    documents: S q a layer and product forward, twice that backward. Recomputation, dequantization
+    and the adapters (0.3% at rank 16) do not count.
     """
     document = seq_len / documents
-    attention = 6 * document * shape.total(lambda layer: layer.query_width)
-    return 4.0 * (shape.quantized_weights + shape.vocab_size * shape.hidden_size) + attention
+    attention = 3 * document * shape.total(lambda layer: layer.query_width + layer.value_width)
+    weights = shape.total(lambda layer: layer.used_weights)
+    return 4.0 * (weights + shape.vocab_size * shape.hidden_size) + attention

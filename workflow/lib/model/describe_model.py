@@ -28,8 +28,8 @@ from workflow.lib.model.architecture.config_file import (
 )
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.layer_calls import recorded_layers
-from workflow.lib.model.layer_kinds import described_layers, refuse_wide_parameters
+from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
+from workflow.lib.model.description.layer_kinds import described_layers
 from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
@@ -43,6 +43,8 @@ NEEDED = (
     "vocab_size",
     "max_position_embeddings",
 )
+# What may say the number of layers in its place: a list, or a string, of their kinds.
+LISTS = {"num_hidden_layers": ("layers_block_type", "hybrid_override_pattern")}
 NEEDED_OF_PART = NEEDED[:3]  # published multimodal models leave the others to the class
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
 # What Transformers raises for settings that no model can have.
@@ -69,7 +71,10 @@ def describe_folder(folder: Path) -> ModelShape:
     """Describe the model in a folder, its checkpoint included; raises `UserError` as
     `describe_config` and `with_checkpoint` do.
     """
-    return with_checkpoint(describe_file(folder / "config.json"), folder)
+    path = folder / "config.json"
+    shape = describe_file(path)
+    refuse_experts(text_part(read_config(path)), path)
+    return with_checkpoint(shape, folder)
 
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
@@ -83,7 +88,6 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     refuse_quantized(config, origin)
     for content in (config, part):
         check_bounds(content, origin)
-        refuse_experts(content, origin)
     _check_class(config, origin)
     try:
         with _quiet_transformers():
@@ -153,6 +157,8 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
     for key in NEEDED if part is config else NEEDED_OF_PART:
+        if any(part.get(name) for name in LISTS.get(key, ())):
+            continue
         _check_size(key, part.get(key, part.get(aliases.get(key, key))), origin)
     heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")
     if part.get("head_dim") is None and heads and hidden and heads > hidden:
@@ -183,12 +189,11 @@ def _check_size(key: str, value: Any, origin: Path) -> None:
 
 
 def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
-    for layer in decoder_layers(model):
-        refuse_wide_parameters(layer)
     config: Any = model.config
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
-    described = described_layers(recorded_layers(model))
+    layers = recorded_layers(model)
+    described = described_layers(model, layers)
     kinds = list(dict.fromkeys(described))
     return ModelShape(
         family=config.model_type,
@@ -200,10 +205,12 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         **paths,
         tied_embeddings=_tied(model),
         logit_softcap=getattr(config, "final_logit_softcapping", None) is not None,
-        attention_masks=1 + any("sliding" in x for x in types),
+        attention_masks=1 + any("sliding" in x or "chunked" in x for x in types),
         other_vectors=_other_vectors(model, paths),
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
         prefix="model.language_model." if wrapped else _parent(paths["embedding"]),
+        attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
+        masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
     )
 
 

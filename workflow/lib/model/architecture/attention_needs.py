@@ -56,5 +56,7 @@ def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
     width = config.get("head_dim") or 0
     if not width and config.get("num_attention_heads"):
         width = config.get("hidden_size", 0) // config["num_attention_heads"]
-    width = max(width, config.get("global_head_dim") or 0)  # Gemma 4
+    layers = (config.get("per_layer_config") or {}).values()  # as Transformers saves Gemma 4
+    others = (config.get("global_head_dim"), *(layer.get("head_dim") for layer in layers))
+    width = max(width, *(other or 0 for other in others))
     return width, width

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,15 @@ FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to 
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear of a decoder layer; `path` is its place in the layer (`self_attn.q_proj`)."""
+    """One linear of a decoder layer, or a stack of as many as there are experts; `path` is its
+    place in the layer (`self_attn.q_proj`, `mlp.experts.gate_up_proj`).
+    """
 
     path: str
     out_features: int
+    """Of a stack those of all its experts together."""
     in_features: int
+    experts: int = 1
 
     @property
     def name(self) -> str:
@@ -38,26 +43,43 @@ class Linear:
         """Elements of its weight."""
         return self.out_features * self.in_features
 
+    @property
+    def adapter_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of A and B of an adapter of rank 1: (experts, in) and (out of one expert,
+        experts), of which every dimension that counts experts is multiplied by the rank.
+        """
+        return (self.experts, self.in_features), (self.out_features // self.experts, self.experts)
+
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A kind of decoder layer: attention, then a feed-forward, norms around them."""
+    """A kind of decoder layer.
+
+    A plain one is attention, then a feed-forward, with norms around them: of it planning knows
+    every tensor by name. Of any other (experts, recurrent layers, latent or gated attention) it
+    knows linears, other parameters, and what autograd was seen to keep (`kept_bytes`); the fields
+    from `hidden_norms` to `fused_feed_forward` say nothing of it.
+    """
 
     attention: str
-    """`full` or `sliding` (a window)."""
+    """`full`, `sliding` (a window), `chunked` or `none`."""
     attention_softcap: bool
     hidden_size: int
     intermediate_size: int
-    """Width of the feed-forward: what its last linear takes."""
+    """Width of the feed-forward: what its last linear takes. Of a layer that is not plain, elements
+    a token of its widest tensor.
+    """
     num_heads: int
     num_kv_heads: int
     head_dim: int
     linears: tuple[Linear, ...]
     """In the order in which forward calls them."""
     attention_linears: int
-    """How many of them, the first, are the attention's; the last of these is its output."""
+    """How many of them, the first, are the attention's; the last of these is its output. 0 if the
+    layer is not plain.
+    """
     vectors: tuple[tuple[str, int], ...]
-    """Name and elements of all other tensors (norms, biases), sorted by name."""
+    """Name and elements of all other 1-D tensors (norms, biases), sorted by name."""
     hidden_norms: int
     """Norms over the hidden size."""
     norms_before: bool
@@ -74,6 +96,27 @@ class DecoderLayer:
     """Whether `fuse_layers` replaces all of its norms, its attention, its feed-forward."""
     fused_attention: bool
     fused_feed_forward: bool
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted by
+    name.
+    """
+    value_dim: int | None = None
+    """Width of a head's values; None: as wide as its keys."""
+    sinks: bool = False
+    """A learned score of each head takes its share of attention (gpt-oss)."""
+    recurrent: bool = False
+    """It keeps a state along the tokens (a convolution, Mamba, linear attention)."""
+    top_k: int = 0
+    """Experts that a token takes; 0 without experts."""
+    kept_bytes: int = 0
+    """Bytes by token that autograd keeps in 16 bits, with only experts fused and every linear
+    adapted, but without what adapters and the attention function make. 0 of a plain layer.
+    """
+
+    @property
+    def plain(self) -> bool:
+        """Whether the formulas and the replay know all of its tensors."""
+        return self.kept_bytes == 0
 
     @property
     def into_attention(self) -> tuple[Linear, ...]:
@@ -105,6 +148,25 @@ class DecoderLayer:
         """Elements of its linears."""
         return sum(linear.num_weights for linear in self.linears)
 
+    @property
+    def value_head(self) -> int:
+        """Width of a head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a token's output of attention."""
+        return self.num_heads * self.value_head
+
+    def rows(self, linear: Linear) -> int:
+        """How many rows a linear of it multiplies for each token."""
+        return self.top_k if linear.experts > 1 else 1
+
+    @property
+    def used_weights(self) -> int:
+        """Elements of its linears that a token is multiplied with."""
+        return sum(x.num_weights // x.experts * self.rows(x) for x in self.linears)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -133,6 +195,10 @@ class ModelShape:
     """Type of the linears in the checkpoint, as safetensors calls it."""
     prefix: str
     """What the names of the decoder's tensors begin with in the checkpoint."""
+    attention_dropout: float = 0.0
+    """Share of attention weights that training drops."""
+    masked: bool = False
+    """Its layers tell their attention nothing of documents but the mask."""
     config_sha256: str = field(default="", compare=False)
     """Of the config.json that this describes."""
 
@@ -140,6 +206,11 @@ class ModelShape:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.order)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all of its layers are plain, so that the hand-written replay knows it."""
+        return all(kind.plain for kind in self.kinds)
 
     @cached_property
     def counts(self) -> dict[int, int]:
@@ -183,10 +254,11 @@ class ModelShape:
 
     @cached_property
     def plain_weights(self) -> int:
-        """Elements of embedding, head and norms, which stay in the compute type."""
+        """Elements of embedding, head, norms and all else that stays in the compute type."""
         tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
         vectors = self.total(lambda layer: sum(length for _, length in layer.vectors))
-        return tables + vectors + sum(length for _, length in self.other_vectors)
+        wide = self.total(lambda layer: sum(prod(shape) for _, shape in layer.tensors))
+        return tables + vectors + wide + sum(length for _, length in self.other_vectors)
 
     @property
     def source_bytes(self) -> int:
@@ -198,12 +270,18 @@ class ModelShape:
         kinds = [
             asdict(kind)
             | {
-                "linears": {x.path: [x.out_features, x.in_features] for x in kind.linears},
+                "linears": {x.path: _sizes(x) for x in kind.linears},
                 "vectors": dict(kind.vectors),
+                "tensors": dict(kind.tensors),
             }
             for kind in self.kinds
         ]
         return asdict(self) | {"kinds": kinds, "other_vectors": dict(self.other_vectors)}
+
+
+def _sizes(linear: Linear) -> list[int]:
+    stacked = [linear.experts] if linear.experts > 1 else []
+    return [linear.out_features, linear.in_features, *stacked]
 
 
 def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
@@ -216,6 +294,7 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
             | {
                 "linears": tuple(Linear(path, *sizes) for path, sizes in kind["linears"].items()),
                 "vectors": tuple(kind["vectors"].items()),
+                "tensors": tuple((n, tuple(x)) for n, x in kind.get("tensors", {}).items()),
                 "head_norms": tuple(kind["head_norms"]),
             }
         )

@@ -45,6 +45,8 @@ class LayerKind:
     linears: tuple[Linear, ...]
     vectors: tuple[int, ...]
     """Elements of norms and biases."""
+    tensors: tuple[tuple[int, ...], ...]
+    """Shapes of what else stays in the compute type: routers, convolutions."""
     adapters: tuple[tuple[str, int], ...]
     """Names of the linears that have adapters, and their ranks."""
     dora: bool
@@ -63,7 +65,10 @@ class LayerTensors:
         self.by_term: dict[str, list[Tensor]] = {
             "nf4_weights": [_view(math.ceil(x.num_weights / 2)) for x in kind.linears],
             "nf4_scales": scales,
-            "norms_and_biases": [(n, kind.compute_bytes) for n in kind.vectors],
+            "norms_and_biases": [
+                *((n, kind.compute_bytes) for n in kind.vectors),
+                *((n, kind.compute_bytes * math.prod(rest)) for n, *rest in kind.tensors),
+            ],
             "lora_weights": _adapters(kind),
         }
         p = kind.processes
@@ -76,11 +81,14 @@ layer_tensors_of = functools.lru_cache(maxsize=64)(LayerTensors)
 
 
 def _adapters(kind: LayerKind) -> list[Tensor]:
-    """A (r, in_features), B (out_features, r) and DoRA's magnitudes (out_features,), fp32."""
+    """A (r, in_features), B (out_features, r) and DoRA's magnitudes (out_features,), fp32; of a
+    stack A (experts x r, in_features) and B (out_features of an expert, r x experts).
+    """
     ranks, tensors = dict(kind.adapters), []
     for linear in kind.linears:
         if rank := ranks.get(linear.name):
-            tensors += [(rank, 4 * linear.in_features), (linear.out_features, 4 * rank)]
+            (experts, width), (rows, _) = linear.adapter_shapes
+            tensors += [(experts * rank, 4 * width), (rows, 4 * rank * experts)]
             tensors += [(linear.out_features, 4)] if kind.dora else []
     return tensors
 

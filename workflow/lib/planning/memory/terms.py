@@ -9,6 +9,7 @@ rounded, `layer_tensors` says. Which terms meet at one moment, `memory` says.
 import math
 from collections.abc import Iterable, Iterator
 
+from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
 from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
 from workflow.lib.planning.memory.layer_tensors import (
@@ -55,6 +56,7 @@ def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
     kind = LayerKind(
         linears=layer.linears,
         vectors=tuple(length for _, length in layer.vectors),
+        tensors=tuple(shape for _, shape in layer.tensors),
         adapters=setup.adapters,
         dora=setup.dora,
         block_size=setup.block_size,
@@ -166,6 +168,8 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     seen to keep), a fused one gate and up alone; adapters x A^T; DoRA the values, of which those of
     gate and up are kept anyway.
     """
+    if not layer.plain:
+        return _saved_of_any(layer, setup)
     t, c, f = setup.tokens, setup.compute_bytes, layer.intermediate_size
     q, k = layer.query_width, layer.key_width
     # a mask makes Transformers repeat the heads
@@ -181,6 +185,22 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     return saved_bytes + _saved_scores(layer, setup)
 
 
+def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes that autograd keeps of a layer that is not plain: what it was seen to keep in 16 bits,
+    x A^T of each row that an adapter multiplies, and what attention keeps besides queries, keys,
+    values and output. DoRA keeps values, and with dropout inputs, as of plain layers.
+    """
+    t, c, targets = setup.tokens, setup.compute_bytes, _targets(layer, setup)
+    saved_bytes = t * layer.kept_bytes * c // 2 + 4 * t * layer.num_heads
+    saved_bytes += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in targets)
+    if setup.attention in ("sdpa", "eager"):  # a mask makes Transformers repeat the heads
+        repeated = layer.num_heads - layer.num_kv_heads
+        saved_bytes += c * t * repeated * (layer.head_dim + layer.value_head)
+    if setup.dropout and setup.dora:
+        saved_bytes += c * t * sum(layer.rows(x) * x.in_features for x in targets)
+    return saved_bytes + _dora_values(layer, setup) + _saved_scores(layer, setup)
+
+
 def fuses_norms(layer: DecoderLayer, setup: Setup) -> bool:
     """Whether all norms are `rms_norm.RmsNorm`."""
     return setup.fused_layers and layer.fused_norms
@@ -192,7 +212,7 @@ def _dora_values(layer: DecoderLayer, setup: Setup) -> int:
     """
     if not setup.dora:
         return 0
-    known = () if setup.dropout else layer.feed_forward[:-1]
+    known = () if setup.dropout or not layer.plain else layer.feed_forward[:-1]
     kept = [x.out_features for x in _targets(layer, setup) if x not in known]
     return setup.compute_bytes * setup.tokens * sum(kept)
 
@@ -255,10 +275,16 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
 
 
 def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
-    """The largest linear in the compute type, and its absmax in fp32."""
-    largest = max(linear.num_weights for linear in layer.linears)
-    absmax = 4 * math.ceil(largest / setup.block_size) if setup.double_quant else 0
-    return setup.compute_bytes * largest + absmax
+    """The largest linear in the compute type, and its absmax in fp32; of a stack of experts as much
+    as is decoded at a time.
+    """
+
+    def decoded(linear: Linear) -> int:
+        absmax = 4 * math.ceil(linear.num_weights / setup.block_size) if setup.double_quant else 0
+        most = DECODED_BYTES if linear.experts > 1 else math.inf
+        return int(min(setup.compute_bytes * linear.num_weights, most)) + absmax
+
+    return max(map(decoded, layer.linears))
 
 
 def layer_workspace(layer: DecoderLayer, setup: Setup, *, wide: int, hidden_bytes: int) -> Terms:
@@ -297,8 +323,9 @@ def kept_within_step(shape: ModelShape, setup: Setup) -> Terms:
     c, alone = setup.compute_bytes, setup.processes == 1
 
     def elements(layer: DecoderLayer) -> int:
-        ranks = [(setup.rank_of(x.name), x) for x in _targets(layer, setup)]
-        return sum(rank * (x.in_features + x.out_features) for rank, x in ranks)
+        tensors = layer_tensors(layer, setup).by_term["lora_weights"]
+        magnitudes = sum(x.out_features for x in _targets(layer, setup)) if setup.dora else 0
+        return sum(rows * width for rows, width in tensors) // 4 - magnitudes
 
     def norms(layer: DecoderLayer) -> int:
         return sum(rounded(4 * x.out_features) for x in _targets(layer, setup))

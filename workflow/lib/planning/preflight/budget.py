@@ -81,7 +81,8 @@ def host_bytes(shape: ModelShape, setup: Setup, machine: Machine, *, peak_bytes:
     if machine.device == "cpu":
         return machine.processes_per_node * peak_bytes
     table = shape.vocab_size * shape.hidden_size * shape.source_bytes
+    stack = shape.largest(lambda layer: max(x.num_weights for x in layer.linears) // 2)  # 4 bits
     rows = setup.tokens * shape.hidden_size * setup.compute_bytes if setup.offload_embedding else 0
     each = GPU_PROCESS_BYTES + offloaded_bytes(shape, setup) + hosted_bytes(shape, setup) + rows
     each += moment_bytes(shape, setup)[1]
-    return machine.processes_per_node * each + table
+    return machine.processes_per_node * each + max(table, stack)

@@ -91,10 +91,12 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     needed = limits.capacity_bytes + chosen.lacking_bytes
     peak = chosen.replayed or chosen.prediction
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
+    alone = machine.device == "cuda" and chosen.replayed is None
+    unsure = ", estimated from above and not confirmed by a replay" if alone else ""
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs "
         f"{needed / GIB:.2f} of "
-        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase})"
+        f"{limits.capacity_bytes / GIB:.2f} GiB of each {kind} (phase {peak.peak_phase}{unsure})"
     )
 
 

@@ -119,10 +119,16 @@ def attention_kind(name: str) -> Attention:
 
 
 def attention_needs(shape: ModelShape) -> AttentionNeeds:
-    """Return what a model asks of its attention, as far as its shape tells."""
-    widest = shape.largest(lambda layer: layer.head_dim)
-    softcap = any(kind.attention_softcap for kind in shape.kinds)
-    return AttentionNeeds(softcap=softcap, head_dim=widest, value_dim=widest)
+    """Return what a model asks of its attention: what training reads from config.json."""
+    return AttentionNeeds(
+        softcap=any(kind.attention_softcap for kind in shape.kinds),
+        sinks=any(kind.sinks for kind in shape.kinds),
+        chunks=any(kind.attention == "chunked" for kind in shape.kinds),
+        head_dim=shape.largest(lambda layer: layer.head_dim),
+        value_dim=shape.largest(lambda layer: layer.value_head),
+        dropout=shape.attention_dropout,
+        masked=shape.masked,
+    )
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:

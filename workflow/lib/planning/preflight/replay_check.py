@@ -2,7 +2,8 @@
 it is believed.
 
 If the replay shows that the allocator cannot serve it, the next best candidate is tried, and so on.
-On CPUs there is no such allocator, so the closed form decides.
+On CPUs there is no such allocator, and of layers that are not plain no replay: there the closed
+form decides.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ def confirmed(
     """
     while True:
         chosen = choose(options, device=device)
-        if device == "cpu" or chosen.replayed is not None:
+        if device == "cpu" or not shape.plain or chosen.replayed is not None:
             return chosen, options
         tried = replayed(chosen, shape, limits=limits)
         options = [tried if candidate is chosen else candidate for candidate in options]

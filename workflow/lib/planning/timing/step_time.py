@@ -60,6 +60,10 @@ H200 = Constants(
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
 # of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
 FLEX_TIME = 1.3
+# Of a product of as many rows by one weight: so much longer takes one grouped by experts. 690
+# TFLOP/s against 376 to 472 in the widths of Qwen3-30B-A3B, 475 to 530 of gpt-oss-20b and 401 to
+# 449 of GLM-4.5-Air; 32,768 rows, `_grouped_mm` of torch 2.11, one H200.
+GROUPED_TIME = 1.5
 # Of the elementwise work that the activations suggest which fused layers no longer keep: so much is
 # saved, more than all of it, because what they keep is also read and written less often. 8 layers
 # of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
@@ -110,10 +114,11 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     loss.
 
     A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token
-    each); an adapter's twice in backward. DoRA multiplies every weight with A once a step, counted
-    as if a step had one micro-batch.
-    Attention: 4 S q a token and layer in forward, half of it with flash (causal), 2.5 times that in
-    backward (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    each); an adapter's twice in backward. Of experts a token uses top_k, but all are decoded in
+    each pass. DoRA multiplies every weight with A once a step, counted as if a step had one
+    micro-batch. Attention: 2 S (q + width of values), as a rule 4 S q, a token and layer in
+    forward, half of it with flash (causal), 2.5 times that in backward (FlashAttention-2, arXiv
+    2307.08691, sec. 4.1).
     """
     t, layers = setup.tokens, shape.num_layers
     recomputed = setup.recomputed_layers(layers)
@@ -121,15 +126,20 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     passes = layer_passes / layers
     spared = shape.total(lambda layer: _not_recomputed(layer, setup)) / layers
     used = passes * shape.quantized_weights - recomputed * spared
+    idle = passes * (
+        shape.total(_idle_weights) - (GROUPED_TIME - 1) * shape.total(_grouped_weights)
+    )
     head = 4 * trained_share * shape.vocab_size * shape.hidden_size
-    adapters = 2 * (passes + 1) * lora_parameters(shape, setup)
+    adapters = lora_parameters(shape, setup) - shape.total(lambda x: _idle_adapters(x, setup))
     normed = shape.quantized_weights if setup.dora else 0
     causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
-    forward = 4 * setup.seq_len * causal * shape.total(lambda layer: layer.query_width)
+    width = shape.total(lambda layer: layer.query_width + layer.value_width)
+    forward = 2 * setup.seq_len * causal * width
     saved_bytes = _mean_saved(shape, setup)
     plain = _mean_saved(shape, replace(setup, fused_layers=False))
     return Work(
-        product_flops=t * (2 * used + adapters + head) + 2 * setup.rank * normed,
+        product_flops=t * (2 * (used - idle) + 2 * (passes + 1) * adapters + head)
+        + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
         dequantized_bytes=(used + normed) * DEQUANTIZED_BYTES,
         kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - saved_bytes)),
@@ -144,16 +154,39 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     )
 
 
+def _idle_weights(layer: DecoderLayer) -> int:
+    """Weights of a layer that a token is not multiplied with."""
+    return layer.num_weights - layer.used_weights
+
+
+def _grouped_weights(layer: DecoderLayer) -> int:
+    """Weights of experts that a token is multiplied with."""
+    stacks = [x for x in layer.linears if x.experts > 1]
+    return sum(x.num_weights // x.experts * layer.top_k for x in stacks)
+
+
+def _idle_adapters(layer: DecoderLayer, setup: Setup) -> int:
+    """The same of adapters, whose grouped products nobody has timed in a step."""
+    return sum(
+        (x.experts - layer.rows(x))
+        * setup.rank_of(x.name)
+        * (x.in_features + x.out_features // x.experts)
+        for x in layer.linears
+        if x.experts > 1 and x.name in setup.targets
+    )
+
+
 def _mean_saved(shape: ModelShape, setup: Setup) -> float:
     """What autograd keeps of a layer, on average, bytes."""
     return shape.total(lambda layer: saved_activations(layer, setup)) / shape.num_layers
 
 
 def _not_recomputed(layer: DecoderLayer, setup: Setup) -> int:
-    """Weights of a layer that recomputation stops before: the last linear's, if no norm follows
-    and its value is not kept.
+    """Weights of a layer that recomputation stops before: a plain one's last linear's, if no norm
+    follows and its value is not kept.
     """
-    return 0 if setup.dora or layer.norms_after else layer.linears[-1].num_weights
+    needed = setup.dora or layer.norms_after or not layer.plain
+    return 0 if needed else layer.linears[-1].num_weights
 
 
 def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:

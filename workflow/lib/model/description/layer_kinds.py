@@ -1,7 +1,7 @@
 """From what a decoder layer called (`layer_calls`) to its description (`DecoderLayer`).
 
-A layer whose memory planning knows is attention of queries, keys and values between linears, and
-one feed-forward, with norms around and within them. Anything else is refused by its name.
+A plain layer is attention of queries, keys and values between linears, and one feed-forward, with
+norms around and within them. Of any other, `any_layer` says what it keeps.
 """
 
 import math
@@ -9,44 +9,38 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
+from workflow.lib.model.description.any_layer import any_layers
+from workflow.lib.model.description.layer_calls import Attended, LayerCalls
+from workflow.lib.model.description.layer_parameters import linears_of, others_of
 from workflow.lib.model.fuse_layers import fuse_layer_
 from workflow.lib.model.fused_attention import FusedAttention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
-from workflow.lib.model.layer_calls import Attended, LayerCalls
 from workflow.lib.model.layers.rms_norm import RmsNorm
-from workflow.lib.model.nf4_model import stored_buffers
 from workflow.lib.system.errors import UserError
 
 LEAST_NORM_BYTES = 4  # an input in fp32, as the replay makes it of any norm that is not fused
 MOST_HEAD_NORMS = 3  # of queries, keys and values
 
 
-def refuse_wide_parameters(layer: nn.Module) -> None:
-    """Raise `UserError` if anything but linears is not 1-D: experts, convolutions, matrices of
-    other kinds.
-    """
-    for path, module in layer.named_modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param.dim() > 1 and not (isinstance(module, nn.Linear) and name == "weight"):
-                raise _refused(
-                    f"{path}.{name} of {type(module).__name__} is a tensor of shape "
-                    f"{list(param.shape)} and no linear's weight (experts, a convolution)"
-                )
+class _NotPlainError(Exception):
+    """A layer has a part that the formulas do not know by name."""
 
 
-def described_layers(layers: Sequence[LayerCalls]) -> list[DecoderLayer]:
-    """Return the description of every layer; raises `UserError` for what is not covered. Changes
-    the layers.
+def described_layers(model: PreTrainedModel, layers: Sequence[LayerCalls]) -> list[DecoderLayer]:
+    """Return the description of every decoder layer of a model on the meta device, by what it
+    called; raises `UserError` for what cannot be trained. Changes the layers.
     """
+    kinds = any_layers(model, layers, [_plain(model, calls) for calls in layers])
     known: dict[tuple[DecoderLayer, Traits], DecoderLayer] = {}
     described = []
-    for calls in layers:
-        kind = _described(calls), _traits(calls.layer)
-        if kind not in known:
-            known[kind] = _fused(kind[0], calls)
-        described.append(known[kind])
+    for calls, kind in zip(layers, kinds, strict=True):
+        key = kind, _traits(calls.layer)
+        if key not in known:
+            known[key] = _fused(kind, calls) if kind.plain else kind
+        described.append(known[key])
     return described
 
 
@@ -66,22 +60,32 @@ def _traits(layer: nn.Module) -> Traits:
     )
 
 
-def _described(calls: LayerCalls) -> DecoderLayer:
-    """Return the description of a layer, as if nothing of it were fused."""
+def _plain(model: PreTrainedModel, calls: LayerCalls) -> DecoderLayer | None:
+    """Return the description of a plain layer, as if nothing of it were fused; None of another."""
+    try:
+        return _of_plain_layer(calls, linears_of(model, calls))
+    except _NotPlainError:
+        return None
+
+
+def _of_plain_layer(calls: LayerCalls, linears: Sequence[Linear]) -> DecoderLayer:
     attended = _attended(calls)
-    of_attention, feed_forward = _linears(calls, attended)
+    of_attention, feed_forward = _divided(calls, linears, attended)
     inside = f"{attended.path}."
     hidden_size = of_attention[-1].out_features
     all_norms = _norms(calls, feed_forward)
+    vectors, tensors = others_of(calls, linears)
+    if any(_parent(name) not in all_norms for name, _ in tensors):
+        raise _NotPlainError
     norms = [path for path in all_norms if not path.startswith(inside)]
     head_norms = [calls.widths[path] for path in all_norms if path.startswith(inside)]
     if len(head_norms) > MOST_HEAD_NORMS:
-        raise _refused(f"{attended.path} norms each head by a module of its own")
+        raise _NotPlainError
     places = [path for path in calls.called if path == attended.path or path in norms]
     width = feed_forward[-1].in_features
     kept = calls.kept_bytes(_parent(feed_forward[-1].path), width=width)
     return DecoderLayer(
-        attention="full" if attended.arguments.get("sliding_window") is None else "sliding",
+        attention=calls.attention,
         attention_softcap=attended.arguments.get("softcap") is not None,
         hidden_size=hidden_size,
         intermediate_size=width,
@@ -90,7 +94,8 @@ def _described(calls: LayerCalls) -> DecoderLayer:
         head_dim=attended.query[1],
         linears=(*of_attention, *feed_forward),
         attention_linears=len(of_attention),
-        vectors=_vectors(calls),
+        vectors=vectors,
+        tensors=tensors,
         hidden_norms=len(norms),
         norms_before=places[0] in norms,
         norms_after=places[-1] in norms and _ends_with_a_norm(calls, norms),
@@ -116,24 +121,14 @@ def _fused(kind: DecoderLayer, calls: LayerCalls) -> DecoderLayer:
     )
 
 
-def _refused(what: str) -> UserError:
-    return UserError(
-        f"in a decoder layer {what}, and the memory of that is not known. "
-        "Choose another model.source."
-    )
-
-
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
 def _attended(calls: LayerCalls) -> Attended:
-    """Return the one call of an attention function; raises `UserError` for anything else."""
+    """Return the one call of an attention function without sinks, with values as wide as keys."""
     if len(calls.attended) != 1:
-        raise _refused(
-            f"{type(calls.layer).__name__} calls an attention function "
-            f"{len(calls.attended)} times (a recurrent layer, or attention of its own)"
-        )
+        raise _NotPlainError
     (attended,) = calls.attended
     if attended.query[0] % attended.key[0]:
         raise UserError(
@@ -141,47 +136,39 @@ def _attended(calls: LayerCalls) -> Attended:
             "Give the config.json that belongs to the checkpoint (model.source)."
         )
     if attended.arguments.get("s_aux") is not None:
-        raise _refused(f"{attended.path} has attention sinks")
+        raise _NotPlainError
     if not attended.path or attended.query[1] != attended.value[1]:
-        raise _refused(
-            f"{attended.path} has keys of width {attended.key[1]} and values of "
-            f"{attended.value[1]} (latent attention)"
-        )
+        raise _NotPlainError
     return attended
 
 
-def _linears(calls: LayerCalls, attended: Attended) -> tuple[list[Linear], list[Linear]]:
-    """Return the linears of attention and feed-forward, as they were called."""
+def _divided(
+    calls: LayerCalls, linears: Sequence[Linear], attended: Attended
+) -> tuple[list[Linear], list[Linear]]:
+    """Return the linears of attention and of feed-forward, as they were called."""
     modules = dict(calls.layer.named_modules())
     called = [path for path in calls.called if isinstance(modules[path], nn.Linear)]
     there = [path for path, module in modules.items() if isinstance(module, nn.Linear)]
-    if sorted(called) != sorted(there):
-        raise _refused(f"the linears {', '.join(sorted(there))} are not each called once")
-    linears = [
-        Linear(path, modules[path].out_features, modules[path].in_features) for path in called
-    ]
+    if sorted(called) != sorted(there) or called != [x.path for x in linears]:
+        raise _NotPlainError  # one is called twice or never, stays in 16 bits, or is a stack
     of_attention = [x for x in linears if x.path.startswith(f"{attended.path}.")]
     feed_forward = [x for x in linears if x not in of_attention]
     places = {_parent(x.path) for x in feed_forward}
     if len(places) != 1 or "" in places or len(feed_forward) < 2:
-        names = ", ".join(x.path for x in feed_forward) or "none"
-        raise _refused(f"the linears beside attention ({names}) are not one feed-forward")
+        raise _NotPlainError
     _check_projections(of_attention, attended)
     return of_attention, feed_forward
 
 
 def _check_projections(linears: Sequence[Linear], attended: Attended) -> None:
-    """Linears of queries, keys and values (or keys that are the values too), or one for all, and
-    the output.
+    """Raise unless there are linears of queries, keys and values (or keys that are the values too),
+    or one for all, and the output: latent, gated and shared projections are others.
     """
     query, key = math.prod(attended.query), math.prod(attended.key)
-    *into, output = [x.out_features for x in linears] or [0]
+    into = [x.out_features for x in linears[:-1]]
     ways = ([query, key, key], [query, key], [query + 2 * key])
     if into not in ways or not linears or linears[-1].in_features != query:
-        raise _refused(
-            f"{attended.path} has linears of {', '.join(map(str, [*into, output]))} features "
-            f"around queries of {query} and keys of {key} (latent, gated or shared projections)"
-        )
+        raise _NotPlainError
 
 
 def _norms(calls: LayerCalls, feed_forward: Sequence[Linear]) -> list[str]:
@@ -210,14 +197,3 @@ def _norm_bytes(calls: LayerCalls, path: str) -> int:
     """Bytes by element of its input that a norm keeps for backward."""
     width = calls.widths[path]
     return math.ceil(calls.kept_bytes(path, width=width) / width)
-
-
-def _vectors(calls: LayerCalls) -> tuple[tuple[str, int], ...]:
-    """Return name and elements of everything but linears' weights."""
-    linears = {
-        f"{path}.weight"
-        for path, module in calls.layer.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    tensors = [*calls.layer.named_parameters(), *stored_buffers(calls.layer)]
-    return tuple(sorted((name, x.numel()) for name, x in tensors if name not in linears))

@@ -1,0 +1,135 @@
+"""Descriptions of layers that are not plain: experts, recurrent layers, latent attention, sinks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.other_decoders import MIXTURES, OTHERS, config_of
+from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.model.lora import takes_adapter
+from workflow.lib.system.errors import UserError
+
+
+def described(family: str, **changes: Any) -> ModelShape:
+    return describe_config(config_of(family) | changes, origin=Path("config.json"))
+
+
+def built(family: str) -> PreTrainedModel:
+    content = config_of(family)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(content.pop("model_type"), **content)
+        )
+    return model
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_description_has_what_the_built_modules_have(family: str) -> None:
+    shape, model = described(family), built(family)
+    stored = model.state_dict()
+    assert shape.quantized_weights + shape.plain_weights == sum(
+        tensor.numel() for tensor in stored.values()
+    )
+    for number, layer in enumerate(decoder_layers(model)):
+        kind, tensors = shape.layer(number), layer.state_dict()
+        for linear in kind.linears:
+            if linear.experts == 1:
+                size = tensors.pop(f"{linear.path}.weight").shape
+                assert size == (linear.out_features, linear.in_features)
+            else:
+                assert tensors.pop(linear.path).numel() == linear.num_weights
+        others = {name: tuple(x.shape) for name, x in tensors.items()}
+        assert others == dict(kind.tensors) | {
+            name: () if others[name] == () else (length,) for name, length in kind.vectors
+        }
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_stack_is_a_linear_of_all_experts_that_knows_their_number(family: str) -> None:
+    kind = described(family).kinds[-1]
+    gate_up, down = (x for x in kind.linears if x.experts > 1)
+    assert (gate_up.experts, gate_up.name, down.name) == (4, "gate_up_proj", "down_proj")
+    width = down.in_features
+    assert (gate_up.out_features, gate_up.in_features) == (4 * 2 * width, kind.hidden_size)
+    assert down.out_features == 4 * kind.hidden_size
+    assert kind.top_k == (3 if family == "olmoe" else 2)
+    of_experts = gate_up.num_weights + down.num_weights
+    assert kind.used_weights == kind.num_weights - of_experts + of_experts * kind.top_k // 4
+
+
+def test_router_stays_in_16_bits_also_where_it_is_a_linear() -> None:
+    kind = described("hunyuan_v1_moe").kinds[0]
+    assert dict(kind.tensors) == {"mlp.gate.wg.weight": (4, 48)}
+    assert "mlp.gate.wg" not in [linear.path for linear in kind.linears]
+
+
+def test_linear_that_takes_no_adapter_stays_in_16_bits() -> None:
+    model, kind = built("falcon_h1"), described("falcon_h1").kinds[0]
+    assert not takes_adapter(model, "mamba.out_proj")
+    assert dict(kind.tensors)["mamba.out_proj.weight"] == (48, 48)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "recurrent"),
+    [
+        ("qwen3_next", ["none", "full"], [True, False]),
+        ("lfm2", ["none", "full"], [True, False]),
+        ("falcon_h1", ["full", "full"], [True, True]),
+        ("nemotron_h", ["none", "full", "none"], [True, False, False]),
+        ("gpt_oss", ["sliding", "full"], [False, False]),
+    ],
+)
+def test_how_tokens_of_a_layer_see_each_other(
+    family: str, attention: list[str], recurrent: list[bool]
+) -> None:
+    shape = described(family)
+    kinds = [shape.layer(number) for number in range(shape.num_layers)]
+    assert [kind.attention for kind in kinds] == attention
+    assert [kind.recurrent for kind in kinds] == recurrent
+
+
+def test_latent_attention_has_values_of_a_width_of_their_own() -> None:
+    kind = described("deepseek_v3").kinds[0]
+    assert (kind.head_dim, kind.value_dim, kind.num_heads, kind.num_kv_heads) == (24, 16, 3, 3)
+    assert (kind.query_width, kind.value_width) == (72, 48)
+
+
+def test_sinks_are_seen() -> None:
+    assert all(kind.sinks for kind in described("gpt_oss").kinds)
+    assert not any(kind.sinks for kind in described("mixtral").kinds)
+
+
+def test_plain_layers_of_such_a_model_stay_plain() -> None:
+    dense, mixture = described("glm4_moe").kinds
+    assert (dense.plain, dense.feed_forward_tensors, dense.fused_norms) == (True, 3, True)
+    assert (mixture.plain, mixture.hidden_norms) == (False, 0)
+    assert not described("glm4_moe").plain
+
+
+def test_kept_bytes_of_experts_are_what_their_layer_keeps() -> None:
+    """Mixtral 8x7B: two norms' inputs in fp32; inputs of q, k, v, of o and of the experts; queries,
+    keys and values; the value of gate and up of two experts. Some numbers a token besides.
+    """
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    heads = {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 8}
+    (kind,) = described("mixtral", **sizes, **heads).kinds
+    attention = 2 * (4096 + 4096 + 2 * 1024 + 4096)
+    expected = 2 * 4 * 4096 + attention + 2 * 4096 + 2 * 2 * 2 * 14336
+    assert expected < kind.kept_bytes < 1.01 * expected
+
+
+def test_description_of_other_layers_is_read_as_it_was_written() -> None:
+    shape = described("qwen3_next")
+    assert shape_of_document(shape.document()) == shape
+
+
+def test_experts_that_run_by_code_of_their_own_are_refused() -> None:
+    sizes = {"num_local_experts": 4, "interleave_moe_layer_step": 1}
+    with pytest.raises(UserError) as caught:
+        described("mixtral", model_type="llama4_text", **sizes)
+    assert "down_proj of Llama4TextExperts is a tensor of shape" in str(caught.value)
