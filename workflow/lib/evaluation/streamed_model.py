@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from workflow.lib.data.tokens.token_store import Document
-from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.quantization.calibration import document_losses
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.system.progress import Progress
@@ -42,7 +43,8 @@ class StreamedModel:
     @torch.no_grad()
     def _losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
         batches = [self._batch(document) for document in documents]
-        with CheckpointReader(self._folder) as reader:
+        model = build_on_meta(self._folder, dtype=self._dtype)
+        with ConvertedReader(self._folder, model) as reader:
             stream = LayerStream(self._folder, reader, device=self._device, dtype=self._dtype)
             stream.record(batches)
             hidden = [first_hidden(batch) for batch in batches]

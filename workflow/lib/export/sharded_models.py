@@ -18,16 +18,22 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from workflow.lib.distributed.fsdp import shard_for_inference_
 from workflow.lib.distributed.world import World
-from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, refuse_unmatched
+from workflow.lib.export.stack_names import StackNames, stored_names, trained_targets
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
     build_nf4_on_meta,
+    build_on_meta,
     load_weights_,
     local,
     local_range,
     materialize_,
 )
+from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader, check_whole
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json
 
 
 def load_sharded_base(
@@ -42,7 +48,7 @@ def load_sharded_base(
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
     shard_for_inference_(model, world.mesh)
     materialize_(model, transformers_model=model, device=world.device)
-    load_weights_(model, folder)
+    load_weights_(model, folder, reader=_reader(folder))
     model.eval()
     return model
 
@@ -60,16 +66,37 @@ def load_sharded_adapter(
     check_whole(folder)
     check_whole(adapter, single=ADAPTER_WEIGHTS)
     model = _on_meta(folder, compute_dtype=compute_dtype, attention=attention)
+    written = read_json(adapter / "adapter_config.json")
+    names = stored_names(written)
     config = LoraConfig.from_pretrained(str(adapter))
+    config.target_modules, config.target_parameters = trained_targets(written), None
     config.inference_mode = False  # no gradient is ever asked for, but it tells adapter from base
     config.base_model_name_or_path = str(folder)
+    _refuse_plain_experts(model, config, folder)
     tuned = adapted(model, config)
     shard_for_inference_(model, world.mesh)
     materialize_(tuned, transformers_model=model, device=world.device)
-    load_weights_(model, folder)
-    _load_adapter_(tuned, adapter)
+    load_weights_(model, folder, reader=_reader(folder))
+    _load_adapter_(tuned, adapter, names=names)
     tuned.eval()
     return tuned
+
+
+def _reader(folder: Path) -> CheckpointReader | None:
+    """Return what reads a folder whose names need not be the model's: one that is no NF4 base."""
+    plain = build_on_meta(folder, dtype=torch.bfloat16)
+    return None if is_nf4(plain) else ConvertedReader(folder, plain)
+
+
+def _refuse_plain_experts(model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
+    """Raise `UserError` for an adapter on experts in 16 bits: the engine has it for NF4 alone."""
+    if stacks := expert_stacks(model).keys() & {*(config.target_modules or ())}:
+        raise UserError(
+            f"The model in {folder} is larger than one GPU, and the adapter on its experts "
+            f"({min(stacks)}) can be shared over GPUs on the NF4 base alone. Leave "
+            "tuned_on_original out of evaluate.subjects; with export.merged the merged model has "
+            "the same weights, and is measured in its place."
+        )
 
 
 def _on_meta(folder: Path, *, compute_dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -81,9 +108,9 @@ def _on_meta(folder: Path, *, compute_dtype: torch.dtype, attention: str) -> Pre
 
 
 @torch.no_grad()
-def _load_adapter_(tuned: PeftModel, folder: Path) -> None:
+def _load_adapter_(tuned: PeftModel, folder: Path, *, names: StackNames) -> None:
     """Fill this process's slices of the adapter."""
-    places = trainable_parameters(tuned)
+    places = {names.exported(name): param for name, param in trainable_parameters(tuned).items()}
     with CheckpointReader(folder, single=ADAPTER_WEIGHTS) as reader:
         stored = set(reader.names())
         refuse_unmatched(

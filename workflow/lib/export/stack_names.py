@@ -87,10 +87,18 @@ def exported_names(model: PreTrainedModel, adapter: Iterable[str]) -> StackNames
     return StackNames(path for path in expert_stacks(model) if path in adapted)
 
 
-def stored_names(model: PreTrainedModel, config: Mapping[str, Any]) -> StackNames:
+def stored_names(config: Mapping[str, Any]) -> StackNames:
     """Return the names of an exported adapter, given its `adapter_config.json`."""
-    targets = {*(config.get("target_parameters") or ())}
-    return StackNames(path for path in expert_stacks(model) if path in targets)
+    parameters: Iterable[str] = config.get("target_parameters") or ()
+    return StackNames(path for path in parameters if not path.endswith(".weight"))
+
+
+def trained_targets(config: Mapping[str, Any]) -> list[str] | str:
+    """Return what an exported adapter is on as modules of the training, given the same."""
+    modules = config["target_modules"]
+    parameters: Iterable[str] = config.get("target_parameters") or ()
+    paths = [path.removesuffix(".weight") for path in parameters]
+    return [*modules, *paths] if paths else modules
 
 
 def exported_config(

@@ -55,7 +55,7 @@ def load_base(
     check_interfaces(*OF_MODELS)
     check_whole(base_dir)
     stock = build_on_meta(base_dir, dtype=compute_dtype)
-    stacks = expert_stacks(stock) if _is_nf4(stock) else {}
+    stacks = expert_stacks(stock) if is_nf4(stock) else {}
     model, report = _from_pretrained(
         with_linears(stock) if stacks else AutoModelForCausalLM,
         base_dir,
@@ -76,7 +76,8 @@ def load_base(
     return model
 
 
-def _is_nf4(model: PreTrainedModel) -> bool:
+def is_nf4(model: PreTrainedModel) -> bool:
+    """Tell whether a model's configuration is that of an NF4 base."""
     quantization: Any = getattr(model.config, "quantization_config", None) or {}
     return bool(quantization.get("load_in_4bit"))
 

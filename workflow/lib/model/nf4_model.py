@@ -230,16 +230,20 @@ def local_range(param: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_weights_(
-    model: nn.Module, folder: Path, *, moved: Callable[[], None] = lambda: None
+    model: nn.Module,
+    folder: Path,
+    *,
+    moved: Callable[[], None] = lambda: None,
+    reader: CheckpointReader | None = None,
 ) -> int:
     """Fill every frozen parameter's local slice, and every stored buffer, from the NF4 checkpoint.
 
     Calls `moved` after each linear or tensor. Returns the bytes read by this process. Raises
     `UserError` if the checkpoint lacks a tensor. `model` is the Transformers model inside any PEFT
-    wrapper; adapters are left alone.
+    wrapper; adapters are left alone. reader: of the folder, if its names are not the model's.
     """
     read = 0
-    with CheckpointReader(folder) as reader:
+    with reader or CheckpointReader(folder) as reader:
         for path, linear in nf4_linears(model):
             read += _load_nf4_(linear, checkpoint_name(path), reader)
             moved()

@@ -141,9 +141,9 @@ class CheckpointReader:
         tensor: torch.Tensor = self._file(name).get_slice(name)[start : max(start, stop)]
         return tensor
 
-    def experts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the parts of a tensor along dim 0, reading one at a time."""
-        for number in range(self.shape(name)[0]):
+    def experts(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the parts `start` to `stop` of a tensor along dim 0, reading one at a time."""
+        for number in range(self.shape(name)[0])[start:stop]:
             yield self.rows(name, number, number + 1)[0]
 
     def _file(self, name: str) -> Any:

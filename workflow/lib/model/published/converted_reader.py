@@ -106,23 +106,27 @@ class ConvertedReader(CheckpointReader):
         return self._converted(name, sources).contiguous()
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows `start` to `stop` of dim 0; of a tensor that is converted, all are read."""
+        """Return rows `start` to `stop` of dim 0, of a stack experts; of another tensor that is
+        converted, all are read.
+        """
         if (only := self._only_stored(name)) is not None:
             return super().rows(only, start, stop)
+        if is_by_expert(self._converter(name)) and start < stop:
+            return torch.stack([*self.experts(name, start, stop)])
         return self.tensor(name)[start : max(start, stop)]
 
-    def experts(self, name: str) -> Iterator[torch.Tensor]:
+    def experts(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the part (., .) of each expert in a tensor (experts, ., .), on the CPU; reads no
         more than that part at a time, unless the conversion mixes experts.
         """
         if self._only_stored(name) is not None:
-            yield from super().experts(name)
+            yield from super().experts(name, start, stop)
             return
         if not is_by_expert(self._converter(name)):
-            yield from self.tensor(name).unbind()
+            yield from self.tensor(name)[start:stop].unbind()
             return
         self._check_parts(name)
-        for parts in zip(*self._by_pattern(name).values(), strict=True):
+        for parts in [*zip(*self._by_pattern(name).values(), strict=True)][start:stop]:
             sources = {part: super(ConvertedReader, self).tensor(part) for part in parts}
             yield self._converted(name, sources)[0]
 
