@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
 from workflow.lib.model.architecture import config_file, safetensors_headers
 from workflow.lib.model.architecture.model_shape import shape_of_document
@@ -100,9 +101,16 @@ def test_stored_rotary_tables_do_not_count(tmp_path: Path) -> None:
     assert found == describe_folder(with_shapes(tmp_path / "plain", {}))
 
 
-def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    folder = with_config(tmp_path, model_type="mixtral", num_local_experts=8)
-    reject(folder, "mixture of experts", "num_local_experts = 8", "dense model")
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_counted_however_they_are_published(tmp_path: Path, family: str) -> None:
+    folder = tiny_mixture(family, tmp_path)
+    found = describe_folder(folder)
+    assert found.source_dtype == "F32"
+    assert found.layer(1).top_k == 2
+    tensors = load_file(folder / "model.safetensors")
+    lost = next(name for name in tensors if ".layers.1." in name and ".experts." in name)
+    save_file({k: t for k, t in tensors.items() if k != lost}, folder / "model.safetensors")
+    reject(folder, "the experts of model.layers.1 have", "weights together", "check model.source")
 
 
 def test_missing_size_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.config_file import (
     check_bounds,
     read_config,
-    refuse_experts,
     refuse_quantized,
     text_part,
 )
@@ -73,7 +72,6 @@ def describe_folder(folder: Path) -> ModelShape:
     """
     path = folder / "config.json"
     shape = describe_file(path)
-    refuse_experts(text_part(read_config(path)), path)
     return with_checkpoint(shape, folder)
 
 

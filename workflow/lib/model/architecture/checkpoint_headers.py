@@ -2,9 +2,12 @@
 types, from the safetensors headers alone.
 
 A multimodal checkpoint keeps its decoder below a name of its own (`model.language_model.`), beside
-what is left alone.
+what is left alone. Experts are published in several ways (a tensor for each projection of each
+expert, or one for all), so of them the weights are counted, and `quantize_base` holds each name
+against Transformers' table.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -29,6 +32,8 @@ def with_checkpoint(shape: ModelShape, folder: Path) -> ModelShape:
     _check_no_more_layers(shape, tensors, folder)
     for name, size in expected_tensors(shape):
         _check_tensor(tensors, name, size, folder=folder)
+    for number in range(shape.num_layers):
+        _check_experts(shape, number, tensors, folder)
     first = f"{shape.prefix}{layer_name(shape, 0, shape.layer(0).linears[0].path)}.weight"
     return replace(shape, source_dtype=tensors[first].dtype)
 
@@ -44,8 +49,8 @@ def _decoder(shape: ModelShape) -> str:
 
 
 def expected_tensors(shape: ModelShape) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Yield the name in the checkpoint and the shape of every tensor of the decoder; of 1-D tensors
-    the elements.
+    """Yield the name in the checkpoint and the shape of every tensor of the decoder but of experts;
+    of 1-D tensors the elements.
     """
     table = (shape.vocab_size, shape.hidden_size)
     yield f"{shape.prefix}{shape.embedding.removeprefix(_decoder(shape))}.weight", table
@@ -56,7 +61,7 @@ def expected_tensors(shape: ModelShape) -> Iterable[tuple[str, tuple[int, ...]]]
         yield f"{shape.head}.weight", table
     for number in range(shape.num_layers):
         layer = shape.layer(number)
-        for linear in layer.linears:
+        for linear in (x for x in layer.linears if x.experts == 1):
             name = layer_name(shape, number, f"{linear.path}.weight")
             yield f"{shape.prefix}{name}", (linear.out_features, linear.in_features)
         for vector, length in layer.vectors:
@@ -93,6 +98,40 @@ def _check_tensor(
             f"{folder}: {name} has shape {list(tensor.shape)}, but config.json says {list(shape)}. "
             "The files do not belong together: check model.source."
         )
+
+
+def _check_experts(
+    shape: ModelShape, number: int, tensors: Mapping[str, TensorInfo], folder: Path
+) -> None:
+    """Raise `UserError` unless a layer's tensors of experts have as many weights as its stacks."""
+    stacks = [linear for linear in shape.layer(number).linears if linear.experts > 1]
+    if not stacks:
+        return
+    layer = f"{shape.prefix}{layer_name(shape, number, '')}"
+    stored = [
+        tensor
+        for name, tensor in tensors.items()
+        if name.startswith(layer) and ".experts." in name and _is_weight(name, tensor)
+    ]
+    expected = sum(linear.num_weights for linear in stacks)
+    found = sum(math.prod(tensor.shape) for tensor in stored)
+    if found != expected:
+        raise UserError(
+            f"{folder}: the experts of {layer.removesuffix('.')} have {found:,} weights in "
+            f"{len(stored)} tensors, but config.json says {stacks[0].experts} experts of "
+            f"{expected:,} weights together. The files do not belong together, or the download is "
+            "not complete: check model.source."
+        )
+    for tensor in stored:
+        if tensor.dtype not in FLOAT_BYTES:
+            raise UserError(
+                f"{folder}: experts are stored as {tensor.dtype}: the model is quantized already. "
+                "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+            )
+
+
+def _is_weight(name: str, tensor: TensorInfo) -> bool:
+    return len(tensor.shape) >= 2 and not name.endswith("bias")
 
 
 def _elements(tensor: TensorInfo) -> int:

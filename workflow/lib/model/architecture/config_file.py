@@ -24,7 +24,6 @@ LARGEST_SIZES = LAYERS | {
 }
 MAX_CONFIG_BYTES = 2**24
 SHOWN_DIGITS = 20
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TEXT_PART = "text_config"  # of a multimodal model
 
 
@@ -80,17 +79,6 @@ def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
         raise UserError(
             f"{path} describes a model that is quantized already. "
             "Set model.source to the original bf16, fp16 or fp32 checkpoint."
-        )
-
-
-def refuse_experts(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` for a mixture of experts."""
-    experts = [key for key in EXPERT_KEYS if config.get(key)]
-    if experts:
-        raise UserError(
-            f"{path}: model_type {config.get('model_type')!r} is a mixture of experts "
-            f"({experts[0]} = {config[experts[0]]}), which this workflow cannot train. "
-            "Choose a dense model."
         )
 
 
