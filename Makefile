@@ -16,7 +16,7 @@ $(VENV)/.installed: $(REQUIREMENTS) envs/pins.txt
 	$(PIP_INSTALL) $(addprefix -r ,$(REQUIREMENTS))
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed envs/dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed envs/dev.txt envs/gguf.txt
 	$(PIP_INSTALL) -r envs/dev.txt
 	touch $@
 

@@ -9,12 +9,15 @@ A test fails when the files are not what this script writes.
 from pathlib import Path
 
 ENVS = Path(__file__).resolve().parent
-KINDS = ("driver", "torch", "report")
+KINDS = ("driver", "torch", "report", "gguf")
 
 
 def _requirements(path: Path) -> list[str]:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line and not line.startswith(("#", "-"))]
+    """Return the requirements of a file and of those that it includes (`-r`)."""
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    included = [line.removeprefix("-r ") for line in lines if line.startswith("-r ")]
+    own = [line for line in lines if line and not line.startswith(("#", "-"))]
+    return [name for other in included for name in _requirements(path.with_name(other))] + own
 
 
 def _normalized(name: str) -> str:

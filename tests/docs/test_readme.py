@@ -149,7 +149,7 @@ def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> 
     patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in paths if "/" in path]
     assert len(patterns) >= 12
     missing = [pattern for pattern in patterns if not list(project.glob(pattern))]
-    assert missing == ["results/runs/*/convert_gguf"], "which needs a checkout of llama.cpp"
+    assert missing == ["results/runs/*/convert_gguf"], "which needs packages of its own"
 
 
 @pytest.mark.slow

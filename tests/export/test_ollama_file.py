@@ -125,13 +125,18 @@ def test_go_template_writes_what_the_template_writes(template: str, system: str)
 def test_modelfile_has_ends_and_settings_of_generation(
     generation: dict[str, Any], lines: list[str]
 ) -> None:
-    text = modelfile("x.gguf", found(CHATML), ends=["<|im_end|>"], generation=generation)
+    text = modelfile(["x.gguf"], found(CHATML), ends=["<|im_end|>"], generation=generation)
     written = text.splitlines()
     assert written[0] == "FROM ./x.gguf"
     assert written[2:] == [*lines, 'PARAMETER stop "<|im_end|>"']
 
 
 def test_modelfile_without_a_template_says_so() -> None:
-    text = modelfile("x.gguf", None, ends=[], generation={})
+    text = modelfile(["x.gguf"], None, ends=[], generation={})
     assert "TEMPLATE" not in text
     assert "llama-server --jinja" in text
+
+
+def test_modelfile_puts_an_adapter_over_its_base() -> None:
+    text = modelfile(["base.gguf", "adapter.gguf"], None, ends=[], generation={})
+    assert text.splitlines()[:2] == ["FROM ./base.gguf", "ADAPTER ./adapter.gguf"]

@@ -1,41 +1,57 @@
-"""The stage that writes GGUF files: what it needs is said before anything runs; with llama.cpp
-here, that it serves what was merged.
+"""The stage that writes GGUF files: what it needs is said before anything runs, and llama.cpp
+serves what was trained.
 """
 
 import argparse
-import importlib.util
-import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.llama_cpp_model import converters, prepare
+from tests.support.shared import made_once
 from tests.support.workflow_project import Project, make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
 from workflow.lib.artifacts.manifest_record import Probe
 from workflow.lib.artifacts.read_records import read_record
-from workflow.lib.evaluation.gguf_checks import Reference, check_prompts, compared
+from workflow.lib.evaluation.gguf_checks import (
+    BOUNDS,
+    Loaded,
+    Reference,
+    check_prompts,
+    compared,
+)
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError
 from workflow.scripts.convert_gguf import main
-
-LLAMA_CPP = os.environ.get("LLAMA_CPP", "")  # a checkout of llama.cpp
-# Folders of a merged model whose tokenizer llama.cpp knows, and of tokens made with it.
-MERGED, TOKENS = (os.environ.get(f"LLAMA_CPP_{name}", "") for name in ("MERGED", "TOKENS"))
 
 
 @pytest.mark.parametrize(
     ("export", "message"),
     [
         ({"gguf": ["q8_0"]}, r"export: gguf = q8_0: it is made of the merged model"),
-        ({"gguf": ["q8_0"], "merged": True}, r"Set llama_cpp to a checkout of llama\.cpp"),
-        ({"gguf": ["q4_k_m"], "merged": True}, r"entry 1 must be 'f32', 'f16', 'bf16' or 'q8_0'"),
+        ({"gguf": ["q2_k"], "merged": True}, r"entry 1 must be 'f32', .* or 'q4_k_m'"),
     ],
 )
 def test_what_it_needs_is_said_with_the_settings(export: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config({"export": export})
+
+
+def test_adapter_as_gguf_needs_no_merged_model() -> None:
+    assert load_config({"export": {"gguf": ["q8_0"], "gguf_of": ["adapter"]}})
+
+
+@pytest.mark.parametrize(
+    ("lora", "named"),
+    [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
+)
+def test_adapter_that_gguf_cannot_hold_is_refused(lora: dict[str, Any], named: str) -> None:
+    export = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
+    with pytest.raises(UserError, match=rf"a GGUF adapter has no lora\.{named}\."):
+        load_config({"export": export, "lora": lora})
 
 
 @pytest.fixture
@@ -54,7 +70,14 @@ def test_folder_without_the_converter_is_refused_before_anything_runs(project: P
 
 def test_files_are_planned_after_the_merged_model(project: Project) -> None:
     (project.root / "llama.cpp" / CONVERTER).write_text("")
-    assert project.planned("train")["convert_gguf"] == 1
+    planned = project.planned("train")
+    assert planned["convert_gguf"] == 1
+    assert "download_converter" not in planned
+
+
+def test_converters_are_downloaded_where_no_checkout_is_named(project: Project) -> None:
+    project.edit({"export": {"llama_cpp": None}})
+    assert project.planned("train")["download_converter"] == 1
 
 
 class Server:
@@ -83,7 +106,7 @@ EXPECTED = Reference(
 def compare(log_p: float, path: Path) -> GgufFile:
     path.write_bytes(b"GGUF")
     server: Any = Server(log_p)
-    return compared(server, path, EXPECTED, format_name="q8_0", vocab_size=11)
+    return compared(Loaded(server, "merged", "q8_0", path), EXPECTED, vocab_size=11, prompts=3)
 
 
 def test_loss_within_the_bound_is_recorded(tmp_path: Path) -> None:
@@ -96,6 +119,13 @@ def test_loss_within_the_bound_is_recorded(tmp_path: Path) -> None:
 def test_loss_beyond_the_bound_is_refused(tmp_path: Path, log_p: float) -> None:
     with pytest.raises(UserError, match=r"export\.gguf = q8_0: .* may differ by 0\.03"):
         compare(log_p, tmp_path / "x.gguf")
+
+
+def test_bounds_are_those_of_the_documents() -> None:
+    page = (Path(__file__).parents[2] / "workflow/docs/evaluation.md").read_text()
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    told = {name: float(bound) for names, bound in rows for name in names.split(", ")}
+    assert told == BOUNDS
 
 
 def test_prompt_with_other_ids_is_refused() -> None:
@@ -111,23 +141,50 @@ def test_prompt_with_other_ids_is_refused() -> None:
         check_prompts(server, tokenizer, [Probe(text="abc", ids=[4])])
 
 
-@pytest.mark.skipif(
-    not (LLAMA_CPP and MERGED and TOKENS and importlib.util.find_spec("xllamacpp")),
-    reason="needs LLAMA_CPP, LLAMA_CPP_MERGED, LLAMA_CPP_TOKENS and xllamacpp",
-)
-def test_llama_cpp_serves_what_was_merged(tmp_path: Path) -> None:
-    export = {"merged": True, "gguf": ["bf16", "q8_0"], "llama_cpp": LLAMA_CPP}
-    main(
-        argparse.Namespace(
-            config={"export": export},
-            run="demo",
-            merged=Path(MERGED),
-            tokens=Path(TOKENS),
-            output=tmp_path / "gguf",
+@pytest.fixture(scope="module")
+def served(shared_folder: Path) -> Path:
+    """The stage's folder of both forms; skipped where the package index cannot be reached."""
+    llama_cpp = converters()
+
+    def convert(folder: Path) -> None:
+        prepare(folder)
+        formats = ["f32", "q4_k_m"]
+        export = {"merged": True, "gguf": formats, "gguf_of": ["merged", "adapter"]}
+        main(
+            argparse.Namespace(
+                config={"export": export},
+                run="demo",
+                merged=folder / "merged",
+                model=folder / "model",
+                adapter=folder / "adapter",
+                tokens=folder / "tokens",
+                llama_cpp=llama_cpp,
+                output=folder / "convert_gguf",
+            )
         )
+
+    return made_once(shared_folder / "gguf", convert) / "convert_gguf"
+
+
+@pytest.mark.parametrize("form", ["merged", "adapter"])
+def test_llama_cpp_serves_what_was_trained(served: Path, form: str) -> None:
+    """The adapter has two ranks and scales that llama.cpp does not know."""
+    files = read_record(served / "gguf.json", GgufChecks).files
+    found = {file.format: file for file in files if file.form == form}
+    assert list(found) == ["f32", "q4_k_m"]
+    exact = found["f32"]
+    assert exact.loss == pytest.approx(exact.reference_loss, abs=1e-3)
+    assert exact.same_most_likely > 0.95
+    assert exact.equal_answers == exact.answers == 3
+    assert exact.prompts >= 2
+    assert found["q4_k_m"].bytes < exact.bytes / 3
+
+
+def test_modelfiles_name_the_first_format_and_the_adapter(served: Path) -> None:
+    assert (served / "Modelfile").read_text().startswith("FROM ./demo-f32.gguf\nTEMPLATE")
+    assert (
+        (served / "Modelfile-adapter")
+        .read_text()
+        .startswith("FROM ./demo-base-f32.gguf\nADAPTER ./demo-adapter.gguf\nTEMPLATE")
     )
-    checks = read_record(tmp_path / "gguf" / "gguf.json", GgufChecks)
-    assert list(checks.files) == ["bf16", "q8_0"]
-    assert checks.prompts >= 2
-    assert checks.files["bf16"].same_most_likely > 0.9
-    assert (tmp_path / "gguf" / "Modelfile").read_text().startswith("FROM ./demo-bf16.gguf\n")
+    assert not list(served.glob(".source-*"))

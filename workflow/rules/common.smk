@@ -29,6 +29,7 @@ from workflow.lib.settings.config import (
     load_benchmark,
     load_config,
 )
+from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
 from workflow.lib.system.environment import use_this_interpreter
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import check_writable, visible_gpus
@@ -141,7 +142,7 @@ REQUIRED = {
 # Runs whose merged model is exported.
 MERGED = [name for name, run in RUNS.items() if run.export.merged]
 
-# Runs whose merged model is exported as GGUF files too.
+# Runs that are exported as GGUF files too.
 IN_GGUF = [name for name, run in RUNS.items() if run.export.gguf]
 
 TRAINED_FILES = [
@@ -383,6 +384,11 @@ def merged_model(name):
     return f"{layout.stage_dir(name, 'consolidate')}/merged" if name in MERGED else []
 
 
+def gguf_of(name):
+    """What of a run becomes GGUF files."""
+    return RUNS[name].export.gguf_of
+
+
 def original_files(run):
     """The original model's files as inputs, if the evaluation loads them."""
     return (
@@ -393,7 +399,7 @@ def original_files(run):
 
 
 def model_options(run, input):
-    """The evaluation's options for the models besides base and adapter."""
+    """The options of a stage for the original and the merged model, if it has them as inputs."""
     model = ["--model", model_folder(run, input.model)] if input.model else []
     return [*model, *(["--merged", input.merged] if input.merged else [])]
 

@@ -1,9 +1,15 @@
-# A file a format; which ones, the settings say.
+# A file a form and format; which ones, the settings say.
 rule convert_gguf:
     input:
-        merged="results/runs/{run}/consolidate/merged",
+        merged=lambda w: merged_model(w.run) if "merged" in gguf_of(w.run) else [],
+        model=lambda w: model_files(RUNS[w.run]) if "adapter" in gguf_of(w.run) else [],
+        adapter=expand(
+            "results/runs/{{run}}/consolidate/adapter/{file}", file=ADAPTER_FILES
+        ),
+        weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
+        converter=lambda w: [] if RUNS[w.run].export.llama_cpp else layout.CONVERTERS,
     output:
         directory("results/runs/{run}/convert_gguf"),
     log:
@@ -11,11 +17,15 @@ rule convert_gguf:
     wildcard_constraints:
         run=any_of(IN_GGUF),
     conda:
-        "../../envs/torch.yaml"
+        "../../envs/gguf.yaml"
     threads: lambda w: cores(RUNS[w.run], most=1)
     params:
         config=lambda w: layout.stage_json("convert_gguf", RUNS[w.run]),
+        adapter=subpath(input.weights, parent=True),
         tokens=subpath(input.tokens, parent=True),
+        models=lambda w, input: model_options(RUNS[w.run], input),
+        llama_cpp=lambda w, input: input.converter or RUNS[w.run].export.llama_cpp,
     shell:
         "python -m workflow.scripts.convert_gguf --config {params.config:q} --run {wildcards.run:q}"
-        " --merged {input.merged:q} --tokens {params.tokens:q} --output {output:q} --log {log:q}"
+        " {params.models:q} --adapter {params.adapter:q} --tokens {params.tokens:q}"
+        " --llama-cpp {params.llama_cpp:q} --output {output:q} --log {log:q}"

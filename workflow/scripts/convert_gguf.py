@@ -1,35 +1,47 @@
-"""Write the merged model as GGUF files, and prove that llama.cpp serves what was trained.
+"""Write what was trained as GGUF files, and prove that llama.cpp serves it.
 
-Each file of `export.gguf` is made by llama.cpp's own converter (`export.llama_cpp`), loaded by
-llama.cpp, and held against the merged model in Transformers: token ids of prompts, loss on held-out
-documents within a bound, greedy answers. Writes the folder `--output`: the files, Ollama's
-`Modelfile`, `gguf.json` and `SHA256SUMS`. If a check fails, nothing is exported.
+The merged model, or the adapter beside its base (`export.gguf_of`), in each format of
+`export.gguf`: made by llama.cpp's own converters (`--llama-cpp`) and quantizer, loaded by
+llama.cpp, and held against the same model in Transformers: token ids of prompts, loss on held-out
+documents within a bound, greedy answers. Writes the folder `--output`: the files, a `Modelfile` for
+Ollama of each form, `gguf.json` and `SHA256SUMS`. If a check fails, nothing is exported.
 """
 
 import argparse
+import gc
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
-from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.distributed.work_sharing import check_recorded
-from workflow.lib.evaluation.gguf_checks import Reference, check_prompts, compared, reference
+from workflow.lib.evaluation.gguf_checks import (
+    Loaded,
+    Reference,
+    check_prompts,
+    compared,
+    reference,
+)
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
-from workflow.lib.export.gguf_files import convert
+from workflow.lib.export.gguf_files import GgufSource, write_adapter, write_models
 from workflow.lib.export.ollama_file import Message, TurnTexts, modelfile, turn_texts
-from workflow.lib.export.stock_models import load_base
+from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.settings.config import ExportConfig
-from workflow.lib.system.checksums import listed_files
+from workflow.lib.settings.evaluate import GgufForm, GgufFormat
+from workflow.lib.system.checksums import downloaded_files, listed_files
 from workflow.lib.system.files import (
     put_in_place,
     read_json,
@@ -44,54 +56,101 @@ logger = logging.getLogger("workflow")
 DOCUMENTS, SEED = 64, 0
 
 
+@dataclass(frozen=True)
+class Served:
+    """A form of what was trained, and the GGUF files that hold it."""
+
+    form: GgufForm
+    source: GgufSource
+    adapter: Path | None
+    """PEFT's adapter that is put on the model."""
+    files: dict[GgufFormat, Path]
+    adapter_file: Path | None
+
+    def load(self) -> PreTrainedModel | PeftModel:
+        """Return the same in Transformers, in float32 on the CPU."""
+        model = load_base(
+            self.source.model,
+            device=torch.device("cpu"),
+            compute_dtype=torch.float32,
+            attention=attention_of(self.source.model),
+        )
+        return model if self.adapter is None else load_adapter(model, self.adapter)
+
+
 def main(args: argparse.Namespace) -> None:
     settings = ExportConfig.model_validate(args.config["export"])
     partial = args.output.with_name(f".{args.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    facts = read_record(args.tokens / "manifest.json", ConversationFacts)
-    check_recorded(listed_files(args.merged))
-    expected, vocab_size = in_transformers(args)
-    tokenizer = load_tokenizer(args.merged)
-    files: dict[str, GgufFile] = {}
-    for name in settings.gguf:
-        path = partial / f"{args.run}-{name}.gguf"
-        convert(args.merged, path, outtype=name, llama_cpp=Path(str(settings.llama_cpp)))
-        longest = max(len(prompt) for prompt, *_ in expected.positions)
-        server = LlamaCppServer(path, context_tokens=max(512, 2 * longest))
-        prompts = check_prompts(server, tokenizer, facts.probes)
-        files[name] = compared(server, path, expected, format_name=name, vocab_size=vocab_size)
-        tell(name, files[name], prompts)
-    texts = ollama_texts(args.merged)
-    write_modelfile(partial, files, texts, args.merged)
-    checks = GgufChecks(
-        files=files, prompts=prompts, modelfile=texts is not None, provenance=Provenance.now()
-    )
+    probes = read_record(args.tokens / "manifest.json", ConversationFacts).probes
+    files: list[GgufFile] = []
+    for form in settings.gguf_of:
+        served = served_form(args, form, settings.gguf, folder=partial)
+        options = {"llama_cpp": args.llama_cpp, "threads": torch.get_num_threads()}
+        write_models(served.source, served.files, **options)
+        if served.adapter is not None and served.adapter_file is not None:
+            write_adapter(
+                served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
+            )
+        files += checked(served, probes, tokens=args.tokens)
+        texts = write_modelfile(served)
+    checks = GgufChecks(files=files, modelfile=texts is not None, provenance=Provenance.now())
     write_json(partial / "gguf.json", checks.as_json())
     write_checksums(partial)
     put_in_place(partial, args.output)
 
 
-def in_transformers(args: argparse.Namespace) -> tuple[Reference, int]:
-    """Return what Transformers says of held-out documents with the merged model, and the size of
-    its vocabulary.
-    """
-    documents = TokenStore.open(args.tokens).heldout_documents()
+def served_form(
+    args: argparse.Namespace, form: GgufForm, formats: Sequence[GgufFormat], *, folder: Path
+) -> Served:
+    """Return what is made of a form, its files intact."""
+    if form == "merged":
+        check_recorded(listed_files(args.merged))
+        files = {name: folder / f"{args.run}-{name}.gguf" for name in formats}
+        return Served(form, GgufSource(args.merged, args.merged), None, files, None)
+    check_recorded([*downloaded_files(args.model), *listed_files(args.adapter)])
+    files = {name: folder / f"{args.run}-base-{name}.gguf" for name in formats}
+    adapter_file = folder / f"{args.run}-adapter.gguf"
+    return Served(form, GgufSource(args.model, args.adapter), args.adapter, files, adapter_file)
+
+
+def checked(served: Served, probes: Sequence[Probe], *, tokens: Path) -> list[GgufFile]:
+    """Return how the files of a form compare with it in Transformers."""
+    expected, vocab_size = in_transformers(served, tokens)
+    tokenizer = load_tokenizer(served.source.tokenizer)
+    longest = max(len(prompt) for prompt, *_ in expected.positions)
+    found = []
+    for name, path in served.files.items():
+        server = LlamaCppServer(
+            path,
+            adapter=served.adapter_file,
+            context_tokens=max(512, 2 * longest),
+            threads=torch.get_num_threads(),
+        )
+        prompts = check_prompts(server, tokenizer, probes)
+        loaded = Loaded(server, served.form, name, path, served.adapter_file)
+        found.append(compared(loaded, expected, vocab_size=vocab_size, prompts=prompts))
+        tell(found[-1])
+    return found
+
+
+def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
+    """Return what Transformers says of held-out documents, and the size of the vocabulary."""
+    documents = TokenStore.open(tokens).heldout_documents()
     chosen = choose_documents(documents, at_most=DOCUMENTS, seed=SEED)
-    model = load_base(
-        args.merged,
-        device=torch.device("cpu"),
-        compute_dtype=torch.float32,
-        attention=attention_of(args.merged),
-    )
+    model = served.load()
     some = [documents[number] for number in chosen]
-    found = reference(model, load_tokenizer(args.merged), some, seed=SEED)
-    return found, int(model.config.get_text_config().vocab_size)
+    found = reference(model, load_tokenizer(served.source.tokenizer), some, seed=SEED)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    del model
+    gc.collect()  # llama.cpp loads the same weights next
+    return found, vocab_size
 
 
-def ollama_texts(merged: Path) -> TurnTexts | None:
+def ollama_texts(folder: Path) -> TurnTexts | None:
     """Return the fixed texts of the trained template, if it is of the kind that Ollama can have."""
-    tokenizer = load_tokenizer(merged)
+    tokenizer = load_tokenizer(folder)
 
     def render(messages: Sequence[Message], asking: bool) -> str:
         conversation = [dict(message) for message in messages]
@@ -104,34 +163,46 @@ def ollama_texts(merged: Path) -> TurnTexts | None:
     return turn_texts(render) if tokenizer.chat_template else None
 
 
-def write_modelfile(
-    folder: Path, files: dict[str, GgufFile], texts: TurnTexts | None, merged: Path
-) -> None:
-    """Write the `Modelfile` of the first file."""
-    generation = read_json(merged / GENERATION_CONFIG)
-    tokenizer = load_tokenizer(merged)
+def write_modelfile(served: Served) -> TurnTexts | None:
+    """Write the `Modelfile` of a form's first file; return its template's texts."""
+    trained_with = served.source.tokenizer
+    generation = read_json(trained_with / GENERATION_CONFIG)
+    tokenizer = load_tokenizer(trained_with)
     ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in generation["eos_token_id"]]
-    first = next(iter(files.values()))
-    write_text(folder / "Modelfile", modelfile(first.file, texts, ends=ends, generation=generation))
+    first, adapter = next(iter(served.files.values())), served.adapter_file
+    names = [path.name for path in (first, adapter) if path is not None]
+    texts = ollama_texts(trained_with)
+    name = "Modelfile" if adapter is None else "Modelfile-adapter"
+    write_text(first.with_name(name), modelfile(names, texts, ends=ends, generation=generation))
     if texts is None:
-        logger.warning("the chat template could not be written in Ollama's language")
+        logger.warning("%s: the chat template could not be written in Ollama's language", name)
+    return texts
 
 
-def tell(name: str, file: GgufFile, prompts: int) -> None:
+def tell(file: GgufFile) -> None:
     """Say what came out."""
     logger.info(
-        "%s: %d prompts with equal token ids; loss %.4f in llama.cpp, %.4f in Transformers (at "
+        "%s%s: %d prompts with equal token ids; loss %.4f in llama.cpp, %.4f in Transformers (at "
         "most %g apart); the same most likely token at %.1f%% of %d positions; %d of %d greedy "
         "answers equal",
-        name, prompts, file.loss, file.reference_loss, file.bound,
-        100 * file.same_most_likely, file.positions, file.equal_answers, file.answers,
+        file.file, f" with {file.adapter}" if file.adapter else "", file.prompts, file.loss,
+        file.reference_loss, file.bound, 100 * file.same_most_likely, file.positions,
+        file.equal_answers, file.answers,
     )  # fmt: skip
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the stage's command line."""
+    options = stage_parser(__doc__)
+    options.add_argument("--run", required=True, help="name of the run")
+    options.add_argument("--merged", type=Path, help="folder of the merged model")
+    options.add_argument("--model", type=Path, help="folder of the original model")
+    options.add_argument("--adapter", type=Path, required=True, help="folder of the adapter")
+    options.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
+    options.add_argument("--llama-cpp", type=Path, required=True, help="folder of its converters")
+    options.add_argument("--output", type=Path, required=True, help="folder to write")
+    return options
+
+
 if __name__ == "__main__":
-    parser = stage_parser(__doc__)
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument("--merged", type=Path, required=True, help="folder of the merged model")
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of the tokens")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    run(main, parser)
+    run(main, parser())

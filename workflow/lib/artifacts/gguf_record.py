@@ -4,16 +4,26 @@ from workflow.lib.artifacts.records import Provenance, Record
 
 
 class GgufFile(Record):
-    """A GGUF file, as llama.cpp runs it, beside the merged model in Transformers."""
+    """A GGUF file, as llama.cpp runs it, beside the same model in Transformers."""
 
+    form: str
+    """`merged`: the merged model; `adapter`: the base, over which the adapter's file is loaded."""
+    format: str
+    """How its weights are stored."""
     file: str
     """Its name."""
     bytes: int
     """Its size."""
+    adapter: str | None
+    """Name of the adapter's file; None for the merged model."""
+    adapter_bytes: int | None
+    """Its size."""
+    prompts: int
+    """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
     loss: float
     """Nats per token that llama.cpp gives the compared positions."""
     reference_loss: float
-    """What Transformers gives them with the merged model, in float32."""
+    """What Transformers gives them, in float32."""
     bound: float
     """Largest difference of the two that is allowed in this format."""
     positions: int
@@ -29,10 +39,8 @@ class GgufFile(Record):
 class GgufChecks(Record):
     """`convert_gguf/gguf.json`."""
 
-    files: dict[str, GgufFile]
-    """By format."""
-    prompts: int
-    """Conversations and texts whose token ids are equal in llama.cpp and in Transformers."""
+    files: list[GgufFile]
+    """Each form in each format."""
     modelfile: bool
     """Whether the chat template could be written for Ollama."""
     provenance: Provenance

@@ -18,12 +18,15 @@ from workflow.lib.settings.config import (
     RunConfig,
     is_hub_id,
 )
+from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE
 from workflow.lib.system.files import canonical_json, file_sha256, short_hash
 
 RESULTS = PurePosixPath("results")
 # Finished measurements of all runs (`archive`). No rule declares it: Snakemake deletes outputs
 # before a job.
 EVALUATIONS = str(RESULTS / "evaluations")
+# llama.cpp's converters, where no checkout is named.
+CONVERTERS = str(RESULTS / "llama_cpp" / LLAMA_CPP_RELEASE)
 # Random models of the benchmark, undeclared for the same reason.
 BENCHMARK_BASES = str(RESULTS / "benchmark" / "bases")
 
@@ -273,9 +276,9 @@ def unrecorded_json(stage: str, run: RunConfig) -> str:
 # Keys of these sections that a stage does not read, so that editing them does not run it again.
 HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
-    "consolidate": {"export": {"gguf", "llama_cpp", *HUB_KEYS}},
-    # The merged model is its input.
-    "convert_gguf": {"export": {"merge_onto", "shard_gib", *HUB_KEYS}},
+    "consolidate": {"export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS}},
+    # The merged model is its input, the converters an option.
+    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", *HUB_KEYS}},
     "publish_run": {"export": {"merge_onto", "shard_gib"}},
     # It looks whether the tasks exist, and whether they measure what is required.
     "preflight_run": {

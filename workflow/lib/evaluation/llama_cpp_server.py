@@ -15,12 +15,15 @@ from typing import Any
 from workflow.lib.system.errors import UserError
 
 PACKAGE = "xllamacpp"
+BIAS = 1e6  # on one logit: no other token is written
 
 
 class LlamaCppServer:
     """A running model; it ends with the object."""
 
-    def __init__(self, path: Path, *, context_tokens: int) -> None:
+    def __init__(
+        self, path: Path, *, adapter: Path | None, context_tokens: int, threads: int
+    ) -> None:
         try:
             import xllamacpp
         except ImportError:
@@ -33,9 +36,14 @@ class LlamaCppServer:
         params.n_ctx, params.n_parallel, params.port = context_tokens, 1, 0
         params.n_gpu_layers, params.warmup, params.use_jinja = 0, False, True
         params.verbosity = -1
+        # else one for each core, which wait for each other by spinning
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        if adapter is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
         self._server = xllamacpp.Server(params)
         # no proxy stands between a process and itself
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._letter = self.text_ids("a")[-1]
 
     def _ask(self, path: str, **question: Any) -> dict[str, Any]:
         request = urllib.request.Request(
@@ -79,10 +87,30 @@ class LlamaCppServer:
     def log_probability(
         self, prompt: list[int], target: int, *, vocab_size: int
     ) -> tuple[float, int]:
-        """Return (log p of `target` after a prompt, the most likely token)."""
+        """Return (log p of `target` after a prompt, the most likely token).
+
+        Of a token that is part of a character, the server (of 2026-10) returns nothing where it is
+        the one that is written: then a letter is, and the target is looked up among all tokens.
+        """
+        if found := self._probabilities(prompt, written=target, count=1):
+            return float(found["logprob"]), found["top_logprobs"][0]["id"]
+        candidates = self._probabilities(prompt, written=self._letter, count=vocab_size)
+        by_token = {entry["id"]: float(entry["logprob"]) for entry in candidates["top_logprobs"]}
+        return by_token.get(target, -math.inf), candidates["top_logprobs"][0]["id"]
+
+    def _probabilities(self, prompt: list[int], *, written: int, count: int) -> dict[str, Any]:
+        """Return what the server says of the token that it is made to write and of the `count` most
+        likely ones; nothing where that token is part of a character.
+
+        It is made to by a bias, and the probabilities are those before the bias.
+        """
         found = self._ask(
-            "/completion", prompt=prompt, n_predict=1, temperature=0.0, n_probs=vocab_size
+            "/completion",
+            prompt=prompt,
+            n_predict=1,
+            temperature=0.0,
+            n_probs=count,
+            logit_bias=[[written, BIAS]],
         )
-        candidates = found["completion_probabilities"][0]["top_logprobs"]
-        by_token = {entry["id"]: float(entry["logprob"]) for entry in candidates}
-        return by_token.get(target, -math.inf), candidates[0]["id"]
+        entries: list[dict[str, Any]] = found.get("completion_probabilities") or [{}]
+        return entries[0]

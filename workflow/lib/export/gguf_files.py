@@ -1,58 +1,115 @@
-"""The merged model as GGUF files, by llama.cpp's own converter.
+"""Models and adapters as GGUF files, by llama.cpp's own converters and quantizer.
 
-The converter is a script of a llama.cpp checkout (`export.llama_cpp`), which runs as a process of
-its own. It takes the tokenizer, the chat template and the end tokens from the merged model's
-folder. llama.cpp's template engine knows no `{% generation %}` blocks, which mark what is trained
-and write nothing, so the template goes without them.
+The converters are scripts of llama.cpp (`export.llama_cpp`), which run as processes of their own.
+They take tokenizer, chat template and end tokens from files beside the weights, so they are given a
+folder of links: the weights of one folder, what was trained with of another. llama.cpp's template
+engine knows no `{% generation %}` blocks, which mark what is trained and write nothing, so the
+template goes without them.
+
+llama.cpp scales an adapter by alpha / rank with one alpha. Other scales (rank-stabilized, an alpha
+by module) go into B, which changes nothing.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from workflow.lib.data.encoding.chat_template import without_generation_tags
-from workflow.lib.export.adapter_files import CHAT_TEMPLATE
+from workflow.lib.export.adapter_files import CHAT_TEMPLATE, PREFIX, save_adapter
+from workflow.lib.export.gguf_quantizer import quantize
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
+from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.quantization.nf4_checkpoint import read_settings
-from workflow.lib.settings.evaluate import CONVERTER
+from workflow.lib.settings.evaluate import ADAPTER_CONVERTER, CONVERTER, GgufFormat
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_json, write_text
+from workflow.lib.system.files import read_json, write_json, write_text
 
 SHOWN_LINES = 6  # of the converter's last words
+CONVERTED: set[GgufFormat] = {"f32", "f16", "bf16", "q8_0"}  # the quantizer makes the others
+WHOLE: tuple[GgufFormat, ...] = ("f32", "bf16", "f16")
+ADAPTER_TYPE = "f16"  # half of what PEFT's file takes, and 11 bits; small beside any base
+TRAINED_WITH = (CHAT_TEMPLATE, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-def convert(merged: Path, output: Path, *, outtype: str, llama_cpp: Path) -> None:
-    """Write the merged model as one GGUF file of type `outtype`.
+@dataclass(frozen=True)
+class GgufSource:
+    """What becomes a GGUF file: folders of a model, and of the tokenizer that was trained with."""
 
-    Raises `UserError` with the converter's last lines if it fails.
+    model: Path
+    tokenizer: Path
+
+
+def write_models(
+    source: GgufSource, outputs: Mapping[GgufFormat, Path], *, llama_cpp: Path, threads: int
+) -> None:
+    """Write a model as a GGUF file of each format; raises `UserError` with the last lines of what
+    failed.
     """
+    some = next(iter(outputs.values()))
+    converted = [name for name in outputs if name in CONVERTED]
+    with tempfile.TemporaryDirectory(dir=some.parent, prefix=".source-") as folder:
+        copy = servable_copy(source, Path(folder) / "model")
+        for name in converted:
+            _convert(llama_cpp / CONVERTER, copy, outputs[name], outtype=name)
+        if len(converted) == len(outputs):
+            return
+        # in at least 16 bits, from which fewer are made
+        whole = next((outputs[name] for name in WHOLE if name in outputs), None)
+        if whole is None:
+            whole = Path(folder) / "whole.gguf"
+            _convert(llama_cpp / CONVERTER, copy, whole, outtype="auto")
+        for name in outputs.keys() - converted:
+            quantize(whole, outputs[name], format_name=name, threads=threads)
+
+
+def write_adapter(adapter: Path, source: GgufSource, output: Path, *, llama_cpp: Path) -> None:
+    """Write PEFT's adapter of a model as a GGUF file; raises `UserError` as `write_models`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".source-") as folder:
-        source = servable_copy(merged, Path(folder))
-        command = [sys.executable, str(llama_cpp / CONVERTER), str(source)]
-        command += ["--outtype", outtype, "--outfile", str(output)]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
+        copy = servable_copy(source, Path(folder) / "model")
+        scaled = scaled_copy(adapter, Path(folder) / "adapter")
+        script = llama_cpp / ADAPTER_CONVERTER
+        _convert(script, scaled, output, "--base", str(copy), outtype=ADAPTER_TYPE)
+
+
+def _convert(script: Path, source: Path, output: Path, *options: str, outtype: str) -> None:
+    command = [sys.executable, str(script), str(source), "--outtype", outtype]
+    done = subprocess.run(
+        [*command, "--outfile", str(output), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     if done.returncode or not output.is_file():
         last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
         raise UserError(
-            f"export.llama_cpp: {llama_cpp / CONVERTER} could not convert {merged} to {outtype}:\n"
-            f"{last}\nIf a Python package is missing, install it; if the model is unknown there, "
-            "take a newer llama.cpp, or leave out export.gguf."
+            f"export.gguf: llama.cpp's {script} could not make {output.name}:\n{last}\n"
+            "If a Python package is missing, run pip install -r envs/gguf.txt. If the model is "
+            "unknown there, name a newer checkout (export.llama_cpp), or leave out export.gguf."
         )
 
 
-def servable_copy(merged: Path, folder: Path) -> Path:
-    """Fill `folder` with links to the model's files, and its chat template without what only
-    training reads.
+def servable_copy(source: GgufSource, folder: Path) -> Path:
+    """Fill `folder` with links to the model's files and to the tokenizer's, and the chat template
+    without what only training reads.
     """
-    for path in merged.iterdir():
-        (folder / path.name).symlink_to(path.resolve())
+    folder.mkdir()
+    files = {path.name: path for path in source.model.iterdir()}
+    files |= {
+        name: source.tokenizer / name
+        for name in TRAINED_WITH
+        if (source.tokenizer / name).is_file()
+    }
+    for name, path in files.items():
+        (folder / name).symlink_to(path.resolve())
+    _name_architecture(folder / "config.json")
     template = folder / CHAT_TEMPLATE
     if template.exists():
         text = without_generation_tags(template.read_text(encoding="utf-8"))
@@ -62,9 +119,34 @@ def servable_copy(merged: Path, folder: Path) -> Path:
     return folder
 
 
+def _name_architecture(path: Path) -> None:
+    """Name the class in a `config.json` without it, as some are: the converter goes by it."""
+    config = read_settings(path) if path.is_file() else {}
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
+    if known is not None and not config.get("architectures"):
+        path.unlink()
+        write_json(path, config | {"architectures": [known]})
+
+
 def _in_tokenizer_config(path: Path, template: str) -> None:
     """Put the template where the tokenizer's settings repeat it."""
     settings = read_settings(path) if path.is_file() else {}
     if "chat_template" in settings:
         path.unlink()
         write_json(path, settings | {"chat_template": template})
+
+
+def scaled_copy(adapter: Path, folder: Path) -> Path:
+    """Write the adapter so that alpha / rank is the scale of every module: what differs goes into
+    B.
+    """
+    config = read_json(adapter / "adapter_config.json")
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    for name, tensor in tensors.items():
+        path, is_b, _ = name.partition(".lora_B.")
+        if is_b:
+            rank = tensor.shape[1]
+            factor = adapter_scale(config, path.removeprefix(PREFIX)) * rank / config["lora_alpha"]
+            tensors[name] = tensor * factor
+    save_adapter(tensors, config, folder)
+    return folder

@@ -115,13 +115,18 @@ def _agrees(found: TurnTexts, render: Render) -> bool:
 
 
 def modelfile(
-    file: str, texts: TurnTexts | None, *, ends: Sequence[str], generation: dict[str, Any]
+    files: Sequence[str],
+    texts: TurnTexts | None,
+    *,
+    ends: Sequence[str],
+    generation: dict[str, Any],
 ) -> str:
-    """Return the `Modelfile` of a GGUF file beside it.
+    """Return the `Modelfile` of GGUF files beside it.
 
-    ends: tokens that end an answer; generation: Transformers' settings, which count if they sample.
+    files: the model, and the adapter if it has one; ends: tokens that end an answer; generation:
+    Transformers' settings, which count if they sample.
     """
-    lines = [f"FROM ./{file}"]
+    lines = [f"{word} ./{file}" for word, file in zip(("FROM", "ADAPTER"), files, strict=False)]
     if texts is None:
         lines.append(
             "# The chat template could not be written in Ollama's language: Ollama would guess. "

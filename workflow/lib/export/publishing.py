@@ -27,7 +27,7 @@ FORMS: dict[Form, tuple[str, str, str]] = {
         "transformers",
         "the merged model: base and adapter in one, bfloat16",
     ),
-    "gguf": ("quantized", "gguf", "GGUF files of the merged model, for llama.cpp and Ollama"),
+    "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"
 READ_SUFFIXES = (".md", ".json", ".jinja", "")  # files that are looked through; "": Modelfile

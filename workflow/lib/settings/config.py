@@ -118,6 +118,18 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapter_is_one_for_gguf(self) -> "RunConfig":
+        unknown = [
+            f"lora.{key}" for key in ("use_dora", "modules_to_save") if getattr(self.lora, key)
+        ]
+        if self.export.gguf and "adapter" in self.export.gguf_of and unknown:
+            raise ValueError(
+                f"export.gguf_of = {', '.join(self.export.gguf_of)}: a GGUF adapter has no "
+                f"{' and no '.join(unknown)}. Set export.merged to true and gguf_of to [merged]"
+            )
+        return self
+
 
 class Config(RunConfig):
     """The whole document: shared settings, the report, the benchmark, and the runs that override
@@ -136,6 +148,10 @@ class Config(RunConfig):
     @model_validator(mode="after")
     def _what_is_served_is_measured(self) -> "Config":
         return self  # runs are held to it: one may export what the shared settings name
+
+    @model_validator(mode="after")
+    def _adapter_is_one_for_gguf(self) -> "Config":
+        return self  # likewise
 
     @model_validator(mode="before")
     @classmethod

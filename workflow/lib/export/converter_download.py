@@ -1,0 +1,71 @@
+"""llama.cpp's converters, from the package index.
+
+They are in no wheel. The source distribution of `xllamacpp`, whose wheel checks the files, has the
+llama.cpp that it is built of. pip downloads it (from the index and through the proxy that pip is
+set up for) without building it, and of it only the converters are taken.
+"""
+
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from workflow.lib.settings.evaluate import CONVERTER
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import put_in_place
+
+PACKAGE = "xllamacpp"
+INSIDE = "/thirdparty/llama.cpp/"
+TAKEN = ("conversion/", "gguf-py/gguf/", "convert_", "LICENSE")
+SHOWN_LINES = 4
+
+
+def download_converters(folder: Path, *, release: str, sha256: str) -> None:
+    """Fill `folder`, which appears whole, with llama.cpp's converters (2 MB).
+
+    release: version of `xllamacpp`; sha256: of its source distribution.
+
+    Raises `UserError` with pip's last lines if the index cannot be reached, and if the download has
+    another SHA-256.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converters-") as temporary:
+        archive = _downloaded(Path(temporary), release)
+        found = hashlib.sha256(archive.read_bytes()).hexdigest()
+        if found != sha256:
+            raise UserError(
+                f"export.gguf: {archive.name} of the package index has SHA-256 {found}, and must "
+                f"have {sha256}. Ask the index that pip uses for the original one, or name a "
+                "checkout of llama.cpp (export.llama_cpp)."
+            )
+        unpacked = Path(temporary) / "llama.cpp"
+        _unpack(archive, unpacked)
+        put_in_place(unpacked, folder)
+
+
+def _downloaded(folder: Path, release: str) -> Path:
+    requirement = f"{PACKAGE}=={release}"
+    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps"]
+    command += ["--no-binary", PACKAGE, "--dest", str(folder), "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    archives = list(folder.glob("*.tar.gz"))
+    if done.returncode or not archives:
+        last = "\n".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
+        raise UserError(
+            f"export.gguf: pip could not download the source distribution {requirement}, which has "
+            f"llama.cpp's converters:\n{last}\nRun this stage where the package index can be "
+            "reached, or name a checkout of llama.cpp (export.llama_cpp)."
+        )
+    return archives[0]
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as files:
+        for member in files:
+            name = member.name.partition(INSIDE)[2]
+            if name.startswith(TAKEN):
+                member.name = name
+                files.extract(member, folder, filter="data")
+    assert (folder / CONVERTER).is_file(), f"{archive.name} has no {CONVERTER}"
