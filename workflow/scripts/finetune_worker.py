@@ -30,10 +30,10 @@ from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
     resolve_dtype,
+    resolve_products,
     resolve_training_attention,
 )
 from workflow.lib.settings.config import RunConfig
-from workflow.lib.settings.train import ModelConfig
 from workflow.lib.system.checksums import listed_files
 from workflow.lib.system.files import provenance, put_in_place, write_json
 from workflow.lib.system.locks import exclusive
@@ -49,6 +49,7 @@ from workflow.lib.training.checkpoint import (
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
+from workflow.lib.training.products_gate import check_products
 from workflow.lib.training.run_record import Journal, TrainingRun, summarize
 from workflow.lib.training.startup_checks import check_inputs, startup_checks
 from workflow.scripts.command import run
@@ -86,7 +87,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         recorded = listed_files(args.base) + recorded_arrays(args.tokens, store.manifest)
         checks = [check_inputs(recorded, world, moved=pulse.moved)]
         logger.info("%s: %s", checks[0].name, checks[0].detail)
-        numerics = resolve_numerics(args.base, config.model, world)
+        numerics = resolve_numerics(args.base, config, world)
         # no linear of the base and no layer is larger than one of its files
         file_bytes = max(path.stat().st_size for path in args.base.glob("*.safetensors"))
         pulse.phase("loading the model", num_bytes=file_bytes)
@@ -95,6 +96,7 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         )
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
+        checks += check_products(model.training, store, config.train, world, moved=pulse.moved)
         training_run = TrainingRun(args.run, run_identity(args), config, plan, world, store, model)
         journal, selected_step = train(args, training_run, pulse)
         pulse.phase("writing the results", num_bytes=model.state_bytes())
@@ -109,15 +111,17 @@ def lock_checkpoints(checkpoints: Path, stack: ExitStack, *, wait_s: float) -> N
         logger.info("%s", left_by(killed_process, checkpoints))
 
 
-def resolve_numerics(base: Path, settings: ModelConfig, world: World) -> Numerics:
-    """Return the type and the attention that the settings mean on this device."""
+def resolve_numerics(base: Path, config: RunConfig, world: World) -> Numerics:
+    """Return the types and the attention that the settings mean on this device."""
+    settings = config.model
     dtype = resolve_dtype(settings.compute_dtype, world.device)
     needs = read_attention_needs(base)
     attention = resolve_training_attention(
         settings.attention, world.device, needs, compute_dtype=dtype
     )
     logger.info("attention: %s (%s)", attention.name, attention.reason)
-    return Numerics(dtype, attention.name)
+    products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
+    return Numerics(dtype, attention.name, products)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ OPERATIONAL_KEYS = frozenset(
     {
         "micro_batch_size",
         "activation_checkpointing",
+        "max_products_loss_rise",
         "checkpoint_every_steps",
         "checkpoint_every_minutes",
         "keep_checkpoints",

@@ -12,8 +12,10 @@ from workflow.lib.system.compute_choice import (
     VARLEN,
     AttentionChoice,
     AttentionNeeds,
+    ProductsHardware,
     automatic_attention,
     choose_dtype,
+    choose_products,
 )
 from workflow.lib.system.errors import setting_error
 
@@ -70,6 +72,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     choice = choose_dtype(name, cuda=device.type == "cuda", bfloat16=has_bfloat16(device))
     dtype: torch.dtype = getattr(torch, choice)
     return dtype
+
+
+def resolve_products(name: str, device: torch.device, *, compute_dtype: torch.dtype) -> str:
+    """Return the type that `train.products` means on this device; raises `UserError` as
+    `choose_products` does.
+    """
+    capability = (0, 0)
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+    hardware = ProductsHardware(device.type == "cuda", capability >= (8, 0), capability >= (8, 9))
+    dtype = str(compute_dtype).removeprefix("torch.")
+    return choose_products(name, hardware, compute_dtype=dtype)
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -64,7 +64,7 @@ class FusedFeedForward(nn.Module):
         def output(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             product = _act_and_mul(gate, up, self._activation)
             (down,) = adapted(layers[2:], draws[2:])
-            return value(down, product, low_rank([down], product), bias=down.base.bias)
+            return value(down, product, low_rank([down], product))
 
         options = layers, draws, self._activation
         y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors[:2], *weights, value=output)

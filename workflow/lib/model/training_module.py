@@ -14,14 +14,20 @@ from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.host_embedding import embed_rows
+from workflow.lib.model.layers.eight_bits.products import check_shape
 from workflow.lib.model.layers.flex_attention import flex_arguments
+from workflow.lib.model.layers.frozen_products import ProductTypes
 from workflow.lib.model.layers.lora_linear import share_state
+from workflow.lib.model.layers.nf4_linear import nf4_linears
+from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import MasterRows
-from workflow.lib.system.compute_choice import FLEX
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
+
+WAYS = ("forward", "backward")
 
 
 class CausalLMForTraining(nn.Module):
@@ -39,6 +45,8 @@ class CausalLMForTraining(nn.Module):
         head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
         self.head_loss = LinearCrossEntropy(head)
         self.adapters = share_state(peft_model)
+        self.product_types = ProductTypes()
+        """In what the frozen weights are multiplied."""
         self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
         self.loss_scale: LossScale | None = None
@@ -50,6 +58,23 @@ class CausalLMForTraining(nn.Module):
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
         self.recurrent_layers = separate_documents_(causal_lm, self.adapters)
         """How many there are, which take packed documents one by one."""
+
+    def multiply_in_(self, products: str, where: str) -> None:
+        """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
+        linear that 8 bits cannot multiply. Products of experts stay in the compute type.
+        """
+        kind = None if products == COMPUTE_DTYPE else products
+        forward, backward = (kind if where in ("both", way) else None for way in WAYS)
+        self.product_types = ProductTypes(forward, backward)
+        if kind is None:
+            return
+        for path, linear in nf4_linears(self.peft_model):
+            if isinstance(linear, NF4Stack):
+                continue
+            path = path.removeprefix("base_model.model.").replace(".base_layer", "")
+            size = linear.spec.block_size
+            check_shape(path, linear.spec.shape, block_size=size, name=products)
+            linear.product_types = self.product_types
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss () fp32 of a micro-batch's targets."""

@@ -153,7 +153,7 @@ class _Run:
         training, device = self.training, self._world.device
         count = 2 if self._setup.accumulates else 1
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(count))
-        with training.adapters.unchanged():
+        with training.adapters.unchanged(), training.product_types.in_eight_bits():
             loss = backward(training, batches, trained_tokens=1, factor=1.0, device=device)
         tape.phase("optimizer_step")
         sum_copies_(training)

@@ -171,6 +171,21 @@ class TrainConfig(Section):
     """Recompute activations in backward instead of keeping them: true = of every decoder layer,
     false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be
     fastest of all that fits, together with the micro-batch. Does not change the result."""
+    products: Literal["compute_dtype", "float8", "int8", "auto"] = "compute_dtype"
+    """In what training steps multiply by the frozen NF4 weights. `float8` (e4m3; GPUs of compute
+    capability 8.9 and more) rounds weights by row and activations by token; `int8` (8.0 and more)
+    rounds activations by token and 128 columns; `auto` = float8 where the GPUs have it, else int8,
+    and `compute_dtype` where neither is there or the base's loss rises above
+    `max_products_loss_rise`. Adapters, norms, attention, experts and loss stay in the compute
+    type, and so does all that is measured and exported. CPUs emulate both, slowly. Not yet measured
+    on GPUs."""
+    products_in: Literal["both", "forward", "backward"] = "both"
+    """Where `products` holds: in forward and backward, or in one of them. In `backward` alone it
+    changes the result least."""
+    max_products_loss_rise: float = Field(0.05, ge=0.0, le=10.0)
+    """Before the first step the base's loss on 8,192 tokens is measured with `products` and
+    without. A rise above this, in nats per trained token, stops the run. Does not change the
+    result."""
     fused_layers: bool = True
     """Compute RMS norms, rotary embeddings and gated feed-forwards by fused operations, which are
     faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding
@@ -203,6 +218,15 @@ class TrainConfig(Section):
     bit. On CPUs results are so anyway."""
     log_every_steps: int = Field(1, ge=1, le=10**9)
     """Optimizer steps between lines of metrics.jsonl. Does not change the result."""
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what holds for products in 8 bits alone: runs without them stay the same."""
+        document: dict[str, Any] = serialize(self)
+        if document.get("products") == "compute_dtype":
+            for key in ("products", "products_in", "max_products_loss_rise"):
+                document.pop(key, None)
+        return document
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainConfig":

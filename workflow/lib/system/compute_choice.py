@@ -1,4 +1,4 @@
-"""Which data type and attention `auto` means, by what a device and the packages can; without torch.
+"""Which types and attention `auto` means, by what a device and the packages can; without torch.
 
 Preflight decides here for a machine that may not be at hand, training and evaluation for the device
 that they run on (`model.backends`).
@@ -92,6 +92,42 @@ def choose_dtype(name: str, *, cuda: bool, bfloat16: bool) -> str:
     if name == "bfloat16" and cuda and not bfloat16:
         lack = "this GPU (compute capability below 8.0) has no bfloat16"
         raise setting_error("model.compute_dtype", name, lack, "Set it to auto")
+    return name
+
+
+COMPUTE_DTYPE, FLOAT8, INT8 = "compute_dtype", "float8", "int8"
+
+
+@dataclass(frozen=True)
+class ProductsHardware:
+    """What a device multiplies."""
+
+    cuda: bool
+    int8: bool
+    """Compute capability 8.0 and more."""
+    float8: bool
+    """Compute capability 8.9 and more."""
+
+
+def choose_products(name: str, device: ProductsHardware, *, compute_dtype: str) -> str:
+    """Return the type that `train.products` means: `float8`, `int8` or `compute_dtype`.
+
+    CPUs emulate 8 bits, and `auto` leaves that out. Raises `UserError` for a type that a GPU has
+    not, or that its compute type cannot stand beside.
+    """
+    has = {FLOAT8: device.float8, INT8: device.int8}
+    if name == "auto":
+        fits = device.cuda and compute_dtype == "bfloat16"
+        return next((kind for kind, there in has.items() if there and fits), COMPUTE_DTYPE)
+    if name == COMPUTE_DTYPE or not device.cuda:
+        return name
+    if not has[name]:
+        least = {FLOAT8: "8.9", INT8: "8.0"}[name]
+        lack = f"this GPU has no such products (they need NVIDIA's compute capability {least})"
+        raise setting_error("train.products", name, lack, "Set it to auto")
+    if compute_dtype != "bfloat16":
+        lack = f"it needs the compute type bfloat16, and model.compute_dtype means {compute_dtype}"
+        raise setting_error("train.products", name, lack, "Set it to compute_dtype")
     return name
 
 

@@ -32,6 +32,7 @@ from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Numerics:
 
     compute_dtype: torch.dtype
     attention: str
+    products: str = COMPUTE_DTYPE
+    """Of frozen weights in training steps: `compute_dtype`, `float8` or `int8`."""
 
 
 def build_training_model(
@@ -107,6 +110,7 @@ def build_training_model(
     dtype = numerics.compute_dtype
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
     training, fused = adapt_(model, config.lora, plan, fused_layers=config.train.fused_layers)
+    training.multiply_in_(numerics.products, config.train.products_in)
     laid_out = lay_out_(training, plan, world)
     offloaded_layers = laid_out.offloaded_layers
     materialize_(training, transformers_model=model, device=world.device)

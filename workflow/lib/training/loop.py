@@ -195,7 +195,8 @@ class Trainer:
         origin = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._seed_dropout(rows)  # so that the search drops the same
-            origin = find_origin(self.training, self._made_again(rows), world=self.world)
+            with self.training.product_types.in_eight_bits():
+                origin = find_origin(self.training, self._made_again(rows), world=self.world)
         check_step(loss, norm, step=rows.step, origin=origin)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -219,7 +220,8 @@ class Trainer:
     ) -> tuple[float, float]:
         """Forward, backward, clip, and begin the update; return loss and gradient norm."""
         self._seed_dropout(rows)
-        with self.training.adapters.unchanged():
+        products = self.training.product_types.in_eight_bits()
+        with self.training.adapters.unchanged(), products:
             loss = backward(
                 self.training,
                 batches,

@@ -3,11 +3,9 @@ their gradients.
 
 y_i = f_i (W_i x + s_i B_i A_i d_i(x)) + b_i, where d_i is a dropout (`adapter_dropout`) and f_i the
 row factor of DoRA (`dora`), 1 without it. Without dropout the A of all linears are one matrix, so x
-is read once for all adapters. An adapter's part is made first and the frozen product is added to it
-by the matrix product itself: one pass over y less, and the small part is rounded to the compute
-type where the large one would be. A and B are fp32 masters, cast to the compute type; their
-gradients are made in fp32. Gradients here are those of y / f: who has a factor takes it out before
-(`dora.lengthen_backward`).
+is read once for all adapters. `frozen_products` multiplies W. A and B are fp32 masters, cast to the
+compute type; their gradients are made in fp32. Gradients here are those of y / f: who has a factor
+takes it out before (`dora.lengthen_backward`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +20,14 @@ from workflow.lib.model.layers.adapter_dropout import (
     dropped,
 )
 from workflow.lib.model.layers.adapter_state import Casts
+from workflow.lib.model.layers.frozen_products import (
+    LowRank,
+    Operand,
+    adapted_product,
+    add_input_gradient_,
+    operand,
+    scaled_product,
+)
 from workflow.lib.system.device_types import GPUS
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
@@ -74,16 +80,16 @@ def low_rank(linears: Sequence[Adapted], rows: torch.Tensor) -> torch.Tensor:
     return low
 
 
-def value(
-    linear: Adapted, rows: torch.Tensor, low: torch.Tensor, *, bias: torch.Tensor | None
+def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return W x + s B low + b (T, out) of rows (T, in), for low = A d(x) (T, r)."""
+    return _value(linear, operand(rows, linear.base), low, dtype=rows.dtype, bias=True)
+
+
+def _value(
+    linear: Adapted, rows: Operand, low: torch.Tensor, *, dtype: torch.dtype, bias: bool
 ) -> torch.Tensor:
-    """Return W x + s B low + bias (T, out) of rows (T, in), for low = A d(x) (T, r)."""
-    small = _cast([linear.b], linear, rows.dtype).t()
-    if bias is None:
-        y = _scaled_product(low, small, linear.scale)
-    else:
-        y = torch.addmm(bias, low, small, alpha=linear.scale)
-    return y.addmm_(rows, linear.base.dequantize(rows.dtype).t())
+    update = LowRank(low, _cast([linear.b], linear, dtype).t(), linear.scale)
+    return adapted_product(linear.base, rows, update, dtype=dtype, bias=bias)
 
 
 def values(
@@ -93,12 +99,10 @@ def values(
     factors: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Return y of every linear; with a factor of DoRA without the bias, which is added after it."""
-    made = []
+    made, shared = [], operand(rows, linears[0].base)
     for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
-        if factor is None:
-            made.append(value(linear, rows, part, bias=linear.base.bias))
-        else:
-            made.append(value(linear, rows, part, bias=None).mul_(factor))
+        y = _value(linear, shared, part, dtype=rows.dtype, bias=factor is None)
+        made.append(y if factor is None else y.mul_(factor))
     return made
 
 
@@ -106,10 +110,10 @@ def low_gradient(linears: Sequence[Adapted], grads: Sequence[torch.Tensor]) -> t
     """Return the gradient of `low_rank` (T, sum of ranks) for those of the values (T, out)."""
     if len(linears) == 1:
         small = _cast([linears[0].b], linears[0], grads[0].dtype)
-        return _scaled_product(grads[0], small, linears[0].scale)
+        return scaled_product(grads[0], small, linears[0].scale)
     of_low = grads[0].new_empty(grads[0].shape[0], sum(linear.a.shape[0] for linear in linears))
     for linear, grad, part in zip(linears, grads, _parts(linears, of_low), strict=True):
-        _scaled_product(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
+        scaled_product(grad, _cast([linear.b], linear, grad.dtype), linear.scale, out=part)
     return of_low
 
 
@@ -119,7 +123,7 @@ def input_gradient(
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
     of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):
-        of_rows.addmm_(grad, linear.base.dequantize(grad.dtype))
+        add_input_gradient_(of_rows, grad, linear.base)
     return of_rows
 
 
@@ -187,15 +191,6 @@ def _cast(weights: list[torch.Tensor], of: Adapted, dtype: torch.dtype) -> torch
     if of.casts is not None:
         of.casts[key] = cast
     return cast
-
-
-def _scaled_product(
-    left: torch.Tensor, right: torch.Tensor, scale: float, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return scale * left @ right in one operation."""
-    # torch has no scaled product without a term that is added; with beta=0 it is not even read.
-    ignored = left.new_empty(())
-    return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
 
 
 def _float32_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

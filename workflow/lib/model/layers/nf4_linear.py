@@ -13,14 +13,15 @@ QLoRA (arXiv 2305.14314): w = code[q] * absmax[block], absmax = code2[a] * absma
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from torch import nn
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.frozen_products import ProductTypes, frozen_product
 
 # bitsandbytes' fixed block of the second quantization (functional.quantize_4bit)
 NESTED_BLOCK_SIZE = 256
@@ -93,6 +94,9 @@ def decoded(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     return dequantize_4bit(packed, flat).view(shape)
 
 
+IN_COMPUTE_TYPE = ProductTypes()
+
+
 class NF4Linear(nn.Linear):
     """y = x W^T + b with a frozen NF4 weight. A subclass of `nn.Linear` so that PEFT and
     Transformers see a linear.
@@ -113,6 +117,8 @@ class NF4Linear(nn.Linear):
         out_features, in_features = spec.shape
         super().__init__(in_features, out_features, bias=bias, device="meta", dtype=compute_dtype)
         self.spec, self._sizes = spec, spec.sizes
+        self.product_types = IN_COMPUTE_TYPE
+        self.row_scales: dict[str, torch.Tensor] = {}
         for name, num_bytes in self._sizes.items():
             self.register_parameter(name, _byte_parameter(num_bytes))
         if self.bias is not None:
@@ -129,12 +135,17 @@ class NF4Linear(nn.Linear):
         """
         if kernels.usable(self.weight.device):
             weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
-            return kernels.dequantize_nf4(weight, self._data())
+            return kernels.dequantize_nf4(weight, self.nf4_data())
         parts = {name: self._bytes(name) for name in self._sizes}
         return self.dequantize_parts(parts, shape=self.spec.shape, dtype=dtype)
 
-    def _data(self) -> kernels.NF4Data:
-        """Return the weight as kernels read it.
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(out_features, in_features), for products (`frozen_products`)."""
+        return self.spec.shape
+
+    def nf4_data(self) -> kernels.NF4Data:
+        """Return the weight as it is stored, gathered.
 
         The parameters are handed over as they are: views of their bytes would take the host's
         time at every use.
@@ -206,28 +217,3 @@ def nf4_linears(model: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear):
             yield path, module
-
-
-def frozen_product(x: torch.Tensor, linear: NF4Linear, *, bias: bool) -> torch.Tensor:
-    """Return x W^T, and + b if `bias`; x: (..., in_features)."""
-    multiply: Callable[..., torch.Tensor] = _NF4MatMul.apply
-    return multiply(x, linear, bias)
-
-
-class _NF4MatMul(torch.autograd.Function):
-    """x W^T + b. Saves nothing: backward asks the module again for the weight (FSDP has gathered it
-    by then).
-
-    Autograd's own linear would save the decoded weight: 16 bits where 4 are stored.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: NF4Linear, bias: bool) -> torch.Tensor:
-        ctx.module = module
-        weight = module.dequantize(x.dtype)
-        return nn.functional.linear(x, weight, module.bias if bias else None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (grad,) = grads
-        return grad @ ctx.module.dequantize(grad.dtype), None, None

@@ -37,7 +37,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
     def product(low: torch.Tensor) -> torch.Tensor:
         (linear,) = adapted([layer], draws)
-        return value(linear, x.reshape(-1, x.shape[-1]), low, bias=linear.base.bias)
+        return value(linear, x.reshape(-1, x.shape[-1]), low)
 
     return apply_two_nodes(NF4LoraMatMul, x, layer, draws, *layer.fused_weights(), value=product)
 

@@ -96,7 +96,7 @@ class NF4Stack(NF4Linear):
             block = self.spec.block_size
             out = torch.empty(len(starts) * length, dtype=dtype, device=self.weight.device)
             runs = kernels.Runs(first // block, length // block, stride // block)
-            return kernels.dequantize_nf4(out, self._data(), runs)
+            return kernels.dequantize_nf4(out, self.nf4_data(), runs)
         if length == stride:
             return self._decode_range(first, total, dtype)
         return torch.cat([self._decode_range(at, at + length, dtype) for at in starts])

@@ -1,0 +1,174 @@
+"""Training in 8 bits on a trained model: what it costs the held-out loss, and the check of the base
+before the first step.
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.plans import make_plan
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.errors import UserError
+from workflow.lib.training.best_adapter import HeldOut
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.loop import Trainer, make_optimizer
+from workflow.lib.training.products_gate import check_products
+
+RESOURCES = Path("workflow/resources")
+SEQ_LEN, ROWS, STEPS = 64, 80, 40
+# Of the held-out loss in the compute type after training, nats per token.
+BOUNDS = {
+    ("float8", "both"): 0.015,
+    ("int8", "both"): 0.015,
+    ("float8", "backward"): 0.003,
+    ("int8", "backward"): 0.003,
+}
+
+
+def documentation() -> TokenStore:
+    """Rows of what the shipped base was trained on the like of, and held-out documents."""
+    tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
+    texts = {
+        "train": gzip.decompress((RESOURCES / "pydocs" / "train.jsonl.gz").read_bytes()).decode(),
+        "heldout": (RESOURCES / "pydocs" / "heldout.jsonl").read_text(encoding="utf-8"),
+    }
+    ids = {}
+    for name, text in texts.items():
+        rows = [json.loads(line) for line in text.splitlines()]
+        words = " ".join(f"{row['prompt']} {row['completion']}" for row in rows)
+        ids[name] = np.array(tokenizer.encode(words).ids, dtype=np.uint32)
+    shape = (ROWS, SEQ_LEN)
+    heldout = ids["heldout"][: 32 * SEQ_LEN]
+    mask = np.ones(shape, dtype=bool)
+    mask[:, 0] = False
+    arrays = {
+        "train.input_ids.npy": ids["train"][: ROWS * SEQ_LEN].reshape(shape),
+        "train.loss_mask.npy": mask,
+        "train.position_ids.npy": np.tile(np.arange(SEQ_LEN, dtype=np.int32), (ROWS, 1)),
+        "heldout.input_ids.npy": heldout,
+        "heldout.loss_mask.npy": np.arange(len(heldout)) % SEQ_LEN > 0,
+        "heldout.offsets.npy": np.arange(0, len(heldout) + 1, SEQ_LEN),
+    }
+    return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": 4000}, arrays=arrays)
+
+
+def settings(products: str, where: str = "both", **train: Any) -> RunConfig:
+    fixed = {"epochs": None, "max_steps": STEPS, "global_batch_size": 2, "learning_rate": 1e-3}
+    chosen = {"products": products, "products_in": where}
+    return RunConfig(lora=LoraSettings(r=8), train=TrainConfig(**(fixed | chosen | train)))
+
+
+def built(base: Path, config: RunConfig, world: World, *, products: str) -> TrainingModel:
+    numerics = Numerics(torch.float32, "sdpa", products)
+    return build_training_model(base, config, make_plan(), world, numerics=numerics)
+
+
+def trained_losses(base: Path) -> dict[tuple[str, str], float]:
+    """Train in each way; return the held-out losses in the compute type."""
+    torch.set_num_threads(1)
+    losses, store = {}, documentation()
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for products, where in [("compute_dtype", "both"), *BOUNDS]:
+            config = settings(products, where)
+            model = built(base, config, world, products=products)
+            optimizer = make_optimizer(model.training, config.train)
+            trainer = Trainer(model.training, optimizer, store, config.train, 2, world)
+            heldout = HeldOut(
+                store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8
+            )
+            losses["before", ""] = heldout.loss(model.training, world=world)
+            assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
+            losses[products, where] = heldout.loss(model.training, world=world)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], float]:
+    base = quantized(RESOURCES / "base", tmp_path_factory.mktemp("trained") / "nf4")
+    (found,) = run_distributed(trained_losses, base, world_size=1)
+    print(found)
+    return found
+
+
+@pytest.mark.parametrize(("products", "where"), BOUNDS)
+def test_training_in_8_bits_costs_little_held_out_loss(
+    losses: dict[tuple[str, str], float], products: str, where: str
+) -> None:
+    plain = losses["compute_dtype", "both"]
+    assert plain < losses["before", ""] - 0.05, "the training has to teach something"
+    assert losses[products, where] != plain
+    assert losses[products, where] - plain <= BOUNDS[products, where]
+
+
+@pytest.fixture(scope="module")
+def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("random")
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+    return quantized(tiny_llama(folder / "original", **sizes), folder / "nf4")
+
+
+def gate(base: Path) -> dict[str, Any]:
+    """What the check says of some runs: its report, its error, and whether 8 bits stay on."""
+    found: dict[str, Any] = {}
+    store = random_store(rows=5, seq_len=23)
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for name, config in {
+            "allowed": settings("float8"),
+            "backward": settings("int8", "backward"),
+            "none": settings("compute_dtype"),
+            "auto": settings("auto", max_products_loss_rise=0.0),
+            "refused": settings("float8", max_products_loss_rise=0.0),
+        }.items():
+            products = "float8" if config.train.products == "auto" else config.train.products
+            training = built(base, config, world, products=products).training
+            try:
+                found[name] = check_products(training, store, config.train, world)
+            except UserError as error:
+                found[name] = str(error)
+            found[name, "on"] = training.product_types.asked != [None, None]
+    return found
+
+
+@pytest.fixture(scope="module")
+def gates(random_base: Path) -> list[dict[str, Any]]:
+    return run_distributed(gate, random_base, world_size=2)
+
+
+def test_check_has_both_losses_and_is_the_same_on_all_processes(gates: list[Any]) -> None:
+    one, other = gates
+    (check,) = one["allowed"]
+    assert check.passed
+    assert "nats per token in the compute type" in check.detail
+    plain, rounded = (float(word) for word in check.detail.split() if word[:2] in ("5.", "6."))
+    assert 0 < abs(plain - rounded) < 0.05
+    assert one == other
+
+
+def test_run_without_8_bits_in_forward_measures_no_loss(gates: list[Any]) -> None:
+    assert gates[0]["none"] == []
+    assert not gates[0]["none", "on"]
+    (check,) = gates[0]["backward"]
+    assert check.detail == "only gradients are in int8"
+
+
+def test_rise_above_the_bound_stops_the_run_with_both_numbers(gates: list[Any]) -> None:
+    message = gates[0]["refused"]
+    assert message.startswith("train.products = 'float8': the base has")
+    assert "allowed is a rise of 0. Set it to compute_dtype" in message
+
+
+def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates: list[Any]) -> None:
+    (check,) = gates[0]["auto"]
+    assert check.name == "products in 8 bits are off where they cost the base more than allowed"
+    assert not gates[0]["auto", "on"]
+    assert gates[0]["allowed", "on"]

@@ -1,0 +1,142 @@
+"""GPU kernels of products in 8 bits: NF4 to 8 bits, activations to 8 bits, and the product in int8.
+
+`products` says what they compute, and computes the same on a CPU. Written and compared with that
+by Triton's interpreter; not yet measured on a GPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.kernels import NF4Data
+from workflow.lib.system.device_types import RECORDED
+
+WARPS = 4
+ROW_ELEMENTS = 4096  # of a row that a program has at a time
+DECODED_BLOCKS = 64  # of a program, in rows
+TRANSPOSED_ROWS = 128  # of a program
+TILE = {"rows": 128, "columns": 128, "group": 8}
+TILE_WARPS, TILE_STAGES = 8, 3
+
+if kernels.INSTALLED:
+    from workflow.lib.model.layers.eight_bits import triton_code
+
+
+def _launch(
+    name: str, grid: tuple[int, ...], out: torch.Tensor, *arguments: Any, **options: Any
+) -> None:
+    """Start a kernel; a device that is recorded computes nothing."""
+    if out.device.type != RECORDED:
+        getattr(triton_code, name)[grid](out, *arguments, **options)
+
+
+def _scale_parts(data: NF4Data) -> tuple[Sequence[torch.Tensor], bool]:
+    """Return what scales of blocks are made of, and whether they are quantized too."""
+    double = data.nested_absmax is not None
+    nested = data.nested_absmax if data.nested_absmax is not None else data.absmax
+    return (data.absmax, nested), double
+
+
+def row_scales(data: NF4Data, *, shape: tuple[int, int], largest: float) -> torch.Tensor:
+    """Return the scale (out,) fp32 of each row of an NF4 weight (out, in)."""
+    num_rows, width = shape
+    parts, double = _scale_parts(data)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=data.code.device)
+    row_blocks = width // data.block_size
+    _launch(
+        "row_scales", (num_rows,), scales, *parts, data.nested_code, data.offset, row_blocks,
+        most=largest, double=double, size=min(512, _power_of_two(row_blocks)), num_warps=1,
+    )  # fmt: skip
+    return scales
+
+
+def decode(
+    data: NF4Data,
+    scales: torch.Tensor,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> torch.Tensor:
+    """Return an NF4 weight divided by its rows' scales, in 8 bits: (out, in), or (in, out)."""
+    num_rows, width = shape
+    row_blocks = width // data.block_size
+    rows, blocks = (TRANSPOSED_ROWS, 1) if transposed else (1, _decoded_blocks(row_blocks))
+    out = torch.empty(shape[::-1] if transposed else shape, dtype=dtype, device=scales.device)
+    parts, double = _scale_parts(data)
+    _launch(
+        "decode_eight_bits", (-(-num_rows // rows), -(-row_blocks // blocks)), out, data.packed,
+        *parts, data.code, data.nested_code, data.offset, scales, num_rows, row_blocks,
+        block_size=data.block_size, double=double, transposed=transposed, rows=rows, blocks=blocks,
+        num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _decoded_blocks(row_blocks: int) -> int:
+    return min(DECODED_BLOCKS, _power_of_two(row_blocks))
+
+
+def round_rows(
+    rows: torch.Tensor,
+    factors: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    largest: float,
+    block: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits, and their
+    scales (T, blocks) fp32: one for each `block` columns, or for a row.
+    """
+    rows = rows.contiguous()
+    num_rows, width = rows.shape
+    num_blocks = 1 if block is None else -(-width // block)
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    scales = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=rows.device)
+    given = (scales, rows, rows if factors is None else factors, width)
+    options: dict[str, Any] = {"most": largest, "folds": factors is not None, "num_warps": WARPS}
+    if block is None:
+        size = min(ROW_ELEMENTS, _power_of_two(width))
+        _launch("round_rows", (num_rows,), out, *given, size=size, **options)
+    else:
+        blocks = min(ROW_ELEMENTS // block, _power_of_two(num_blocks))
+        _launch(
+            "round_blocks", (num_rows, -(-num_blocks // blocks)), out, *given, num_blocks,
+            block_size=block, blocks=blocks, **options,
+        )  # fmt: skip
+    return out, scales
+
+
+def block_product(
+    out: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scales: torch.Tensor,
+    right_scales: torch.Tensor | None,
+    *,
+    block: int,
+    add: bool,
+) -> torch.Tensor:
+    """Fill `out` (T, N) with left (T, K) @ right (N, K)^T of int8, or add it; return `out`.
+
+    left_scales: (T, blocks of K) fp32; right_scales: (N,) fp32, None for ones.
+    """
+    num_rows, num_columns = out.shape
+    grid = (-(-num_rows // TILE["rows"]) * -(-num_columns // TILE["columns"]),)
+    _launch(
+        "block_product", grid, out, left, right, left_scales,
+        left_scales if right_scales is None else right_scales, num_rows, num_columns,
+        left.shape[1], adds=add, scaled=right_scales is not None, block_size=block, **TILE,
+        num_warps=TILE_WARPS, num_stages=TILE_STAGES,
+    )  # fmt: skip
+    if add:
+        increment_version((out,))
+    return out
+
+
+def _power_of_two(number: int) -> int:
+    """Return the next power of two, the only sizes that Triton's ranges have."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,229 @@
+"""GPU kernels of products in 8 bits, in Triton; `gpu_kernels` calls them and says what they
+compute.
+
+Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
+are int64, as in `triton_kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _block_scales(absmax, nested_absmax, nested_code, offset, blocks, inside, double: tl.constexpr):
+    """Return the decoded scales of some blocks of NF4 weights, fp32; 0 outside."""
+    if double:
+        stored = absmax.to(tl.pointer_type(tl.uint8), bitcast=True)
+        index = tl.load(stored + blocks, mask=inside, other=0).to(tl.int32)
+        # 256: `nf4_linear.NESTED_BLOCK_SIZE`
+        nested = tl.load(nested_absmax + blocks // 256, mask=inside, other=0.0)
+        scale = tl.load(nested_code + index) * nested + tl.load(offset)
+    else:
+        scale = tl.load(absmax + blocks, mask=inside, other=0.0)
+    return tl.where(inside, scale, 0.0)
+
+
+@triton.jit
+def _in_range(largest, most: tl.constexpr):
+    """Return the scale that brings `largest` to `most`, the format's largest value; never 0."""
+    return tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + most), 1e-30)
+
+
+@triton.jit
+def _as_eight_bits(value, kind):
+    """Round to the nearest value of the type `kind`; for int8 halves go up."""
+    if kind == tl.int8:
+        value = tl.floor(value + 0.5)
+    return value.to(kind)
+
+
+@triton.jit
+def row_scales(
+    scales,
+    absmax,
+    nested_absmax,
+    nested_code,
+    offset,
+    row_blocks,
+    most: tl.constexpr,
+    double: tl.constexpr,
+    size: tl.constexpr,
+):
+    """One row of weights: its largest block scale, brought to `most`."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((size,), dtype=tl.float32)
+    for start in range(0, row_blocks, size):
+        block = start + tl.arange(0, size)
+        inside = block < row_blocks
+        of_blocks = _block_scales(
+            absmax, nested_absmax, nested_code, offset, row * row_blocks + block, inside, double
+        )
+        largest = tl.maximum(largest, tl.abs(of_blocks))
+    tl.store(scales + row, _in_range(tl.max(largest, 0), most))
+
+
+@triton.jit
+def decode_eight_bits(
+    out,
+    packed,
+    absmax,
+    nested_absmax,
+    code,
+    nested_code,
+    offset,
+    scales,
+    num_rows,
+    row_blocks,
+    block_size: tl.constexpr,
+    double: tl.constexpr,
+    transposed: tl.constexpr,
+    rows: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """`rows` rows of `blocks` blocks each, decoded and divided by the scales of their rows.
+
+    Transposed: one block of columns of each row, written along the rows.
+    """
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
+    inside = (row[:, None] < num_rows) & (column[None, :] < row_blocks)
+    block = tl.reshape(row[:, None] * row_blocks + column[None, :], (rows * blocks,))
+    inside = tl.reshape(inside, (rows * blocks,))
+    scale = _block_scales(absmax, nested_absmax, nested_code, offset, block, inside, double)
+    scale = tl.div_rn(scale, tl.load(scales + block // row_blocks, mask=inside, other=1.0))
+    half: tl.constexpr = block_size // 2
+    packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
+    bytes_at = block[:, None] * half + tl.arange(0, half)[None, :]
+    pairs = tl.load(packed + bytes_at, mask=inside[:, None], other=0).to(tl.int32)
+    kind: tl.constexpr = out.dtype.element_ty
+    high = _as_eight_bits(tl.load(code + (pairs >> 4)) * scale[:, None], kind)
+    low = _as_eight_bits(tl.load(code + (pairs & 15)) * scale[:, None], kind)
+    weights = tl.interleave(high, low)
+    if transposed:  # one block a row
+        feature = tl.program_id(1).to(tl.int64) * block_size + tl.arange(0, block_size)
+        at = feature[:, None] * num_rows + row[None, :]
+        tl.store(out + at, tl.trans(weights), mask=inside[None, :])
+    else:
+        at = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+        tl.store(out + at, weights, mask=inside[:, None])
+
+
+@triton.jit
+def round_rows(
+    out, scales, x, factors, width, most: tl.constexpr, folds: tl.constexpr, size: tl.constexpr
+):
+    """One row with one scale; `folds`: times the factors of its columns before."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((size,), dtype=tl.float32)
+    for start in range(0, width, size):
+        value = _loaded(x, factors, row, start + tl.arange(0, size), width, folds)
+        # NaN counts as infinity: a maximum would pass it over
+        largest = tl.maximum(largest, tl.where(value == value, tl.abs(value), float("inf")))
+    scale = _in_range(tl.max(largest, 0), most)
+    tl.store(scales + row, scale)
+    for start in range(0, width, size):
+        column = start + tl.arange(0, size)
+        value = _loaded(x, factors, row, column, width, folds)
+        rounded = _as_eight_bits(
+            tl.div_rn(value, tl.zeros_like(value) + scale), out.dtype.element_ty
+        )
+        tl.store(out + row * width + column, rounded, mask=column < width)
+
+
+@triton.jit
+def _loaded(x, factors, row, column, width, folds: tl.constexpr):
+    """Return some columns of a row times their factors, fp32; 0 behind its end."""
+    value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    if folds:
+        value *= tl.load(factors + column, mask=column < width, other=0.0)
+    return value
+
+
+@triton.jit
+def round_blocks(
+    out,
+    scales,
+    x,
+    factors,
+    width,
+    num_blocks,
+    most: tl.constexpr,
+    folds: tl.constexpr,
+    block_size: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """`blocks` blocks of a row, each with a scale of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
+    column = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    value = _loaded(x, factors, row, column, width, folds)
+    largest = tl.max(tl.where(value == value, tl.abs(value), float("inf")), 1)
+    scale = _in_range(largest, most)
+    tl.store(scales + row * num_blocks + block, scale, mask=block < num_blocks)
+    scale = tl.zeros_like(value) + scale[:, None]
+    rounded = _as_eight_bits(tl.div_rn(value, scale), out.dtype.element_ty)
+    tl.store(out + row * width + column, rounded, mask=column < width)
+
+
+@triton.jit
+def block_product(
+    out,
+    left,
+    right,
+    left_scales,
+    right_scales,
+    num_rows,
+    num_columns,
+    width,
+    adds: tl.constexpr,
+    scaled: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    block_size: tl.constexpr,
+    group: tl.constexpr,
+):
+    """A tile of left (rows, width) @ right (columns, width)^T in int8, exact within a block of the
+    width; blocks are scaled and added up in fp32, then scaled by column, then added to what is
+    there (`adds`).
+    """
+    row_start, column_start = _tile(num_rows, num_columns, rows, columns, group)
+    row = row_start + tl.arange(0, rows)
+    column = column_start + tl.arange(0, columns)
+    there, right_there = row < num_rows, column < num_columns
+    num_blocks = tl.cdiv(width, block_size)
+    total = tl.zeros((rows, columns), dtype=tl.float32)
+    for block in range(num_blocks):
+        place = block * block_size + tl.arange(0, block_size)
+        inside = place < width
+        one = tl.load(
+            left + row[:, None] * width + place[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0,
+        )
+        other = tl.load(
+            right + column[None, :] * width + place[:, None],
+            mask=right_there[None, :] & inside[:, None],
+            other=0,
+        )
+        scale = tl.load(left_scales + row * num_blocks + block, mask=there, other=0.0)
+        total += tl.dot(one, other, out_dtype=tl.int32).to(tl.float32) * scale[:, None]
+    if scaled:
+        total *= tl.load(right_scales + column, mask=right_there, other=0.0)[None, :]
+    at = out + row[:, None] * num_columns + column[None, :]
+    mask = there[:, None] & right_there[None, :]
+    if adds:
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(num_rows, num_columns, rows: tl.constexpr, columns: tl.constexpr, group: tl.constexpr):
+    """Return the first row and column of this program's tile: `group` rows of tiles at a time, so
+    that programs that run together read the same weights.
+    """
+    row_tiles, column_tiles = tl.cdiv(num_rows, rows), tl.cdiv(num_columns, columns)
+    program = tl.program_id(0)
+    first = program // (group * column_tiles) * group
+    high = tl.minimum(row_tiles - first, group)
+    rest = program % (group * column_tiles)
+    return ((first + rest % high) * rows).to(tl.int64), (rest // high * columns).to(tl.int64)

@@ -1,0 +1,111 @@
+"""What products in 8 bits cost the base, measured before the first step of a run that has them.
+
+Adapters change nothing yet, so the loss is the base's, and the rows of the data are as new to it as
+held-out ones are. Products in backward change no loss: `docs/numerics.md` says what they were
+measured to do.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from workflow.lib.artifacts.training_record import Check
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.distributed.fsdp import forward_only
+from workflow.lib.distributed.world import World
+from workflow.lib.model.layers.eight_bits.products import Format
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import TrainConfig
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
+from workflow.lib.system.errors import setting_error
+from workflow.lib.training.batches import stored_batch
+
+logger = logging.getLogger("workflow")
+
+# Of SmolLM2-135M float8 moves the loss of a token by 0.2 nats up or down: their mean by 0.002.
+TOKENS = 8192
+
+
+def check_products(
+    training: CausalLMForTraining,
+    store: TokenStore,
+    train: TrainConfig,
+    world: World,
+    *,
+    moved: Callable[[], None] = lambda: None,
+) -> list[Check]:
+    """Compare the base's loss with products in 8 bits and without; return the report's check, none
+    for a run without. Calls `moved` after every row. Collective.
+
+    With `auto` a rise above the bound switches 8 bits off; else it raises `UserError`.
+    """
+    forward, backward = training.product_types.asked
+    if forward is None and backward is None:
+        return []
+    if forward is None:
+        assert backward is not None
+        detail = f"only gradients are in {backward.name}"
+        return [_check("products in 8 bits are in backward alone", detail)]
+    training.eval()
+    plain, rounded = (
+        _loss(training, store, world, products=products, moved=moved)
+        for products in (nullcontext(), training.product_types.in_eight_bits())
+    )
+    return [_judged(training, train, forward, plain=plain, rounded=rounded)]
+
+
+def _judged(
+    training: CausalLMForTraining, train: TrainConfig, form: Format, *, plain: float, rounded: float
+) -> Check:
+    """Return the check of both losses, nats per trained token, or end the run as `check_products`
+    says.
+    """
+    bound = train.max_products_loss_rise
+    detail = (
+        f"{plain:.4f} nats per token in the compute type, {rounded:.4f} in {form.name}; allowed is "
+        f"a rise of {bound:g}"
+    )
+    if rounded - plain <= bound:
+        logger.info("products of frozen weights in %s: %s", form.name, detail)
+        return _check("the base's loss in 8 bits is that of the compute type", detail)
+    if train.products != "auto":
+        change = (
+            f"Set it to {COMPUTE_DTYPE}, set train.products_in to backward, or raise "
+            "train.max_products_loss_rise"
+        )
+        raise setting_error("train.products", train.products, f"the base has {detail}", change)
+    training.multiply_in_(COMPUTE_DTYPE, train.products_in)
+    logger.warning("train.products = auto: no products in 8 bits, since the base has %s", detail)
+    return _check("products in 8 bits are off where they cost the base more than allowed", detail)
+
+
+def _check(name: str, detail: str) -> Check:
+    return Check(name=name, passed=True, detail=detail)
+
+
+def _loss(
+    training: CausalLMForTraining,
+    store: TokenStore,
+    world: World,
+    *,
+    products: AbstractContextManager[None],
+    moved: Callable[[], None],
+) -> float:
+    """Return the mean loss of a trained token of the first rows, those of each process in turn.
+    Collective.
+    """
+    count = math.ceil(TOKENS / store.seq_len / world.size)
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    with forward_only(training), products:
+        for number in range(world.rank, count * world.size, world.size):
+            batch = stored_batch(store, np.array([number % store.num_rows])).to(world.device)
+            total[0] += training(batch)
+            total[1] += len(batch.targets)
+            moved()
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
