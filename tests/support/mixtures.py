@@ -27,7 +27,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     # 11 experts: the name of the eleventh sorts before that of the third
     "qwen3_moe": {"num_experts": 11, "moe_intermediate_size": 48},
     "mixtral": {"num_local_experts": 3, "intermediate_size": 48},
-    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 16},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": 16},
     "glm4_moe": SHARED | {"n_routed_experts": 5, "n_group": 1, "topk_group": 1},
     "deepseek_v3": SHARED
     | {

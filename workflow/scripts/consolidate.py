@@ -48,6 +48,7 @@ from workflow.lib.model.backends import (
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import (
@@ -159,7 +160,7 @@ def merge(
     stacks, onto = expert_stacks(model), config.export.merge_onto
     recorded = downloaded_files(args.model)
     with (
-        CheckpointReader(args.model, recorded=recorded) as original,
+        DecodedReader(args.model, recorded=recorded) as original,
         ConvertedReader(args.model, model) as converted,
         CheckpointReader(args.base) as nf4,
     ):

@@ -27,6 +27,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from workflow.lib.export.packed_stacks import pack_, with_linears
 from workflow.lib.export.stack_names import names_of_experts
@@ -37,6 +38,7 @@ from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
 
+DECODED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -62,6 +64,7 @@ def load_base(
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
         attn_implementation=attention,
+        **_decoding(stock),
     )
     refuse_unmatched(
         base_dir,
@@ -74,6 +77,15 @@ def load_base(
     pack_(model, stacks, linears=names_of_experts(stock) if stacks else ())
     decode_partial_rows_(model)
     return model
+
+
+def _decoding(model: PreTrainedModel) -> dict[str, Any]:
+    """Return how a packed original is loaded: decoded, as it was read for the training. Its own
+    kernels would compute something else, and need a newer GPU.
+    """
+    quantization: Any = getattr(model.config, "quantization_config", None) or {}
+    config = DECODED.get(quantization.get("quant_method"))
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def is_nf4(model: PreTrainedModel) -> bool:

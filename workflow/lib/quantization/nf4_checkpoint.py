@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from workflow.lib.model.architecture.config_file import QUANTIZATION, refuse_quantized
 from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
@@ -130,8 +131,8 @@ def check_checkpoint(
     for name in [*(f"{path}.weight" for path in linears), *stacks]:
         if reader.dtype(name) not in QUANTIZABLE:
             raise UserError(
-                f"{name} is stored as {reader.dtype(name)}: the checkpoint is "
-                "quantized already. "
+                f"{name} is stored as {reader.dtype(name)}: the checkpoint is quantized already, "
+                "in a format that is not known. "
                 "Set model.source to the original bf16 or fp16 checkpoint."
             )
 
@@ -274,13 +275,12 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
-    quantized model.
+    quantized model that cannot be decoded.
+
+    What is packed is decoded when it is read, so the result says nothing of it.
     """
     path = folder / "config.json"
     config = read_settings(path)
-    if "quantization_config" in config:
-        raise UserError(
-            f"{path} describes a model that is quantized already. "
-            "Set model.source to the original bf16 or fp16 checkpoint."
-        )
+    refuse_quantized(config, path)
+    config.pop(QUANTIZATION, None)
     return config

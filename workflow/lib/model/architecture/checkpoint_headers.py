@@ -35,7 +35,8 @@ def with_checkpoint(shape: ModelShape, folder: Path) -> ModelShape:
     for number in range(shape.num_layers):
         _check_experts(shape, number, tensors, folder)
     first = f"{shape.prefix}{layer_name(shape, 0, shape.layer(0).linears[0].path)}.weight"
-    return replace(shape, source_dtype=tensors[first].dtype)
+    dtype = tensors[first].dtype
+    return replace(shape, source_dtype=dtype if dtype in FLOAT_BYTES else "BF16")
 
 
 def layer_name(shape: ModelShape, number: int, path: str) -> str:
@@ -88,7 +89,7 @@ def _check_tensor(
             "The files do not belong together, or the download is not complete: check model.source."
         )
     tensor = tensors[name]
-    if tensor.dtype not in FLOAT_BYTES:
+    if tensor.dtype not in FLOAT_BYTES and not _is_decoded(name, tensors):
         raise UserError(
             f"{folder}: {name} is stored as {tensor.dtype}: the model is quantized already. "
             "Set model.source to the original bf16, fp16 or fp32 checkpoint."
@@ -108,13 +109,16 @@ def _check_experts(
     if not stacks:
         return
     layer = f"{shape.prefix}{layer_name(shape, number, '')}"
-    stored = [
-        tensor
+    stored = {
+        name: tensor
         for name, tensor in tensors.items()
         if name.startswith(layer) and ".experts." in name and _is_weight(name, tensor)
-    ]
+    }
     expected = sum(linear.num_weights for linear in stacks)
-    found = sum(math.prod(tensor.shape) for tensor in stored)
+    found = sum(
+        math.prod(tensor.shape) * (2 if name.endswith("_blocks") else 1)  # two 4-bit codes a byte
+        for name, tensor in stored.items()
+    )
     if found != expected:
         raise UserError(
             f"{folder}: the experts of {layer.removesuffix('.')} have {found:,} weights in "
@@ -122,8 +126,8 @@ def _check_experts(
             f"{expected:,} weights together. The files do not belong together, or the download is "
             "not complete: check model.source."
         )
-    for tensor in stored:
-        if tensor.dtype not in FLOAT_BYTES:
+    for name, tensor in stored.items():
+        if tensor.dtype not in FLOAT_BYTES and not _is_decoded(name, tensors):
             raise UserError(
                 f"{folder}: experts are stored as {tensor.dtype}: the model is quantized already. "
                 "Set model.source to the original bf16, fp16 or fp32 checkpoint."
@@ -131,7 +135,14 @@ def _check_experts(
 
 
 def _is_weight(name: str, tensor: TensorInfo) -> bool:
-    return len(tensor.shape) >= 2 and not name.endswith("bias")
+    others = ("bias", "_scale_inv", "_scales")
+    return len(tensor.shape) >= 2 and not name.endswith(others)
+
+
+def _is_decoded(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a packed tensor has the scales by which it is decoded when it is read."""
+    blocks = name.removesuffix("_blocks")
+    return f"{name}_scale_inv" in tensors or (blocks != name and f"{blocks}_scales" in tensors)
 
 
 def _elements(tensor: TensorInfo) -> int:

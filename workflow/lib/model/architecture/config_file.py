@@ -24,15 +24,19 @@ LARGEST_SIZES = LAYERS | {
 }
 MAX_CONFIG_BYTES = 2**24
 SHOWN_DIGITS = 20
+QUANTIZATION = "quantization_config"
+DECODED_FORMATS = ("fp8", "mxfp4")  # as Transformers calls them; read by `published.decoded_reader`
 TEXT_PART = "text_config"  # of a multimodal model
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json; raises `UserError` as `read_bounded` does, and for a model that is
-    quantized already.
+    """Read a config.json; raises `UserError` as `read_bounded` and `refuse_quantized` do.
+
+    Of a model in a format that is decoded when it is read, it is that of the decoded model.
     """
     config = read_bounded(path)
     refuse_quantized(config, path)
+    config.pop(QUANTIZATION, None)
     return config
 
 
@@ -74,11 +78,16 @@ def check_bounds(content: Mapping[str, Any], path: Path) -> None:
 
 
 def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` for a model that is quantized already."""
-    if "quantization_config" in config:
+    """Raise `UserError` for a model that is quantized already, in a format that is not decoded."""
+    if QUANTIZATION not in config:
+        return
+    settings = config[QUANTIZATION]
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method not in DECODED_FORMATS:
         raise UserError(
-            f"{path} describes a model that is quantized already. "
-            "Set model.source to the original bf16, fp16 or fp32 checkpoint."
+            f"{path} describes a model that is quantized already "
+            f"({QUANTIZATION}.quant_method = {method!r}; {' and '.join(DECODED_FORMATS)} can be "
+            "read). Set model.source to the original bf16, fp16 or fp32 checkpoint."
         )
 
 

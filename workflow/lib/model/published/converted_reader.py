@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.system.checksums import RecordedFile
 from workflow.lib.system.errors import UserError
 
@@ -60,8 +60,8 @@ class ModuleNames:
         return tuple(self._places[name].shape)
 
 
-class ConvertedReader(CheckpointReader):
-    """`CheckpointReader` whose names are those of a model's parameters and buffers."""
+class ConvertedReader(DecodedReader):
+    """`DecodedReader` whose names are those of a model's parameters and buffers."""
 
     def __init__(
         self, folder: Path, model: PreTrainedModel, *, recorded: Iterable[RecordedFile] = ()
@@ -70,7 +70,7 @@ class ConvertedReader(CheckpointReader):
         self._model, self._names = model, ModuleNames(model)
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
         """By name: the stored tensors that it is made of, each with the converter's pattern."""
-        for stored in sorted(self._shards, key=natural_order):
+        for stored in sorted(super().names(), key=natural_order):
             name, pattern = self._names.named(stored)
             self._stored.setdefault(name, []).append((stored, pattern))
 
