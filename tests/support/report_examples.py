@@ -339,6 +339,34 @@ def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4
     return folder
 
 
+def add_gguf(folder: Path) -> None:
+    """Add the checks of GGUF files to the run in `folder`: the merged model, and the adapter."""
+    merged = {
+        "form": "merged",
+        "format": "q4_k_m",
+        "file": "demo-q4_k_m.gguf",
+        "bytes": 3 * 2**20,
+        "adapter": None,
+        "adapter_bytes": None,
+        "prompts": 3,
+        "loss": 1.5625,
+        "reference_loss": 1.5,
+        "bound": 0.3,
+        "positions": 96,
+        "same_most_likely": 0.875,
+        "answers": 4,
+        "equal_answers": 1,
+    }
+    adapter = {"adapter": "demo-adapter.gguf", "adapter_bytes": 2**20}
+    base = merged | adapter | {"form": "adapter", "file": "demo-base-q4_k_m.gguf"}
+    document = {
+        "files": [merged, base],
+        "modelfile": True,
+        "provenance": provenance("convert_gguf"),
+    }
+    write_json(folder / "convert_gguf" / "gguf.json", document)
+
+
 def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:
     """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
     with all that are there.

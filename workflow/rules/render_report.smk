@@ -5,6 +5,7 @@ rule render_report:
         metrics=expand("results/runs/{run}/finetune/metrics.jsonl", run=RUNS),
         parity=expand("results/runs/{run}/consolidate/parity.json", run=RUNS),
         evaluation=evaluations(),
+        gguf=[layout.stage_dir(name, "convert_gguf") for name in IN_GGUF],
         tokens=[f"{layout.tokens_dir(run)}/manifest.json" for run in RUNS.values()],
     output:
         page=report(
@@ -36,6 +37,7 @@ rule render_report:
         recorded=layout.recorded_report_json(REPORT, RUNS),  # what Snakemake compares
         folder=lambda w, input: subpath(input.summary[0], ancestor=3),
         runs=[part for name in RUNS for part in ("--run", name)],
+        gguf=["--gguf", *IN_GGUF] if IN_GGUF else [],
         tokens=lambda w, input: [
             part
             for name, manifest in zip(RUNS, input.tokens, strict=True)
@@ -43,5 +45,5 @@ rule render_report:
         ],
     shell:
         "python -m workflow.scripts.render_report --config {params.config:q} --runs-dir {params.folder:q}"
-        " {params.runs:q} {params.tokens:q} --output {output.page:q}"
+        " {params.runs:q} {params.tokens:q} {params.gguf:q} --output {output.page:q}"
         " --comparison {output.comparison:q} --figures {output.figures:q} --log {log:q}"

@@ -6,6 +6,7 @@ rule write_card:
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
+        gguf=lambda w: layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else [],
     output:
         report(
             "results/runs/{run}/consolidate/adapter/README.md",
@@ -21,7 +22,9 @@ rule write_card:
         # What Snakemake compares. What is derived from `output` it does not record.
         recorded=lambda w: layout.recorded_json("write_card", RUNS[w.run]),
         config=lambda w, output: layout.stage_json("write_card", RUNS[w.run]),
+        gguf=lambda w, input: ["--gguf", input.gguf] if input.gguf else [],
     shell:
         "python -m workflow.scripts.write_card --config {params.config:q} --summary {input.summary:q}"
         " --adapter-config {input.adapter_config:q} --manifest {input.manifest:q}"
-        " --parity {input.parity:q} --evaluation {input.evaluation:q} --output {output:q} --log {log:q}"
+        " --parity {input.parity:q} --evaluation {input.evaluation:q} {params.gguf:q}"
+        " --output {output:q} --log {log:q}"

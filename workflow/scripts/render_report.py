@@ -34,6 +34,7 @@ def main(args: argparse.Namespace) -> None:
         args.runs_dir,
         names=args.run,
         tokens=read_tokens(args.tokens),
+        gguf=args.gguf,
     )
     for run in runs:
         logger.info("%s", describe(run))
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--tokens", nargs="+", action="extend", required=True, metavar="NAME=DIR", help="its tokens"
     )
+    options.add_argument("--gguf", nargs="*", default=[], help="the runs that export GGUF files")
     options.add_argument("--output", type=Path, required=True, help="the page, HTML")
     options.add_argument("--comparison", type=Path, required=True, help="the table, CSV")
     options.add_argument("--figures", type=Path, required=True, help="folder of PNG files")

@@ -8,6 +8,7 @@ import argparse
 import logging
 from pathlib import Path
 
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
@@ -36,6 +37,7 @@ def main(args: argparse.Namespace) -> None:
         manifest=read_record(args.manifest, Manifest),
         parity=read_record(args.parity, Parity),
         measured=read_measured(args.evaluation, run=args.evaluation.parent.name),
+        gguf=read_record(args.gguf / "gguf.json", GgufChecks) if args.gguf else None,
     )
     write_text(args.output, model_card(inputs))
     logger.info("model card: %s", args.output)
@@ -52,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--evaluation", type=Path, required=True, help="folder of the run's evaluation"
     )
+    parser.add_argument("--gguf", type=Path, help="folder of the run's GGUF files")
     parser.add_argument("--output", type=Path, required=True, help="README.md to write")
     # One small file, replaced at once; a lock would stay in the folder of the adapter that people
     # publish.

@@ -54,7 +54,7 @@ class TurnTexts:
 
         return (
             f"{{{{ if .System }}}}{turn(self.system, '{{ .System }}')}"
-            f"{{{{ else }}}}{_literal(self.beginning)}{{{{ end }}}}"
+            f"{f'{{{{ else }}}}{_literal(self.beginning)}' if self.beginning else ''}{{{{ end }}}}"
             "{{ range .Messages }}"
             f'{{{{ if eq .Role "user" }}}}{turn(self.user, "{{ .Content }}")}'
             f'{{{{ else if eq .Role "assistant" }}}}{turn(self.assistant, "{{ .Content }}")}'

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.training_record import Summary
@@ -31,6 +32,7 @@ class CardInputs:
     manifest: Manifest
     parity: Parity
     measured: Measured
+    gguf: GgufChecks | None = None
 
     @property
     def base_name(self) -> str:

@@ -67,6 +67,7 @@ def render_page(runs: list[Run], *, report: ReportConfig, settings: Mapping[str,
     variables = {
         "report": report,
         "runs": runs,
+        "with_gguf": [run for run in runs if run.gguf],
         "subject_labels": SUBJECT_LABELS,
         "subject_meanings": SUBJECT_MEANINGS,
         "shown_subjects": [n for n in SUBJECTS if any(n in r.measured.subjects for r in runs)],

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from workflow.lib.report.card_gguf import gguf_section
 from workflow.lib.report.card_inputs import CardInputs, code, text
 from workflow.lib.report.card_results import results_section, verdict_sentence
 from workflow.lib.report.card_serving import serving_section
@@ -22,6 +23,7 @@ def model_card(inputs: CardInputs) -> str:
     sections = {
         "Use": use_section(inputs),
         "Serving": serving_section(inputs),
+        **({"GGUF": gguf_section(inputs.gguf)} if inputs.gguf else {}),
         "Data": _table(_data(inputs)),
         "Training": _table(_training(inputs)),
         "Results": results_section(inputs),

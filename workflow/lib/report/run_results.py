@@ -6,10 +6,11 @@ the table over runs in `comparison`, the page in `html_page`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from workflow.lib.artifacts.gguf_record import GgufChecks
 from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.preflight_record import Preflight
@@ -48,6 +49,8 @@ class Run:
     steps: list[Step]
     parity: Parity
     measured: Measured
+    gguf: GgufChecks | None
+    """None where no GGUF files were exported."""
 
     @property
     def heldout_steps(self) -> list[Step]:
@@ -131,8 +134,9 @@ def read_runs(
     *,
     names: list[str],
     tokens: Mapping[str, Path],
+    gguf: Collection[str] = (),
 ) -> list[Run]:
-    """Read all runs, in the order of `names`.
+    """Read all runs, in the order of `names`; gguf: those that export GGUF files.
 
     Raises `UserError` for a run without a tokens folder, a tokens folder without its run, a missing
     file, a missing or wrong field, and files that belong to different runs.
@@ -149,10 +153,12 @@ def read_runs(
         raise setting_error(
             "--run", missing, "has no tokens folder", "Add --tokens NAME=DIR for each of them"
         )
-    return [read_run(runs_dir / name, tokens_dir=tokens[name]) for name in names]
+    return [
+        read_run(runs_dir / name, tokens_dir=tokens[name], has_gguf=name in gguf) for name in names
+    ]
 
 
-def read_run(folder: Path, *, tokens_dir: Path) -> Run:
+def read_run(folder: Path, *, tokens_dir: Path, has_gguf: bool) -> Run:
     """Read the artifacts of the run in `folder` (`results/runs/<run>`); raises `UserError` as
     `read_runs`.
     """
@@ -165,6 +171,7 @@ def read_run(folder: Path, *, tokens_dir: Path) -> Run:
         steps=read_steps(folder / "finetune" / "metrics.jsonl"),
         parity=read_record(folder / "consolidate" / "parity.json", Parity),
         measured=read_measured(folder / "evaluate_run", run=folder.name),
+        gguf=read_record(folder / "convert_gguf" / "gguf.json", GgufChecks) if has_gguf else None,
     )
     _check_belongs(run, folder=folder, tokens_dir=tokens_dir)
     return run
