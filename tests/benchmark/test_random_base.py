@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.mixtures import tiny_mixture
 from tests.support.models import tiny_llama
 from workflow.lib.benchmark.cases import requests
 from workflow.lib.benchmark.prediction import imagined_tokens
 from workflow.lib.benchmark.random_base import random_rows, write_random_base
 from workflow.lib.model.describe_model import describe_config
+from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.settings.config import QuantizeConfig, load_benchmark
 from workflow.lib.system.files import read_json
@@ -70,3 +72,17 @@ def test_rows_are_what_preflight_was_told() -> None:
     assert store.input_ids.shape == (tokens.packed_rows, 61)
     assert int(store.trained_tokens_per_row.sum()) == tokens.trained_tokens
     assert np.all(store.position_ids[:, 0] == 0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_random_mixture_has_its_experts_in_nf4(tmp_path: Path, family: str) -> None:
+    config = read_json(tiny_mixture(family, tmp_path / "model") / "config.json")
+    write_random_base(tmp_path / "base", config, QuantizeConfig())
+    model = build_nf4_on_meta(tmp_path / "base", compute_dtype=torch.float32, attention="eager")
+    materialize_(model, transformers_model=model, device=torch.device("cpu"))
+    assert load_weights_(model, tmp_path / "base") > 0
+    stacks = [module for module in model.modules() if isinstance(module, NF4Stack)]
+    assert len(stacks) == 2 * (1 if family == "deepseek_v3" else 2)
+    for stack in stacks:
+        weights = stack.dequantize_experts(0, stack.num_experts, torch.float32)
+        assert weights.std().item() == pytest.approx(0.02, rel=0.1)

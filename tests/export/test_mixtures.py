@@ -11,7 +11,7 @@ import torch
 from bitsandbytes.nn import Params4bit
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
@@ -268,3 +268,17 @@ def test_wrapped_model_is_stock_pefts_own(folder: Path, tmp_path: Path) -> None:
     assert {name for name, _ in tuned.named_parameters() if ".lora_" in name} == stored
     expected = logits(plain(folder, onto="original", adapted=True))
     torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_merged_model_keeps_the_digits_of_the_bias_that_chooses_experts(tmp_path: Path) -> None:
+    source = tiny_mixture("glm4_moe", tmp_path / "model", dtype=torch.bfloat16)
+    stored = load_file(source / "model.safetensors")
+    (name,) = (name for name in stored if name.endswith("e_score_correction_bias"))
+    stored[name] = torch.linspace(0.1, 0.10001, 5)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    quantized(source, tmp_path / "nf4")
+    adapter = without_stacks(trained_adapter(meta(tmp_path)), expert_stacks(meta(tmp_path)))
+    with CheckpointReader(source) as original, CheckpointReader(tmp_path / "nf4") as nf4:
+        merged = dict(merged_tensors(adapter, CONFIG, original=original, nf4=nf4, onto="original"))
+    assert torch.equal(merged.pop(name), stored[name])
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}

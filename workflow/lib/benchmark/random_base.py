@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import build_on_meta, stored_buffers
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
@@ -23,6 +24,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantizable_linears,
     quantize_tensor,
 )
+from workflow.lib.quantization.stack_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import put_in_place, write_json
 
@@ -49,21 +51,19 @@ def write_random_base(
     partial.mkdir(parents=True)
     write_json(partial / "config.json", config)
     model = build_on_meta(partial, dtype=torch.bfloat16)
-    linears = quantizable_linears(model)
-    draw, device = torch.Generator().manual_seed(SEED), torch.device("cpu")
-    tensors_by_size: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    linears, stacks = quantizable_linears(model), expert_stacks(model)
+    draw = torch.Generator().manual_seed(SEED)
+    made: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
     writer = ShardWriter(partial, shard_bytes=SHARD_BYTES)
-    for path, size in linears.items():
-        if size not in tensors_by_size:
-            weight = _random(size, draw)
-            tensors_by_size[size] = quantize_tensor(weight, settings, device=device)
+    sizes: dict[str, tuple[int, ...]] = {**linears, **{p: s.shape for p, s in stacks.items()}}
+    for path, size in sizes.items():
+        if size not in made:
+            made[size] = _packed(size, draw, settings)
             if float_storage:
-                tensors_by_size[size]["weight"] = as_bfloat16(tensors_by_size[size]["weight"])
-        writer.add(
-            {f"{path}.{suffix}": part.clone() for suffix, part in tensors_by_size[size].items()}
-        )
-    for name, param in model.named_parameters():
-        if name.removesuffix(".weight") not in linears:
+                made[size]["weight"] = as_bfloat16(made[size]["weight"])
+        writer.add({f"{path}.{suffix}": part.clone() for suffix, part in made[size].items()})
+    for name, param in (*model.named_parameters(), *stored_buffers(model)):
+        if name not in stacks and name.removesuffix(".weight") not in linears:
             value = _random(tuple(param.shape), draw)
             value = torch.ones_like(value) if param.ndim == 1 else value
             writer.add({name: value})
@@ -73,6 +73,17 @@ def write_random_base(
         written["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
     write_json(partial / "config.json", written)
     put_in_place(partial, folder)
+
+
+def _packed(
+    size: tuple[int, ...], draw: torch.Generator, settings: QuantizeConfig
+) -> dict[str, torch.Tensor]:
+    """Return the checkpoint tensors of a random linear (out, in), or stack (experts, out, in)."""
+    device = torch.device("cpu")
+    if len(size) == 2:
+        return quantize_tensor(_random(size, draw), settings, device=device)
+    experts = (_random(size[1:], draw) for _ in range(size[0]))
+    return quantize_stack(experts, settings, device=device, transposed=False)
 
 
 def _random(size: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:

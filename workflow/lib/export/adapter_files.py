@@ -184,11 +184,12 @@ def merged_tensors(
     (`converted_reader.ModuleNames`). What is not text is handed on. Stacks of experts are left out
     (`merged_stacks`).
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
-    rounded once.
+    rounded once. What is not quantized stays in fp32 in a 16-bit checkpoint.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
+    narrow = _stored_in_16_bits(original, nf4, module_name)
     for stored in original.names():
         name = module_name(stored)
         if f"{name}.{STATE_SUFFIX}" in nf4:
@@ -200,6 +201,9 @@ def merged_tensors(
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"
         quantized = f"{path}.{STATE_SUFFIX}" in nf4
+        if narrow and not quantized and original.dtype(stored) == "F32":
+            yield stored, original.tensor(stored)  # a router's bias needs its digits
+            continue
         weight = (
             dequantized_weight(nf4, path)
             if quantized and onto == "dequantized"
@@ -215,6 +219,16 @@ def merged_tensors(
             f"the adapter has tensors for {min(pending | whole)}, which the model has not. Check "
             "model.source."
         )
+
+
+def _stored_in_16_bits(
+    original: CheckpointReader, nf4: CheckpointReader, module_name: Callable[[str], str]
+) -> bool:
+    """Tell whether the weights that are quantized are stored in 16 bits."""
+    names = original.names()
+    paths = ((name, module_name(name).removesuffix(".weight")) for name in names)
+    first = next((name for name, path in paths if f"{path}.{STATE_SUFFIX}" in nf4), None)
+    return first is not None and original.dtype(first) != "F32"
 
 
 def merged_weight(
