@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tests.support.families import tiny_family
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
@@ -25,6 +26,7 @@ from workflow.lib.model.nf4_model import (
     load_weights_,
     materialize_,
 )
+from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -266,3 +268,25 @@ def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         build_on_meta(tmp_path, dtype=torch.float32)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("ernie4_5_moe", "model.layers.1.mlp.gate.weight"),
+    ],
+)
+def test_what_chooses_experts_keeps_the_precision_that_its_family_asks_for(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "nf4")
+    model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
+    materialize_(model, transformers_model=model, device=torch.device("cpu"))
+    load_weights_(model, base)
+    with CheckpointReader(base) as reader:
+        stored = reader.tensor(name)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert tensors[name].dtype == torch.float32
+    assert torch.equal(tensors[name], stored)
+    assert tensors["model.norm.weight"].dtype == torch.bfloat16

@@ -36,6 +36,26 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+SHARED_EXPERT = MOE | {"shared_expert_intermediate_size": 64}
+ROUTED_IN_GROUPS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 80,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 
 
@@ -46,6 +66,8 @@ class FamilyCase:
     has: str
     """What this family has that others have not."""
     changes: dict[str, Any] = field(default_factory=dict)
+    attention: str | None = None
+    """What packs documents on a CPU, where the family's own does not."""
 
     def config(self, family: str) -> Any:
         """Return the configuration of the tiny model."""
@@ -161,9 +183,84 @@ FAMILIES: dict[str, FamilyCase] = {
             "chunk_size": 8,
         },
     ),
+    "qwen3_moe": FamilyCase("experts", MOE),
+    "mixtral": FamilyCase(
+        "experts, published one by one",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+    "olmoe": FamilyCase("three experts a token", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "gpt_oss": FamilyCase(
+        "experts with biases, transposed and interleaved, attention sinks",
+        ALTERNATING
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        attention="flex",
+    ),
+    "glm4_moe": FamilyCase(
+        "a dense layer, then shared and routed experts in groups", ROUTED_IN_GROUPS
+    ),
+    "glm4_moe_lite": FamilyCase(
+        "experts and latent attention in layers by name",
+        ROUTED_IN_GROUPS | LATENT | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "granitemoe": FamilyCase(
+        "experts with four multipliers",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "logits_scaling": 3.0,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "deepseek_v3": FamilyCase("experts in groups, latent attention", ROUTED_IN_GROUPS | LATENT),
+    "qwen3_5_moe_text": FamilyCase(
+        "Gated DeltaNet, a gated shared expert",
+        SHARED_EXPERT | LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "qwen3_next": FamilyCase(
+        "the same, with fewer and wider projections",
+        SHARED_EXPERT | LINEAR | {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+    "ernie4_5_moe": FamilyCase(
+        "experts chosen by corrected scores",
+        {
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 80,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+        },
+    ),
 }
 
-RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
+RECURRENT = (
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "lfm2",
+    "falcon_h1",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granitemoe",
+    "deepseek_v3",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "ernie4_5_moe",
+)
 
 
 def tiny_family(family: str, folder: Path) -> Path:
@@ -173,12 +270,13 @@ def tiny_family(family: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(FAMILIES[family].config(family)).float()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *_stored_scalars(model)):
-            if tensor.dim() <= 1:
+        for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
+            if tensor.dim() <= 1 or name.endswith("bias"):
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
 
 
-def _stored_scalars(model: PreTrainedModel) -> list[torch.Tensor]:
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+def _stored_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    ends = ("layer_scalar", "e_score_correction_bias")
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ends)]

@@ -19,6 +19,7 @@ from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.adapter_state import AdapterState
+from workflow.lib.model.layers.expert_stacks import experts_modules
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.compute_choice import automatic_attention
 
@@ -28,7 +29,12 @@ HEAD = (
     "| family (`model_type`) | its tiny model has | attention | `auto` on a GPU | fused "
     "| recurrent layers | memory |\n|---|---|---|---|---|---|---|\n"
 )
-PARTS = {"norms": "norms", "attentions": "attention", "feed_forwards": "feed-forward"}
+PARTS = {
+    "norms": "norms",
+    "attentions": "attention",
+    "feed_forwards": "feed-forward",
+    "experts": "experts",
+}
 
 
 def measured_families() -> set[str]:
@@ -49,6 +55,7 @@ def _line(family: str, measured: set[str]) -> str:
         model = AutoModelForCausalLM.from_config(config)
     drop_other_parts_(model)
     layers, recurrent = len(decoder_layers(model)), separate_documents_(model, AdapterState())
+    experts = len(list(experts_modules(model)))
     needs = attention_needs(config.to_dict())
     on_gpu = automatic_attention(
         needs, cuda=True, bfloat16=True, compute_dtype="bfloat16", flash_package=False,
@@ -59,7 +66,7 @@ def _line(family: str, measured: set[str]) -> str:
         FAMILIES[family].has,
         _attention(config.get_text_config()) + (", soft-capped" if needs.softcap else ""),
         on_gpu,
-        _fused(dict(fuse_layers_(model)), layers),
+        _fused(dict(fuse_layers_(model)) | {"experts": experts}, layers),
         f"{recurrent} of {layers}" if recurrent else "none",
         "measured" if family in measured else "predicted only",
     ]

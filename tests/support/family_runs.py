@@ -7,6 +7,7 @@ and one document at a time.
 """
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,23 @@ from tests.support.models import quantized
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.export.adapter_files import (
-    dequantized_weight,
-    read_sharded_adapter,
-    save_adapter,
-)
+from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
+from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
+from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import local, local_range, read_specs
+from workflow.lib.model.nf4_model import build_on_meta, local, local_range, read_specs
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, short_hash, write_json
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
+from workflow.lib.training.expert_load import expert_load, routed_rows
 from workflow.lib.training.startup_checks import startup_checks
 
 CPU = torch.device("cpu")
@@ -69,7 +71,16 @@ def family_store(rows: str) -> TokenStore:
 
 
 def attention_of(folder: Path) -> str:
-    """Return what `model.attention: auto` means for the model in `folder` on a CPU."""
+    """Return what `model.attention: auto` means for the model in `folder` on a CPU, or what its
+    family needs for packed documents.
+    """
+    if (named := FAMILIES[folder.parent.name].attention) is not None:
+        return named
+    return stock_attention(folder)
+
+
+def stock_attention(folder: Path) -> str:
+    """Return the attention of the stock model."""
     needs = read_attention_needs(folder)
     return resolve_training_attention("auto", CPU, needs, compute_dtype=torch.float32).name
 
@@ -81,24 +92,28 @@ def make_bases(folder: Path) -> Path:
     return folder
 
 
-def run_families(folder: Path, target: str) -> dict[str, Any]:
-    """Compute losses and gradients of every family in this group of processes, and leave the
-    adapter in `target` beside the base. A family that fails gives its traceback in their place.
+def run_families(
+    folder: Path, target: str, families: Sequence[str] = tuple(FAMILIES), *, fused: bool = True
+) -> dict[str, Any]:
+    """Compute losses and gradients of families in this group of processes, and leave the adapter in
+    `target` beside the base. A family that fails gives its traceback in their place.
     """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for family in FAMILIES:
+        for family in families:
             try:
-                found[family] = run_family(folder / family, world, target)
+                found[family] = run_family(folder / family, world, target, fused=fused)
             except Exception:
                 found[family] = traceback.format_exc()
     return found
 
 
-def run_family(folder: Path, world: World, target: str) -> dict[str, Any]:
+def run_family(folder: Path, world: World, target: str, *, fused: bool) -> dict[str, Any]:
     """Return one family's losses and gradients by kind of rows, and its start-up checks."""
     base, number = folder / "nf4", [*FAMILIES].index(folder.name)
-    config = RunConfig(lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4))
+    config = RunConfig(
+        lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4, fused_layers=fused)
+    )
     numerics = Numerics(torch.float32, attention_of(base))
     plan = make_plan(
         activation_checkpointing=2,
@@ -112,13 +127,14 @@ def run_family(folder: Path, world: World, target: str) -> dict[str, Any]:
     packed = family_store("packed")
     checks = [c.passed for c in startup_checks(model, packed, base, world)]
     found = {rows: _gradients(model.training, family_store(rows), world) for rows in LENGTHS}
+    load = expert_load(model.training, world, first_step=3)
     (folder / target / "shards").mkdir(parents=True, exist_ok=True)
     save_sharded(model.training, folder / target / "shards", world=world)
     logits = trained_logits(model.training, packed, device=world.device)
     if world.is_main:
         save_logits(logits, folder / target / "parity.safetensors")
         write_json(folder / target / "adapter_config.json", model.adapter_config())
-    return {"checks": checks, "fused": dict(model.fused), **found}
+    return {"checks": checks, "fused": dict(model.fused), "load": load, **found}
 
 
 @torch.no_grad()
@@ -134,16 +150,25 @@ def randomize_(training: torch.nn.Module) -> None:
 def _gradients(training: Any, store: TokenStore, world: World) -> dict[str, Any]:
     """Return the summed loss of all rows and its gradients, two rows a micro-batch."""
     training.train()
-    total = torch.zeros(())
-    for start in range(2 * world.rank, len(store.input_ids), 2 * world.size):
-        loss = training(stored_batch(store, np.arange(start, start + 2)))
+    for experts in experts_of(training):
+        experts.routed = None
+    total, num_rows = torch.zeros(()), len(store.input_ids)
+    for first in range(0, num_rows, 2 * world.size):
+        start = first + 2 * world.rank
+        rows = np.arange(start, start + 2) % num_rows
+        loss = training(stored_batch(store, rows)) * float(start < num_rows)  # all have the same
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
     params = trainable_parameters(training)
     gradients = {name: _full(param.grad) for name, param in params.items()}
     training.zero_grad()
-    return {"loss": float(total), "gradients": gradients}
+    shares = [layer / layer.sum() for layer in routed_rows(training, world)]
+    return {"loss": float(total), "gradients": gradients, "experts": shares}
+
+
+def experts_of(model: torch.nn.Module) -> list[FusedExperts]:
+    return [module for module in model.modules() if isinstance(module, FusedExperts)]
 
 
 def _full(tensor: Any) -> torch.Tensor:
@@ -151,11 +176,20 @@ def _full(tensor: Any) -> torch.Tensor:
     return whole.detach().clone()
 
 
-def exported(folder: Path) -> Path:
+def names_of(run: Path) -> StackNames:
+    """Return PEFT's names of the adapter in a run's folder."""
+    original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
+    return exported_names(original, read_sharded_adapter(run / "shards"))
+
+
+def exported(run: Path) -> Path:
     """Write the adapter of a run's folder as PEFT does; return its folder."""
-    adapter = read_sharded_adapter(folder / "shards")
-    save_adapter(adapter, read_json(folder / "adapter_config.json"), folder / "exported")
-    return folder / "exported"
+    original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
+    adapter, names = read_sharded_adapter(run / "shards"), names_of(run)
+    config = exported_config(read_json(run / "adapter_config.json"), original, adapter)
+    tensors = {names.exported(name): tensor for name, tensor in adapter.items()}
+    save_adapter(tensors, config, run / "exported")
+    return run / "exported"
 
 
 def stock_model(folder: Path, adapter: Path) -> PeftModel:
@@ -163,17 +197,33 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
     stock PEFT's adapter on it.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder / "original", dtype=torch.float32, attn_implementation=attention_of(folder / "nf4")
+        folder / "original",
+        dtype=torch.float32,
+        attn_implementation=stock_attention(folder / "nf4"),
     )
+    stacks = expert_stacks(model)
     with CheckpointReader(folder / "nf4") as reader, torch.no_grad():
         for path in read_specs(reader):
-            model.get_submodule(path).weight.copy_(dequantized_weight(reader, path))
+            weight = dequantized_weight(reader, path)
+            if path in stacks:
+                stored = weight.mT if stacks[path].transposed else weight
+                model.get_parameter(path).copy_(stored)
+            else:
+                model.get_submodule(path).weight.copy_(weight)
     tuned: PeftModel = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     return tuned.eval()  # the same as training: nothing is dropped
 
 
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
-    """Return the summed loss and its gradients, one document at a time."""
+    """Return the summed loss, its gradients, and the experts chosen in each layer, one document
+    at a time.
+    """
+    routed: list[list[torch.Tensor]] = []
+    hooks = []
+    for _, experts in experts_modules(model):
+        chosen: list[torch.Tensor] = []
+        hooks.append(experts.register_forward_pre_hook(lambda _, x, c=chosen: c.append(x[1])))
+        routed.append(chosen)
     total = torch.zeros(())
     for ids, mask in _documents(store):
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
@@ -185,7 +235,9 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
     params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
     gradients = {name: _full(param.grad) for name, param in params.items()}
     model.zero_grad()
-    return {"loss": float(total.detach()), "gradients": gradients}
+    for hook in hooks:
+        hook.remove()
+    return {"loss": float(total.detach()), "gradients": gradients, "chosen": routed}
 
 
 def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,7 +3,8 @@ packed documents and without, on one process and two; what is exported is read b
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,25 +15,35 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
-from tests.support.families import FAMILIES, RECURRENT
+from tests.support.families import EXPERTS, FAMILIES, RECURRENT
 from tests.support.family_runs import (
     LENGTHS,
+    SEQ_LEN,
     attention_of,
     exported,
     family_store,
     make_bases,
+    names_of,
     run_families,
+    stock_attention,
     stock_gradients,
     stock_model,
 )
 from tests.support.models import adapted
 from workflow.lib.artifacts.training_record import Check
-from workflow.lib.export.adapter_files import merged_tensors, write_merged
+from workflow.lib.export.adapter_files import (
+    merged_tensors,
+    read_sharded_adapter,
+    write_merged,
+)
+from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
+from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import document_states, training_module
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
-from workflow.lib.model.published.converted_reader import ModuleNames
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
@@ -71,6 +82,18 @@ def of_family(found: dict[int, dict[str, Any]], family: str, processes: int) -> 
     return dict(result)
 
 
+def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
+    names = names_of(place / "of-2")
+    for rows, theirs in stock(place)[1].items():
+        assert ours[rows]["loss"] == pytest.approx(theirs["loss"], rel=LOSS), rows
+        gradients = {names.exported(n): x for n, x in ours[rows]["gradients"].items()}
+        assert gradients.keys() == theirs["gradients"].keys()
+        for name, gradient in theirs["gradients"].items():
+            largest = float(gradient.abs().max())
+            assert largest > 0, f"{rows}: {name} has no influence, so nothing is compared"
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=GRADIENT * largest)
+
+
 @every_family
 @pytest.mark.parametrize("processes", [1, 2])
 def test_losses_and_gradients_are_those_of_the_stock_model(
@@ -78,15 +101,43 @@ def test_losses_and_gradients_are_those_of_the_stock_model(
 ) -> None:
     ours = of_family(found, family, processes)
     assert all(ours["checks"])
-    for rows, theirs in stock(folder / family)[1].items():
-        assert ours[rows]["loss"] == pytest.approx(theirs["loss"], rel=LOSS), rows
-        assert ours[rows]["gradients"].keys() == theirs["gradients"].keys()
-        for name, gradient in theirs["gradients"].items():
-            largest = float(gradient.abs().max())
-            assert largest > 0, f"{rows}: {name} has no influence, so nothing is compared"
-            torch.testing.assert_close(
-                ours[rows]["gradients"][name], gradient, rtol=0, atol=GRADIENT * largest
-            )
+    assert_equals_stock(ours, folder / family)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tokens_go_to_the_experts_of_the_stock_model(
+    folder: Path, found: dict[int, dict[str, Any]], family: str, processes: int
+) -> None:
+    run = of_family(found, family, processes)
+    ours = run["unpacked"]["experts"]
+    theirs = stock(folder / family)[1]["unpacked"]["chosen"]
+    assert len(ours) == len(theirs) > 0
+    for shares, chosen in zip(ours, theirs, strict=True):
+        counts = torch.cat(chosen).flatten().bincount(minlength=len(shares))
+        assert counts.sum() >= 4 * SEQ_LEN
+        torch.testing.assert_close(shares, counts / counts.sum())
+    load = run["load"]  # of the last rows, which are the unpacked ones
+    assert (load.first_step, load.layers, load.experts) == (3, len(ours), sum(map(len, ours)))
+    assert load.without_tokens == sum(int((shares == 0).sum()) for shares in ours)
+    busiest = max(float(shares.max()) * len(shares) for shares in ours)
+    assert load.busiest == pytest.approx(busiest)
+
+
+@pytest.mark.parametrize(
+    ("processes", "fused"), [(3, True), (1, False)], ids=["three processes", "not fused"]
+)
+def test_shared_experts_train_the_same(
+    folder: Path, found: dict[int, dict[str, Any]], processes: int, fused: bool
+) -> None:
+    of_family(found, "glm4_moe", 2)
+    run = partial(run_families, fused=fused)
+    results = run_distributed(run, folder, "other", ("glm4_moe",), world_size=processes)
+    ours = results[0]["glm4_moe"]
+    assert not isinstance(ours, str), ours
+    assert all(ours["checks"])
+    assert bool(ours["fused"]) is fused
+    assert_equals_stock(ours, folder / "glm4_moe")
 
 
 @pytest.fixture
@@ -108,10 +159,8 @@ def test_start_up_check_finds_attention_to_the_document_before(
     """Broken by positions that run through the row."""
     whole = training_module._decoder_inputs
 
-    def joined(*args: Any) -> dict[str, Any]:
-        inputs = whole(*args)
-        places = torch.arange(inputs["position_ids"].shape[1])
-        return inputs | {"position_ids": places.expand_as(inputs["position_ids"])}
+    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
     assert checked("packed").passed
     monkeypatch.setattr(training_module, "_decoder_inputs", joined)
@@ -136,12 +185,13 @@ def test_stock_packages_reload_base_and_adapter_as_they_were_trained(
 ) -> None:
     of_family(found, family, 2)
     run, base = folder / family / "of-2", folder / family / "nf4"
-    attention = attention_of(base)
+    attention = stock_attention(base)
     model = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
     tuned = load_adapter(model, exported(run))
     parity = compare_logits(
         tuned, run / "parity.safetensors",
         exported=run / "exported" / ADAPTER_WEIGHTS, compute_dtype=torch.float32, device=CPU,
+        trained_name=names_of(run).trained,
     )  # fmt: skip
     assert parity.identical_values
     assert parity.passed
@@ -154,24 +204,29 @@ def test_stock_transformers_reloads_the_merged_model(
 ) -> None:
     """Every tensor is that of PEFT's own merge, or the original's where no adapter is."""
     of_family(found, family, 2)
-    place = folder / family
-    adapter, config = exported(place / "of-2"), read_json(place / "of-2" / "adapter_config.json")
-    names = ModuleNames(build_on_meta(place / "original", dtype=torch.bfloat16))
+    place, run = folder / family, folder / family / "of-2"
+    trained, config = read_sharded_adapter(run / "shards"), read_json(run / "adapter_config.json")
+    model = build_on_meta(place / "original", dtype=torch.bfloat16)
+    names, stacks = ModuleNames(model), expert_stacks(model)
     with (
         CheckpointReader(place / "original") as original,
+        ConvertedReader(place / "original", model) as converted,
         CheckpointReader(place / "nf4") as nf4,
-        CheckpointReader(adapter, single=ADAPTER_WEIGHTS) as trained,
     ):
-        tensors = merged_tensors(
-            {name: trained.tensor(name) for name in trained.names()}, config,
+        linears = merged_tensors(
+            without_stacks(trained, stacks), config,
             original=original, nf4=nf4, onto="dequantized", module_name=names.of,
         )  # fmt: skip
+        experts = merged_stacks(
+            trained, config, original=converted, nf4=nf4, onto="dequantized", stacks=stacks
+        )
+        tensors = chain(linears, experts)
         write_merged(tensors, place / "original", tmp_path / "merged", settings=ExportConfig())
     merged, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(report.values())
-    theirs = stock_model(place, adapter).merge_and_unload().state_dict()
+    theirs = stock_model(place, exported(run)).merge_and_unload().state_dict()
     ours = merged.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

@@ -108,6 +108,9 @@ def test_parameters_are_counted_as_weights_and_not_as_bytes(summary: dict[str, A
     adapters = 3 * (2 * (80 + 80) + 2 * (16 + 80) + 3 * (176 + 80))
     plain = 2 * 211 * 80 + (2 * 3 + 1) * 80
     assert summary["trainable_parameters"] == 3 * adapters
+    attention = 3 * 3 * (2 * (80 + 80) + 2 * (16 + 80))
+    by_module = {"self_attn": attention, "mlp": 3 * adapters - attention}
+    assert summary["trainable_by_module"] == by_module
     assert summary["total_parameters"] == 3 * (linears + adapters) + plain
 
 

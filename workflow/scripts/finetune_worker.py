@@ -46,6 +46,7 @@ from workflow.lib.training.checkpoint import (
     resume_,
     save_adapter,
 )
+from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
@@ -94,6 +95,8 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         model = build_training_model(
             args.base, config, plan, world, numerics=numerics, moved=pulse.moved
         )
+        trainable = model.trainable_by_module().items()
+        logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)
         checks += startup_checks(model, store, args.base, world, moved=pulse.moved)
         checks += check_products(model.training, store, config.train, world, moved=pulse.moved)
@@ -316,6 +319,7 @@ def write_results(
     save_adapter(training, partial / "adapter", world=world)
     logits = trained_logits(training, run.store, device=world.device)
     peak = journal.peak_over_processes()
+    load = expert_load(training, world, first_step=(journal.resumed_from or [0])[-1] + 1)
     if not world.is_main:
         return
     save_logits(logits, partial / "parity.safetensors")
@@ -329,7 +333,8 @@ def write_results(
         checks=checks,
         selected_step=selected_step,
     )
-    write_json(partial / "summary.json", summary | {"provenance": provenance()})
+    of_experts = {"expert_load": load.model_dump()} if load else {}
+    write_json(partial / "summary.json", summary | of_experts | {"provenance": provenance()})
     put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",

@@ -29,6 +29,22 @@ class PeakBytes(Record):
     """What was measured: memory allocated on the GPU, or the resident set of the process."""
 
 
+class ExpertLoad(Record):
+    """Which experts of a mixture the rows of a run went to. A token has a row for each of its
+    experts."""
+
+    first_step: int
+    """The step from which it was counted: the first after the last interruption."""
+    layers: int
+    """Layers with experts."""
+    experts: int
+    """Experts of all these layers."""
+    without_tokens: int
+    """Experts that no token went to: their adapters have their initial values."""
+    busiest: float
+    """The most rows that an expert got, as a multiple of its layer's mean."""
+
+
 class SkippedCheckpoint(Record):
     """A checkpoint from which the run could not continue."""
 
@@ -98,6 +114,8 @@ class Summary(Record):
     """Tokens of a row."""
     trainable_parameters: int
     """Parameters that were trained."""
+    trainable_by_module: dict[str, int] = Field(default={})
+    """The same by the kind of module that holds them (`self_attn`, `experts`)."""
     total_parameters: int
     """All parameters, those of the base included."""
     bytes_read_by_main_process: int | None = None
@@ -116,6 +134,8 @@ class Summary(Record):
     """`tokens` a second, over all processes."""
     peak_bytes: PeakBytes
     """Predicted and measured peak memory."""
+    expert_load: ExpertLoad | None = None
+    """Of a mixture of experts: where the tokens went."""
     selected_step: int | None = None
     """The step after which the adapter was taken."""
     checks: list[Check]

@@ -7,6 +7,7 @@ own slices and one tensor.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,22 @@ def build_nf4_on_meta(
     check_interfaces(*OF_MODELS)
     model = build_on_meta(folder, dtype=compute_dtype, attention=attention)
     drop_other_parts_(model)
+    keep_in_float32_(model)
     with CheckpointReader(folder) as reader:
         specs = read_specs(reader)
     return replace_linears_(model, specs, compute_dtype=compute_dtype)
+
+
+def keep_in_float32_(model: PreTrainedModel) -> None:
+    """Give a meta-device model's tensors float32 where its family has them so in any model: the
+    corrections by which routers choose experts, say. Transformers does it when it loads weights.
+    """
+    names = [re.escape(name) for name in model._keep_in_fp32_modules_strict or ()]
+    pattern = re.compile(rf"(.*\.)?({'|'.join(names)})(\..*)?")
+    for path, module in model.named_modules() if names else ():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and pattern.fullmatch(f"{path}.{name}"):
+                tensor.data = tensor.data.float()
 
 
 def replace_linears_(

@@ -80,7 +80,13 @@ INTERFACES = (
         "_keep_in_fp32_modules_strict",
         "_no_split_modules",
     ),
-    *_of_instance("transformers", "transformers", "PreTrainedConfig", "_attn_implementation"),
+    *_of_instance(
+        "transformers",
+        "transformers",
+        "PreTrainedConfig",
+        "_attn_implementation",
+        "_experts_implementation",
+    ),
     *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
     *_of(
         "transformers",

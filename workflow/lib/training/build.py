@@ -64,6 +64,16 @@ class TrainingModel:
         """
         return 12 * sum(p.numel() for p in trainable_parameters(self.training).values())
 
+    def trainable_by_module(self) -> dict[str, int]:
+        """Return the trainable parameters by the kind of module that holds them: `self_attn` for
+        the adapter of `self_attn.q_proj`, `lm_head` for a head that is trained whole.
+        """
+        counts: Counter[str] = Counter()
+        for name, param in trainable_parameters(self.training).items():
+            path, adapter, _ = name.partition(".lora_")
+            counts[path.split(".")[-2] if adapter else name.split(".")[-2]] += param.numel()
+        return dict(counts)
+
     def num_parameters(self) -> tuple[int, int]:
         """Return the trainable parameters, and all (quantized weights counted as weights, not as
         bytes).

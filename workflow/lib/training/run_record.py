@@ -186,6 +186,7 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
         "accumulation_steps": run.plan.accumulation_steps,
         "seq_len": run.store.seq_len,
         "trainable_parameters": trainable,
+        "trainable_by_module": run.model.trainable_by_module(),
         "total_parameters": total,
         "bytes_read_by_main_process": run.model.bytes_read,
     }

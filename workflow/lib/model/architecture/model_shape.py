@@ -247,15 +247,6 @@ class ModelShape:
             for linear in self.layer(number).linears
         ]
 
-    def stack_paths(self) -> list[str]:
-        """Return those of them that are the weights of several experts."""
-        return [
-            f"{self.layers}.{number}.{linear.path}"
-            for number in range(self.num_layers)
-            for linear in self.layer(number).linears
-            if linear.experts > 1
-        ]
-
     @cached_property
     def quantized_weights(self) -> int:
         """Elements of all decoder linears."""

@@ -15,7 +15,14 @@ from workflow.lib.system.errors import setting_error
 # What Transformers' layers hand on that says nothing beyond the documents' bounds, or is about
 # caches and outputs.
 WITHOUT_EFFECT = frozenset(
-    {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "output_attentions"}
+    {
+        "cu_seq_lens_k",
+        "max_length_k",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    }
 )
 CHUNKED = "chunked_attention"
 

@@ -144,7 +144,7 @@ def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
     """Return the rank of each adapted linear by its path; raises `UserError` as
     `adapter_targets.adapter_ranks` does.
     """
-    return adapter_ranks(run.lora, linears=shape.linear_paths(), stacks=shape.stack_paths())
+    return adapter_ranks(run.lora, linears=shape.linear_paths())
 
 
 def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:

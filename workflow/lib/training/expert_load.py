@@ -1,0 +1,42 @@
+"""Which experts of a mixture the tokens of a run went to."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workflow.lib.artifacts.training_record import ExpertLoad
+from workflow.lib.distributed.world import World
+from workflow.lib.model.experts.fused_experts import FusedExperts
+
+
+def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
+    """Return the rows (experts,) int64 on the CPU that each expert got in training since this start
+    of the run, over all processes, for each layer with experts. Collective.
+
+    Recomputed layers count every row twice, so the numbers are right within a layer alone.
+    """
+    counts = []
+    for experts in (x for x in model.modules() if isinstance(x, FusedExperts)):
+        routed = experts.routed
+        own = torch.zeros(experts.num_experts, dtype=torch.int64) if routed is None else routed
+        counts.append(own.cpu().clone())
+    for layer in counts:
+        dist.all_reduce(layer, group=world.io_group)
+    return counts
+
+
+def expert_load(model: nn.Module, world: World, *, first_step: int) -> ExpertLoad | None:
+    """Return how evenly the tokens went to the experts; None of a model without. Collective.
+
+    first_step: the first that was trained since this start.
+    """
+    layers = routed_rows(model, world)
+    if not layers:
+        return None
+    return ExpertLoad(
+        first_step=first_step,
+        layers=len(layers),
+        experts=sum(map(len, layers)),
+        without_tokens=sum(int((layer == 0).sum()) for layer in layers),
+        busiest=max(float(layer.max() / layer.double().mean()) for layer in layers),
+    )
