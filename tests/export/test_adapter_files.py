@@ -255,7 +255,7 @@ def test_base_of_the_hub_is_named_by_id_and_commit(
         tmp_path / "downloaded" / "source.json", {"repo_id": "acme/tiny", "commit": "c0ffee"}
     )
     settings = ModelConfig(source="acme/tiny", revision="main")
-    assert base_reference(settings, Path("downloaded")) == {
+    assert base_reference(settings, Path("downloaded"), base_id=None) == {
         "base_model_name_or_path": "acme/tiny",
         "revision": "c0ffee",
     }
@@ -269,11 +269,16 @@ def test_adapter_on_a_local_base_loads_from_another_working_directory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(run)
-    named = base_reference(ModelConfig(source="model"), Path("model"))
+    named = base_reference(ModelConfig(source="model"), Path("model"), base_id=None)
     save_adapter(adapter, config | named, tmp_path / "adapter")
     monkeypatch.chdir(tmp_path)
     tuned = AutoPeftModelForCausalLM.from_pretrained("adapter")
     assert tuned.get_base_model().config.vocab_size == VOCAB
+
+
+def test_folder_of_a_model_of_the_hub_is_named_by_its_id() -> None:
+    named = base_reference(ModelConfig(source="model"), Path("model"), base_id="acme/tiny")
+    assert named == {"base_model_name_or_path": "acme/tiny", "revision": None}
 
 
 def test_every_place_of_a_template_in_a_merged_folder_holds_the_trained_one(

@@ -194,3 +194,16 @@ def test_keys_of_the_users_own_are_ignored_at_the_top_level_alone() -> None:
     for document in ({"train": {"x-fast": 1}}, {"runs": {"a": {"x-fast": 1}}}):
         with pytest.raises(UserError, match="x-fast: there is no such key"):
             load_config(document)
+
+
+def test_base_in_a_folder_has_the_id_that_it_is_given() -> None:
+    document = {"model": {"source": "workflow/resources/base"}, "export": {"base_id": "acme/tiny"}}
+    assert load_config(document)[1]["demo"].base_id == "acme/tiny"
+    assert load_config({"model": {"source": "acme/tiny"}})[1]["demo"].base_id == "acme/tiny"
+    assert load_config({"model": {"source": "./tiny"}})[1]["demo"].base_id is None
+
+
+def test_base_of_the_hub_has_no_second_id() -> None:
+    document = {"model": {"source": "acme/tiny"}, "export": {"base_id": "acme/other"}}
+    with pytest.raises(UserError, match=r"export\.base_id = acme/other: the base is of the hub"):
+        load_config(document)

@@ -78,7 +78,9 @@ def main(args: argparse.Namespace) -> None:
     check_files(without_weights(downloaded_files(args.model)))
     adapter = read_sharded_adapter(args.finetune / "adapter")
     trained_config = read_json(args.finetune / "adapter_config.json")
-    adapter_config = trained_config | base_reference(config.model, args.model)
+    adapter_config = trained_config | base_reference(
+        config.model, args.model, base_id=config.export.base_id
+    )
     original = build_on_meta(args.model, dtype=torch.bfloat16)
     names = exported_names(original, adapter)
     save_adapter(

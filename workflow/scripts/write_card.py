@@ -16,7 +16,7 @@ from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.report.card_inputs import CardInputs
 from workflow.lib.report.model_card import model_card
 from workflow.lib.report.verdict import read_measured
-from workflow.lib.settings.config import RunConfig, is_hub_id
+from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.files import read_json, write_text
 from workflow.scripts.command import run, stage_parser
 
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
     adapter_config = read_json(args.adapter_config)
     inputs = CardInputs(
-        model_id=config.model.source if is_hub_id(config.model.source) else None,
+        model_id=config.base_id,
         revision=adapter_config["revision"],
         adapter_config=adapter_config,
         dataset_id=config.data.source,

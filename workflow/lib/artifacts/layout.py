@@ -14,6 +14,7 @@ from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import (
     EvaluateConfig,
+    ExportConfig,
     ReportConfig,
     RunConfig,
     is_hub_id,
@@ -261,7 +262,7 @@ STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "convert_gguf": ("export",),
     "publish_run": ("export",),
     "evaluate_run": ("model", "evaluate"),
-    "write_card": ("model", "data", "quantize"),
+    "write_card": ("model", "data", "quantize", "export"),
 }
 
 # What a stage reads and what cannot change its outputs: editing it never runs the stage again.
@@ -279,8 +280,9 @@ HUB_KEYS = ("hub_repo", "hub_form", "hub_public")
 UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
     "consolidate": {"export": {"gguf", "gguf_of", "llama_cpp", *HUB_KEYS}},
     # The merged model is its input, the converters an option.
-    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", *HUB_KEYS}},
-    "publish_run": {"export": {"merge_onto", "shard_gib"}},
+    "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", "base_id", *HUB_KEYS}},
+    "publish_run": {"export": {"merge_onto", "shard_gib", "base_id"}},
+    "write_card": {"export": set(ExportConfig.model_fields) - {"base_id"}},
     # It looks whether the tasks exist, and whether they measure what is required.
     "preflight_run": {
         "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}

@@ -83,15 +83,17 @@ def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folde
     write_json(folder / "adapter_config.json", config)
 
 
-def base_reference(settings: ModelConfig, folder: Path) -> dict[str, str | None]:
+def base_reference(
+    settings: ModelConfig, folder: Path, *, base_id: str | None
+) -> dict[str, str | None]:
     """Return what PEFT's configuration says of the base in `folder`.
 
-    Repository and commit of a model of the hub, else the absolute path: PEFT takes a relative one
-    from where it runs.
+    Repository and commit of a model of the hub; else `base_id`, or without it the absolute path:
+    PEFT takes a relative one from where it runs.
     """
     if not is_hub_id(settings.source):
-        path = str(Path(settings.source).absolute())
-        return {"base_model_name_or_path": path, "revision": None}
+        name = base_id or str(Path(settings.source).absolute())
+        return {"base_model_name_or_path": name, "revision": None}
     record = folder / MANIFEST
     commit = read_json(record)["commit"] if record.is_file() else settings.revision
     return {"base_model_name_or_path": settings.source, "revision": commit}

@@ -67,8 +67,8 @@ def refuse_private(publication: Publication) -> None:
             if folder in text:
                 raise UserError(
                     f"Nothing is published: {path} names {folder}, a folder of this machine. If it "
-                    "is the base model (adapter_config.json), name it by its hub id "
-                    "(model.source) and export again."
+                    "is the base model (adapter_config.json), name its hub id "
+                    "(export.base_id) and run again."
                 )
 
 

@@ -56,8 +56,8 @@ def _about_the_base(inputs: CardInputs, *, dtype: str) -> list[str]:
     if inputs.model_id is None:
         remarks.append(
             "`adapter_config.json` names the base by its path on the machine that exported the "
-            "adapter: "
-            "put a hub id there before you publish it."
+            "adapter. "
+            "Set `export.base_id` to its hub id before you publish it."
         )
     return remarks
 

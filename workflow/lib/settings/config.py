@@ -118,6 +118,20 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def base_id(self) -> str | None:
+        """The base model's id on the hub; None if only a folder of this machine is known."""
+        return self.model.source if is_hub_id(self.model.source) else self.export.base_id
+
+    @model_validator(mode="after")
+    def _base_has_one_id(self) -> "RunConfig":
+        if self.export.base_id is not None and is_hub_id(self.model.source):
+            raise ValueError(
+                f"export.base_id = {self.export.base_id}: the base is of the hub already "
+                f"(model.source = {self.model.source}). Remove base_id"
+            )
+        return self
+
     @model_validator(mode="after")
     def _adapter_is_one_for_gguf(self) -> "RunConfig":
         unknown = [
@@ -151,6 +165,10 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _adapter_is_one_for_gguf(self) -> "Config":
+        return self  # likewise
+
+    @model_validator(mode="after")
+    def _base_has_one_id(self) -> "Config":
         return self  # likewise
 
     @model_validator(mode="before")

