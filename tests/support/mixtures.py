@@ -44,12 +44,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_mixture(family: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_mixture(
+    family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Save the tiny mixture of a family to `folder` as the family publishes its own, norms and
     biases off their initial values; return `folder`.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SIZES | MIXTURES[family]))
+    config = AutoConfig.for_model(family, **(SIZES | MIXTURES[family] | changes))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in (*model.parameters(), *_correction_biases(model)):

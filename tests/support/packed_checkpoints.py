@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tests.support.mixtures import tiny_mixture
 
 
-def fp8_checkpoint(folder: Path, *, block_size: tuple[int, int], family: str = "qwen3_moe") -> Path:
-    """Save a tiny mixture as DeepSeek and Qwen publish FP8: all projections of decoder layers in
+def fp8_checkpoint(folder: Path, *, block_size: tuple[int, int], **changes: Any) -> Path:
+    """Save a tiny Qwen 3 mixture in FP8 as it is published: all projections of decoder layers in
     E4M3, with a scale for each block.
     """
-    tensors = load_file(tiny_mixture(family, folder) / "model.safetensors")
+    tensors = load_file(tiny_mixture("qwen3_moe", folder, **changes) / "model.safetensors")
     packed = {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):

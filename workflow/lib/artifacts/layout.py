@@ -314,7 +314,7 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
     It changes none of their outputs. Defaults are left out: a command's argument has at most 128
     KiB.
     """
-    sections = set(STAGE_SECTIONS["preflight_run"])
+    sections = {*STAGE_SECTIONS["preflight_run"], "export"}  # which `evaluate` is held against
     changed = {
         name: run.model_dump(mode="json", include=sections, exclude_defaults=True)
         for name, run in runs.items()
