@@ -179,6 +179,7 @@ def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key:
         ("train", {"seed": 3}, {"preflight_run", "finetune"}),
         ("hardware", {"gpus": 0}, {"preflight_run"}),
         ("export", {"merged": True}, {"consolidate", "convert_gguf", "publish_run"}),
+        ("export", {"gguf": ("q8_0",), "gguf_of": ("adapter",)}, {"convert_gguf", "publish_run"}),
         ("tracking", {"tensorboard": False, "wandb_project": "mine"}, set()),
         ("evaluate", {"samples": 3}, {"evaluate_run"}),
         ("evaluate", {"tasks": []}, {"preflight_run", "evaluate_run"}),

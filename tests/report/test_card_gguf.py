@@ -62,7 +62,7 @@ def test_report_shows_the_numbers_of_every_file(run: Path, tmp_path: Path) -> No
     edit(run / "convert_gguf" / "gguf.json", lambda d: d["files"][0].update(loss=1.53125))
     shown = page(tmp_path, gguf=("demo",))
     assert {1.53125, 0.03125, 1.5625, 0.0625, 0.875, 3 * 2**20, 4 * 2**20} <= shown.numbers
-    assert "with demo-adapter.gguf" in "".join(shown.text)
+    assert "demo-adapter.gguf" in "".join(shown.text)
 
 
 def test_report_shows_no_files_of_a_run_that_exports_none_any_more(
