@@ -69,12 +69,23 @@ for activation in ACTIVATIONS:
 """
 
 
+EIGHT_BITS = """
+import torch
+from tests.support.eight_bit_cases import FORMATS, int8_products, weights_and_activations
+for form in FORMATS.values():
+    for one, other in weights_and_activations(form, device="cpu", interpreted=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
+for one, other in int8_products(device="cpu"):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3)
+"""
+
+
 @pytest.mark.skipif(
     not kernels.INSTALLED, reason="Triton is not installed: PyTorch for CPUs needs none"
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED],
+    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, EIGHT_BITS],
     ids=[
         "decoding",
         "decoding of parts",
@@ -82,6 +93,7 @@ for activation in ACTIVATIONS:
         "rotary positions",
         "dropout",
         "row lengths",
+        "products in 8 bits",
     ],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:

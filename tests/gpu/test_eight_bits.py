@@ -1,0 +1,68 @@
+"""Products in 8 bits on a GPU against the CPU's, bit by bit where nothing is summed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.adapted_layers import Layer, random
+from tests.support.eight_bit_cases import (
+    FORMATS,
+    float8_product,
+    int8_products,
+    weights_and_activations,
+)
+from tests.support.models import nf4_linear
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.frozen_products import ProductTypes
+from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+
+pytestmark = pytest.mark.gpu
+CAPABILITY = {"float8": (8, 9), "int8": (8, 0)}
+
+
+@pytest.fixture(params=FORMATS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    name: str = request.param
+    if torch.cuda.get_device_capability() < CAPABILITY[name]:
+        pytest.skip(f"this GPU has no products in {name}")
+    assert kernels.usable(torch.device("cuda", 0))
+    return name
+
+
+def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind: str) -> None:
+    for one, other in weights_and_activations(FORMATS[kind], device="cuda", interpreted=False):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_products_are_the_cpu_s(kind: str) -> None:
+    """int8 in fp32; float8 rounded to bf16, and of sums of fewer bits (fast accumulation)."""
+    if kind == "int8":
+        for one, other in int8_products(device="cuda"):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3)
+    else:
+        one, other = float8_product(device="cuda")
+        largest = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * largest)
+
+
+def test_node_has_the_values_and_gradients_of_the_cpu(kind: str, tmp_path: Path) -> None:
+    """In bf16: a few roundings of 2^-9 of the largest."""
+    results = []
+    for device in ("cpu", "cuda"):
+        types = ProductTypes(kind, kind)
+        base = nf4_linear(tmp_path / device, random(160, 256)).to(device)
+        base.product_types = types
+        weights = random(4, 256, seed=6).to(device), random(160, 4, seed=8).to(device)
+        layer = Layer(base, *(weight.requires_grad_() for weight in weights))
+        x = random(48, 256, seed=2).to(device, torch.bfloat16).requires_grad_()
+        grad = random(48, 160, seed=3).to(device, torch.bfloat16)
+        with types.in_eight_bits():
+            (y,) = nf4_lora_matmuls(x, [layer])
+            found = (y, *torch.autograd.grad(y, (x, *layer.weights), grad))
+        results.append([tensor.detach().float().cpu() for tensor in found])
+    for one, other in zip(*results, strict=True):
+        largest = float(one.abs().max())
+        torch.testing.assert_close(other, one, rtol=0, atol=2**-6 * largest)

@@ -1,0 +1,119 @@
+"""What the GPU kernels of products in 8 bits must compute: by Triton's interpreter on the CPU,
+compiled on a GPU; each beside what `eight_bits.products` computes on a CPU.
+"""
+
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+
+from workflow.lib.model.layers.eight_bits import gpu_kernels
+from workflow.lib.model.layers.eight_bits.products import (
+    FORMATS,
+    Format,
+    Rounded,
+    RoundedWeight,
+    decoded,
+    product,
+    rounded,
+    row_scales,
+)
+from workflow.lib.model.layers.kernels import NF4Data
+
+# (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
+SHAPES = ((16, 256), (144, 192))
+ROWS = 9
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def nf4_data(shape: tuple[int, int], *, double_quant: bool) -> NF4Data:
+    """Return a random weight with a row of zeros, on the CPU."""
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weights[1] = 0
+    packed, state = quantize_4bit(weights, compress_statistics=double_quant, quant_type="nf4")
+    assert isinstance(state, QuantState)
+    nested = state.state2 if double_quant else None
+    return NF4Data(
+        packed,
+        state.absmax,
+        nested.absmax if nested else None,
+        code=state.code,
+        nested_code=nested.code if nested else state.code,
+        offset=state.offset if nested else state.code,
+        block_size=state.blocksize,
+    )
+
+
+def moved(data: NF4Data, device: str) -> NF4Data:
+    """Return the weight on a device."""
+    return NF4Data(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in data))
+
+
+def activations(width: int) -> torch.Tensor:
+    """Return rows of which one is zero, one tiny, one has a column of outliers."""
+    rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
+    rows[3] = 0
+    rows[7] *= 1e-38
+    rows[:, 5] *= 300
+    return rows
+
+
+def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> Pairs:
+    """Return pairs of what a kernel gives and what it must give, bit by bit.
+
+    interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
+    what is still to be rounded.
+    """
+    dtype = torch.float32 if interpreted and form.name == "float8" else form.dtype
+    pairs: Pairs = []
+    for shape in SHAPES:
+        for double_quant in (True, False):
+            data = nf4_data(shape, double_quant=double_quant)
+            there, scales = moved(data, device), row_scales(data, shape, form)
+            made = gpu_kernels.row_scales(there, shape=shape, largest=form.largest)
+            pairs.append((made, scales))
+            for transposed in (False, True):
+                values = gpu_kernels.decode(
+                    there, made, shape=shape, dtype=dtype, transposed=transposed
+                )
+                expected = decoded(data, scales, shape, form, transposed=transposed)
+                pairs.append((values, expected))
+        rows = activations(shape[1])
+        for factors in (None, torch.rand(shape[1]) + 0.5):
+            copy = rounded(rows, form, factors=factors)
+            given = None if factors is None else factors.to(device)
+            values, sizes = gpu_kernels.round_rows(
+                rows.to(device), given, dtype=dtype, largest=form.largest, block=form.block
+            )
+            pairs += [(values, copy.values), (sizes, copy.scales)]
+    return [(one.cpu().to(other.dtype), other) for one, other in pairs]
+
+
+def int8_products(*, device: str) -> Pairs:
+    """Return the kernel's products, alone and added, with scales of columns and without, each with
+    the CPU's.
+    """
+    form, pairs = FORMATS["int8"], []
+    for shape in SHAPES:
+        data = nf4_data(shape, double_quant=True)
+        scales = row_scales(data, shape, form)
+        left, values = rounded(activations(shape[1]), form), decoded(data, scales, shape, form)
+        for used in (scales, None):
+            expected = product(left, RoundedWeight(values, used), dtype=torch.float32)
+            for start in (None, 1.0):
+                out = torch.full(expected.shape, start or 0.0, device=device)
+                there = [x.to(device) for x in (left.values, values, left.scales)]
+                of_columns = None if used is None else used.to(device)
+                gpu_kernels.block_product(out, *there, of_columns, block=128, add=start is not None)
+                pairs.append((out.cpu() - (start or 0.0), expected))
+    return pairs
+
+
+def float8_product(*, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return torch's product of rounded operands on a GPU in bf16, and the CPU's in fp32."""
+    form, shape = FORMATS["float8"], (144, 192)
+    data = nf4_data(shape, double_quant=True)
+    scales = row_scales(data, shape, form)
+    left, values = rounded(activations(192), form), decoded(data, scales, shape, form)
+    expected = product(left, RoundedWeight(values, scales), dtype=torch.float32)
+    there = Rounded(left.values.to(device), left.scales.to(device), form)
+    weight = RoundedWeight(values.to(device), scales.to(device))
+    return product(there, weight, dtype=torch.bfloat16).float().cpu(), expected
