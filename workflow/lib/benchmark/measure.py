@@ -34,6 +34,7 @@ from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
     resolve_dtype,
+    resolve_products,
     resolve_training_attention,
 )
 from workflow.lib.settings.config import RunConfig
@@ -250,9 +251,9 @@ def _load(
         compute_dtype=dtype,
     ).name
     began = time.monotonic()
-    model = build_training_model(
-        base, config, job.plan, world, numerics=Numerics(dtype, seen.attention)
-    )
+    products = resolve_products(config.train.products, world.device, compute_dtype=dtype)
+    numerics = Numerics(dtype, seen.attention, products)
+    model = build_training_model(base, config, job.plan, world, numerics=numerics)
     synchronize(world.device)
     seen.load_s, seen.bytes_read = time.monotonic() - began, model.bytes_read
     return model

@@ -27,6 +27,10 @@ class Machine:
     bfloat16: bool = True
     """Whether its GPUs, or its CPU where it has none, multiply bfloat16; flash attention needs the
     same of GPUs (compute capability 8.0)."""
+    int8: bool = True
+    """Whether its GPUs multiply int8 as `train.products` needs it."""
+    float8: bool = True
+    """The same of float8."""
     nodes: int = 1
     """Machines like this one, which share the processes equally."""
 
@@ -46,6 +50,8 @@ def imagined_machine(count: int, gpu: GpuModel, *, nodes: int = 1) -> Machine:
         gpu_bytes=int(gpu.memory_gib * GIB),
         host_bytes=None,
         flash_attention=True,
+        int8=gpu.int8,
+        float8=gpu.float8,
     )
 
 

@@ -124,6 +124,7 @@ class _Run:
         model = _nf4_model(request.config, setup)
         plan = _plan(request)
         self.training, _ = adapt_(model, _lora(setup), plan, fused_layers=setup.fused_layers)
+        self.training.multiply_in_(setup.products, setup.products_in)
         self._embedding: Any = model.get_input_embeddings()
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world)
 

@@ -19,6 +19,7 @@ COUNT_BEFORE = re.compile(r"(?P<count>[0-9]{1,9})\s*[x*]\s*(?P<kind>.+)", re.IGN
 COUNT_BEHIND = re.compile(r"(?P<kind>.+?)\s*[x*:]\s*(?P<count>[0-9]{1,9})", re.IGNORECASE)
 FORM = "Write the number and the kind like 2x4090"
 MOST_GPUS = 4096
+AMPERE = ("RTX 3090", "RTX A5000", "RTX A6000", "A100")  # compute capability 8.0 and 8.6
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class GpuModel:
     host_bandwidth: float
     """Bytes/s of its PCIe slot in one direction, by data sheet."""
     aliases: tuple[str, ...]
+
+    @property
+    def int8(self) -> bool:
+        """Whether it multiplies int8 as `train.products` needs it: NVIDIA's in this table do."""
+        return self.name.startswith("NVIDIA")
+
+    @property
+    def float8(self) -> bool:
+        """Whether it multiplies float8: NVIDIA's since compute capability 8.9."""
+        return self.int8 and not any(word in self.name for word in AMPERE)
 
 
 def _model(

@@ -28,6 +28,8 @@ class Gpu:
     bfloat16: bool = True
     """Whether it multiplies bfloat16: compute capability 8.0 and more. Flash attention needs that
     too."""
+    float8: bool = True
+    """Whether it multiplies float8: compute capability 8.9 and more."""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -89,16 +91,20 @@ def _describe(handle: object) -> Gpu:
         total_bytes=int(info.total - info.reserved),  # as CUDA reports it
         used_bytes=int(info.used),
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        bfloat16=_has_bfloat16(handle),
+        bfloat16=_capability(handle) >= (8, 0),
+        float8=_capability(handle) >= (8, 9),
     )
 
 
-def _has_bfloat16(handle: object) -> bool:
+def _capability(handle: object) -> tuple[int, int]:
+    """Return the compute capability; 9.0 for an instance of a GPU that is split by MIG, which only
+    newer ones can be. Training asks the instance itself.
+    """
     try:
-        major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     except pynvml.NVMLError:
-        return True  # an instance of a GPU that is split by MIG, which only newer ones can be
-    return int(major) >= 8
+        return 9, 0
+    return int(major), int(minor)
 
 
 def interchangeable(gpus: Sequence[Gpu], *, count: int) -> list[Gpu]:

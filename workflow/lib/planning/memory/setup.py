@@ -9,6 +9,7 @@ from typing import Literal
 from workflow.lib.model.architecture.vocabulary_slices import (
     vocabulary_slices,
 )
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 Attention = Literal["flash", "flex", "sdpa", "eager"]
 
@@ -38,6 +39,10 @@ class Setup:
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Ranks of targets that differ from `rank`, by name; the largest of all layers."""
     dora: bool = False
+    products: str = COMPUTE_DTYPE
+    """What training steps multiply frozen weights in: `compute_dtype`, `float8` or `int8`."""
+    products_in: str = "both"
+    """`train.products_in`."""
     fused_layers: bool = False
     """Fused norms and feed-forwards, where the family has such."""
     offload_activations: bool | int = False

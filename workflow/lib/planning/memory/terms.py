@@ -21,7 +21,7 @@ from workflow.lib.planning.memory.layer_tensors import (
     sharded_bytes,
 )
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.system.compute_choice import FLEX_BLOCK
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX_BLOCK, FLOAT8
 
 MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
@@ -74,7 +74,8 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     return dict(setup.fixed) | {
         "nf4_weights": _sharded(shape, setup, "nf4_weights", hosted=False),
         "nf4_scales": _sharded(shape, setup, "nf4_scales", hosted=False),
-        "nf4_tables": shape.total(lambda x: len(x.linears)) * sum(map(rounded, CODE_TABLES)),
+        "nf4_tables": shape.total(lambda x: len(x.linears)) * sum(map(rounded, CODE_TABLES))
+        + product_scales(shape, setup),
         "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
         "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
         "norms_and_biases": _sharded(shape, setup, "norms_and_biases")
@@ -274,6 +275,34 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
     return shape.attention_masks * setup.micro_batch_size * row
 
 
+def decoded_linear(linear: Linear, setup: Setup) -> int:
+    """A weight as its product uses it: in the compute type, of a stack of experts as much as is
+    decoded at a time.
+
+    In 8 bits with what is rounded beside it (a byte an element, a scale of 4 for 128), and in
+    float8 a gradient that is added afterwards: an upper bound, of forward and backward.
+    """
+    c, tokens = setup.compute_bytes, setup.tokens
+    if linear.experts > 1:
+        return min(c * linear.num_weights, DECODED_BYTES)
+    plain = c * linear.num_weights
+    if setup.products == COMPUTE_DTYPE:
+        return plain
+    widest = max(linear.in_features, linear.out_features)
+    rows = tokens * (widest + 4 * math.ceil(widest / 128))
+    added = c * tokens * linear.in_features if setup.products == FLOAT8 else 0
+    return max(plain, linear.num_weights + rows + added)
+
+
+def product_scales(shape: ModelShape, setup: Setup) -> int:
+    """Scales of the rows of all weights that are multiplied in 8 bits; every process has all."""
+    if setup.products == COMPUTE_DTYPE:
+        return 0
+    return shape.total(
+        lambda layer: sum(rounded(4 * x.out_features) for x in layer.linears if x.experts == 1)
+    )
+
+
 def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
     """The largest linear in the compute type, and its absmax in fp32; of a stack of experts as much
     as is decoded at a time.
@@ -281,8 +310,7 @@ def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
 
     def decoded(linear: Linear) -> int:
         absmax = 4 * math.ceil(linear.num_weights / setup.block_size) if setup.double_quant else 0
-        most = DECODED_BYTES if linear.experts > 1 else math.inf
-        return int(min(setup.compute_bytes * linear.num_weights, most)) + absmax
+        return decoded_linear(linear, setup) + absmax
 
     return max(map(decoded, layer.linears))
 

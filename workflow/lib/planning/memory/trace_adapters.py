@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import decoded_linear
 from workflow.lib.planning.memory.trace_norms import WORK, NormTrace
 
 WEIGHT, CASTS, ROW_NORMS = "dequantized_weight", "adapter_casts", "row_norms"
@@ -55,8 +56,8 @@ class AdapterTrace(NormTrace):
         return self._tape.hold(self._kept[key])
 
     def dequantized(self, linear: Linear) -> int:
-        """A weight in the compute type, decoded by one kernel (`kernels`)."""
-        return self._tape.new(self._c * linear.num_weights, WEIGHT)
+        """A weight as a product uses it, and what is rounded beside it in 8 bits."""
+        return self._tape.new(decoded_linear(linear, self._setup), WEIGHT)
 
     def low(self, linears: Sequence[Linear], *, drops: bool | None = None) -> int:
         """A d(x) of all linears, (T, sum of ranks): `lora_products.low_rank`."""

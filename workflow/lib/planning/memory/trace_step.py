@@ -26,6 +26,7 @@ from workflow.lib.planning.memory.terms import (
     layer_tensors,
     mask_bytes,
     module_moments,
+    product_scales,
     table_slice,
 )
 from workflow.lib.planning.memory.trace_layer import LayerTrace
@@ -69,6 +70,7 @@ def _load(tape: Tape, shape: ModelShape, setup: Setup) -> None:
                 tape.new(sharded_bytes([tensor], processes=setup.shards), term)
         for size in CODE_TABLES * len(layer.linears):
             tape.new(size, "nf4_tables")
+    tape.new(product_scales(shape, setup), "nf4_tables")
 
 
 def _check(tape: Tape, shape: ModelShape, setup: Setup, units: "_Units") -> None:

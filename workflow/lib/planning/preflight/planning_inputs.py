@@ -19,8 +19,10 @@ from workflow.lib.system.compute_choice import (
     VARLEN,
     AttentionChoice,
     AttentionNeeds,
+    ProductsHardware,
     automatic_attention,
     choose_dtype,
+    choose_products,
 )
 from workflow.lib.system.errors import setting_error
 
@@ -88,6 +90,15 @@ def compute_dtype(model: ModelConfig, machine: Machine) -> str:
     return choose_dtype(
         model.compute_dtype, cuda=machine.device == "cuda", bfloat16=machine.bfloat16
     )
+
+
+def products(run: RunConfig, machine: Machine) -> str:
+    """Return what training steps multiply frozen weights in; raises `UserError` for a type that the
+    machine has not.
+    """
+    hardware = ProductsHardware(machine.device == "cuda", machine.int8, machine.float8)
+    dtype = compute_dtype(run.model, machine)
+    return choose_products(run.train.products, hardware, compute_dtype=dtype)
 
 
 def training_attention(
@@ -170,6 +181,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         double_quant=run.quantize.double_quant,
         activation_checkpointing=True,
         reshard_after_forward=run.hardware.reshard_after_forward is not False,
+        products=products(run, machine),
+        products_in=run.train.products_in,
         fused_layers=run.train.fused_layers,
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,
