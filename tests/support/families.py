@@ -239,15 +239,8 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
 }
 
-RECURRENT = (
-    "qwen3_5_text",
-    "olmo_hybrid",
-    "lfm2",
-    "falcon_h1",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-)
+RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
+RECURRENT_EXPERTS = ("qwen3_5_moe_text", "qwen3_next")
 EXPERTS = (
     "qwen3_moe",
     "mixtral",

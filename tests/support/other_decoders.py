@@ -69,7 +69,7 @@ OTHERS = (*RECURRENT, *MIXTURES)
 
 def config_of(family: str) -> dict[str, Any]:
     """Return the config.json of the tiny model of a family that is tested here or in `families`."""
-    if family in FAMILIES:
+    if family not in CHANGES:
         content: dict[str, Any] = FAMILIES[family].config(family).to_dict()
         return content
     changed = SIZES | CHANGES[family] | {"model_type": family}

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
-from tests.support.families import EXPERTS, FAMILIES, RECURRENT
+from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS
 from tests.support.family_runs import (
     LENGTHS,
     SEQ_LEN,
@@ -169,7 +169,7 @@ def test_start_up_check_finds_attention_to_the_document_before(
     assert checked("unpacked").passed
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
 def test_start_up_check_finds_a_state_of_the_document_before(
     checked: Callable[[str], Check], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
     offloads_embedding,
     rows_per_process,
     shard_size,
+    target_ranks,
     training_attention,
 )
 from workflow.lib.settings.config import HardwareConfig
@@ -233,3 +234,12 @@ def test_context_is_what_was_measured_outside_the_allocator() -> None:
 
 def test_24_gib_is_24_gib() -> None:
     assert machine().gpu_bytes == GPU_24 == 24 * GIB
+
+
+def test_dropout_on_experts_is_refused_before_training() -> None:
+    shape = describe_config(config_of("qwen3_moe"), origin=Path("config.json"))
+    with pytest.raises(UserError, match=r"lora\.dropout = 0\.1: the experts of this model"):
+        target_ranks(run_config(lora={"dropout": 0.1}), shape)
+    names = ["q_proj", "o_proj"]
+    others = target_ranks(run_config(lora={"dropout": 0.1, "target_modules": names}), shape)
+    assert {path.rpartition(".")[2] for path in others} == {*names}

@@ -155,7 +155,13 @@ def target_ranks(run: RunConfig, shape: ModelShape) -> dict[str, int]:
     """Return the rank of each adapted linear by its path; raises `UserError` as
     `adapter_targets.adapter_ranks` does.
     """
-    return adapter_ranks(run.lora, linears=shape.linear_paths())
+    stacks = [
+        f"{shape.layers}.{number}.{linear.path}"
+        for number in range(shape.num_layers)
+        for linear in shape.layer(number).linears
+        if linear.experts > 1
+    ]
+    return adapter_ranks(run.lora, linears=shape.linear_paths(), stacks=stacks)
 
 
 def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
