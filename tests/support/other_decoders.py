@@ -1,5 +1,5 @@
 """Tiny configurations of decoders whose layers are not plain, for their description: experts,
-latent attention, recurrent layers, sinks. Some are of the families that `families` trains.
+latent attention, recurrent layers, sinks. Of those that `families` trains too, the sizes differ.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Changes to `families.SIZES` by family."""
 MIXTURES = tuple(CHANGES)
-OTHERS = (*RECURRENT, *MIXTURES)
+OTHERS = tuple(dict.fromkeys((*RECURRENT, *MIXTURES)))
 
 
 def config_of(family: str) -> dict[str, Any]:

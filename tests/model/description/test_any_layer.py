@@ -133,3 +133,10 @@ def test_experts_that_run_by_code_of_their_own_are_refused() -> None:
     with pytest.raises(UserError) as caught:
         described("mixtral", model_type="llama4_text", **sizes)
     assert "down_proj of Llama4TextExperts is a tensor of shape" in str(caught.value)
+
+
+def test_model_without_linears_is_refused() -> None:
+    """GPT-2 keeps its weights in a class of its own."""
+    sizes = {"n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 64, "n_inner": 96}
+    with pytest.raises(UserError, match="GPT2Block has no linear whose weights can be quantized"):
+        described("llama", model_type="gpt2", **sizes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.families import RECURRENT, tiny_family
+from tests.support.families import FAMILIES, RECURRENT, tiny_family
 from tests.support.models import adapted, quantized
 from tests.support.other_decoders import config_of
 from tests.support.preflight_examples import setup, token_counts
@@ -71,7 +71,7 @@ def kept_by_autograd(base: Path) -> list[int]:
 def test_layer_keeps_no_more_than_is_estimated_and_not_much_less(
     family: str, tmp_path: Path
 ) -> None:
-    shape = described(family)
+    shape = describe_config(FAMILIES[family].config(family).to_dict(), origin=tmp_path)
     base = quantized(tiny_family(family, tmp_path / "original"), tmp_path / "base")
     kept = kept_by_autograd(base)
     estimates = [saved_activations(shape.layer(n), on_cpu(shape)) for n in range(shape.num_layers)]

@@ -1,7 +1,8 @@
 """The presets: they load, contain only what differs, and fit the GPUs that they name, by
 preflight's own reckoning.
 
-The public models are written here as the part of their config.json that decides the shape.
+Llamas are written here as the part of their config.json that decides the shape; mixtures of experts
+are described among the shipped models.
 """
 
 import math
@@ -18,6 +19,7 @@ from tests.support.preflight_examples import llama_shape
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.token_counts import TokenCounts
@@ -34,6 +36,7 @@ from workflow.lib.system.units import GIB
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "workflow" / "presets").glob("*.yaml"))
 
+POSITIONS = "max_position_embeddings"
 HOST_BYTES = 128 * GIB
 DISK_BYTES = 2**42
 
@@ -69,9 +72,11 @@ LLAMA_3_405B = {
 
 @dataclass(frozen=True)
 class Promise:
-    """A preset's model and the machine that it names."""
+    """A preset's model (sizes of a Llama, or a shipped model's name) and the machine that it
+    names.
+    """
 
-    model: dict[str, int]
+    model: dict[str, int] | str
     num_gpus: int
     card: str
 
@@ -81,6 +86,9 @@ PROMISES = {
     "llama2-70b-2x24gb": Promise(LLAMA_2_70B, 2, "NVIDIA GeForce RTX 4090"),
     "llama3-70b-8gpu": Promise(LLAMA_3_70B, 8, "NVIDIA GeForce RTX 4090"),
     "llama3-405b-8x80gb": Promise(LLAMA_3_405B, 8, "NVIDIA H100 80GB HBM3"),
+    "qwen3-30b-a3b-1x24gb": Promise("Qwen3-30B-A3B", 1, "NVIDIA GeForce RTX 4090"),
+    "qwen3-30b-a3b-2x24gb": Promise("Qwen3-30B-A3B", 2, "NVIDIA GeForce RTX 4090"),
+    "gpt-oss-20b-1x16gb": Promise("gpt-oss-20b", 1, "NVIDIA GeForce RTX 4090"),
 }
 
 
@@ -95,8 +103,12 @@ def only_run(name: str) -> RunConfig:
     return run
 
 
-def shape_of(model: dict[str, int]) -> ModelShape:
-    """Return the shape that a Llama's config.json describes."""
+def shape_of(model: dict[str, int] | str) -> ModelShape:
+    """Return the shape that a Llama's config.json describes, or that of a shipped model."""
+    if isinstance(model, str):
+        known = known_shape(model)
+        assert known is not None
+        return known
     return llama_shape(
         layers=model["num_hidden_layers"],
         hidden=model["hidden_size"],
@@ -234,7 +246,10 @@ def test_preset_asks_for_the_gpus_that_it_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_rows_of_preset_fit_the_model_positions(name: str) -> None:
-    assert only_run(name).data.seq_len <= PROMISES[name].model["max_position_embeddings"]
+    shape = shape_of(PROMISES[name].model)
+    model = PROMISES[name].model
+    most = shape.max_position_embeddings if isinstance(model, str) else model[POSITIONS]
+    assert only_run(name).data.seq_len <= most
 
 
 @pytest.mark.parametrize(

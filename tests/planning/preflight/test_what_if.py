@@ -66,6 +66,15 @@ def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     assert f"{found['plan']['offload_layers']} layers; gathered weights" in answer.stderr
 
 
+def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: Path) -> None:
+    words = ("--gpus", "4090", "--output", str(tmp_path / "p.json"))
+    answer = ask("--model", "Qwen/Qwen3-30B-A3B", *words)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["verdict"] == "fits"
+    assert found["model"]["total_parameters"] == 30_532_122_624
+
+
 def test_recording_of_the_engine_stands_beside_the_prediction(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     model = ("--model", str(tmp_path), "--seq-len", "64")

@@ -42,8 +42,11 @@ NEEDED = (
     "vocab_size",
     "max_position_embeddings",
 )
-# What may say the number of layers in its place: a list, or a string, of their kinds.
-LISTS = {"num_hidden_layers": ("layers_block_type", "hybrid_override_pattern")}
+# What may say it in the place of such a size: a list, or a string, of layers; the width of experts.
+IN_PLACE_OF = {
+    "num_hidden_layers": ("layers_block_type", "hybrid_override_pattern"),
+    "intermediate_size": ("moe_intermediate_size",),
+}
 NEEDED_OF_PART = NEEDED[:3]  # published multimodal models leave the others to the class
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
 # What Transformers raises for settings that no model can have.
@@ -155,7 +158,7 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
     for key in NEEDED if part is config else NEEDED_OF_PART:
-        if any(part.get(name) for name in LISTS.get(key, ())):
+        if any(part.get(name) for name in IN_PLACE_OF.get(key, ())):
             continue
         _check_size(key, part.get(key, part.get(aliases.get(key, key))), origin)
     heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")

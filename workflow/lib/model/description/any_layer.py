@@ -45,6 +45,11 @@ def any_layers(
 def _described(calls: LayerCalls, linears: tuple[Linear, ...]) -> DecoderLayer:
     vectors, tensors = others_of(calls, linears)
     attended = calls.attended[0] if calls.attended else NOTHING
+    if not linears:
+        raise UserError(
+            f"in a decoder layer {type(calls.layer).__name__} has no linear whose weights can be "
+            "quantized. Choose another model.source."
+        )
     top_k = max(calls.top_k.values(), default=0)
     rows = [(top_k if x.experts > 1 else 1, x) for x in linears]
     widths = [n * max(x.in_features, x.out_features // x.experts) for n, x in rows]

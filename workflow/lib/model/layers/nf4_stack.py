@@ -11,12 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
+from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE, NF4Linear, NF4Spec
 from workflow.lib.system.errors import UserError
-
-DECODED_BYTES = 256 * 2**20
-"""The most that is decoded of a stack at a time, as long as a slice of it can be cut."""
 
 
 class NF4Stack(NF4Linear):
