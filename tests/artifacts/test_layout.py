@@ -142,6 +142,14 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "hang_seconds": {"hang_seconds": 7.0},
     "deterministic": {"deterministic": True},
     "log_every_steps": {"log_every_steps": 5},
+    "products": {"products": "int8"},
+    "products_in": {"products_in": "backward"},
+    "max_products_loss_rise": {"max_products_loss_rise": 0.1},
+}
+# What has a meaning beside another setting alone.
+BESIDE: dict[str, dict[str, Any]] = {
+    "products_in": {"products": "float8"},
+    "max_products_loss_rise": {"products": "float8"},
 }
 
 
@@ -156,12 +164,18 @@ OPERATIONAL = {
     "grace_seconds",
     "hang_seconds",
     "log_every_steps",
+    "max_products_loss_rise",
 }
 
 
 @pytest.mark.parametrize("key", list(TrainConfig.model_fields))
 def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key: str) -> None:
-    changed = fingerprint(run_with()) != fingerprint(run_with("train", **OTHER_TRAIN_VALUES[key]))
+    beside = BESIDE.get(key, {})
+    plain, other = (
+        run_with("train", **beside),
+        run_with("train", **beside, **OTHER_TRAIN_VALUES[key]),
+    )
+    changed = fingerprint(plain) != fingerprint(other)
     assert changed is (key not in OPERATIONAL)
 
 

@@ -20,8 +20,10 @@ from workflow.lib.settings.config import Config, ReportConfig, RunConfig, load_c
 CONFIG = settings_reference.ROOT / "config.yaml"
 MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 
-# This setting is written only where it is set.
-EVERY = Config.model_validate({"lora": {"modules_to_save": ["lm_head"]}})
+# These settings are written only where they are set.
+EVERY = Config.model_validate(
+    {"lora": {"modules_to_save": ["lm_head"]}, "train": {"products": "float8"}}
+)
 
 
 def committed() -> str:

@@ -43,7 +43,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def heldout():
-    return read_jsonl(RESOURCES / "pydocs" / "heldout.jsonl")
+    return read_jsonl(RESOURCES / "pydocs" / "heldout.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_rebuilding_gives_the_same_files_whatever_the_hash_seed(rebuilt, manifes
 
 
 def test_the_corpus_holds_no_heldout_answer(rebuilt):
-    rows = read_jsonl(rebuilt / "pydocs" / "heldout.jsonl")
+    rows = read_jsonl(rebuilt / "pydocs" / "heldout.jsonl.gz")
     split = Split([], [Pair(**row) for row in rows], moved_pairs=0, moved_sources=0)
     index = near_duplicates.ShingleIndex(protected_texts(split))
     documents = [row["text"] for row in read_jsonl(rebuilt / "corpus.jsonl")]

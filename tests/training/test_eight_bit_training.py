@@ -39,8 +39,8 @@ def documentation() -> TokenStore:
     """Rows of what the shipped base was trained on the like of, and held-out documents."""
     tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
     texts = {
-        "train": gzip.decompress((RESOURCES / "pydocs" / "train.jsonl.gz").read_bytes()).decode(),
-        "heldout": (RESOURCES / "pydocs" / "heldout.jsonl").read_text(encoding="utf-8"),
+        name: gzip.decompress((RESOURCES / "pydocs" / f"{name}.jsonl.gz").read_bytes()).decode()
+        for name in ("train", "heldout")
     }
     ids = {}
     for name, text in texts.items():

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
     files = {
         "pydocs/train.jsonl.gz": [pair.as_row() for pair in split.train],
-        "pydocs/heldout.jsonl": [pair.as_row() for pair in split.heldout],
+        "pydocs/heldout.jsonl.gz": [pair.as_row() for pair in split.heldout],
         "tasks/pydocs_mc.jsonl": [item.as_row() for item in items],
     }
     for name, rows in files.items():

@@ -98,7 +98,7 @@ class DataConfig(Section):
     train: DataSources = "workflow/resources/pydocs/train.jsonl.gz"
     """Training data: a file, folder or glob (within `source`, if that is set), a source (`path`,
     `name`, `weight`, `file_type`, `format`, `columns`), or a list of these."""
-    heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl"
+    heldout: DataSources | None = "workflow/resources/pydocs/heldout.jsonl.gz"
     """Held-out data, named like the training data; null = split `heldout_share` off those."""
     heldout_share: float = Field(0.05, gt=0.0, lt=1.0)
     """Share of rows held out when `heldout` is null (0 to 1); the split is a pure function of
