@@ -198,7 +198,7 @@ def test_long_rows_are_refused(stage: Stage) -> None:
 
 def test_unsupported_model_is_refused(stage: Stage) -> None:
     write_checkpoint(stage.model, config=TINY | {"model_type": "gpt2"})
-    refused(stage, "model_type = 'gpt2': in a decoder layer attn.c_attn.weight of Conv1D")
+    refused(stage, "model_type = 'gpt2': in a decoder layer GPT2Block has no linear")
 
 
 def test_unknown_target_is_refused(stage: Stage) -> None:
