@@ -110,3 +110,11 @@ def test_engine_asks_no_more_than_the_trace_in_8_bits(
     engine, by_hand = replay_tape(recorded(process, LLAMA, asked)), traced(LLAMA, asked)
     for phase, least in {"forward": 0.85, "backward": 0.95}.items():
         assert least <= engine.phases[phase] / by_hand.phases[phase] <= 1.001, phase
+
+
+def test_recording_is_the_same_each_time(process: RecordingProcess) -> None:
+    """Down to the order of events: nothing in it is left to how threads take turns."""
+    asked = chosen(processes=3, activation_checkpointing=2)
+    first, second = (recorded(process, LLAMA, asked) for _ in range(2))
+    assert [*first.events] == [*second.events]
+    assert [*first.sizes] == [*second.sizes]

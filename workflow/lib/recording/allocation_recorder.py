@@ -6,7 +6,6 @@ without an operation, so those that are known are looked at before each operatio
 operations nothing else is made, so an event that is noted there is in its place.
 """
 
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +26,7 @@ REDUCE = torch.ops.c10d.allreduce_.default
 # DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
 # engine and its libraries make nothing else by it.
 STAND_IN = torch.ops.aten.empty_strided.default
+NO_TASK = -1  # autograd's, outside of backward
 
 
 class _Storage:
@@ -51,7 +51,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._multiplying: set[int] = set()
+        self._multiplying: set[bool] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -91,9 +91,10 @@ class AllocationRecorder(TorchDispatchMode):
                 self._resize(known, storage.nbytes())
 
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
-        if func.overloadpacket in PRODUCTS and threading.get_ident() not in self._multiplying:
+        backward = torch._C._current_graph_task_id() != NO_TASK
+        if func.overloadpacket in PRODUCTS and backward not in self._multiplying:
             # cuBLAS takes one for each thread that multiplies: that of forward, and autograd's.
-            self._multiplying.add(threading.get_ident())
+            self._multiplying.add(backward)
             self._new(WORKSPACE_BYTES, "cublas_workspace")
         sizes = workspaces(func, args, result)
         self.tape.free(*[self._new(size, "layer_workspace") for size in sizes])

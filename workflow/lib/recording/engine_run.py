@@ -10,7 +10,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def record(request: Request) -> Tape:
     gpu, tape = recorded_gpu(), Tape()
     with _fake_world(request.setup) as world:
         run = _Run(request, world)
-        with gpu.mode, AllocationRecorder(gpu, tape) as recorder:
+        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape) as recorder:
             run.load(recorder)
             if request.checked:
                 tape.phase(CHECKS)
@@ -83,6 +83,13 @@ def record(request: Request) -> Tape:
                 with _no_garbage():
                     run.step(optimizer, tape)
     return tape
+
+
+def _one_thread() -> AbstractContextManager[None]:
+    """Run backward in the thread that asks for it. In one of its own, what autograd uses last is
+    released sooner or later than what that thread does next, as chance has it.
+    """
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 @contextmanager
