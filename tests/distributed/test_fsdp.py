@@ -16,6 +16,7 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.distributed.world import process_group
+from workflow.lib.model.architecture.layer_choice import choose_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import build_on_meta, local, local_range
@@ -233,7 +234,8 @@ def test_process_group_is_left(reports: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("every", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0])])
 def test_every_kth_layer_is_recomputed(folder: Path, every: int, chosen: list[int]) -> None:
     model = build_on_meta(folder / "original", dtype=torch.float32)
-    checkpoint_activations_(model, every=every)
+    choice = choose_layers(3, recomputed_every=every, offload_activations=False, offload_layers=0)
+    checkpoint_activations_(model, choice.recomputed)
     layers: Any = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen
 
@@ -247,7 +249,7 @@ def test_random_numbers_are_kept_for_recomputation_where_any_are_drawn(
         model.config.attention_dropout = 0.1
     if where == "module":
         model.extra = torch.nn.Dropout(0.1)
-    checkpoint_activations_(model, every=1)
+    checkpoint_activations_(model, [0])
     layers: Any = decoder_layers(model)
     kept = layers[0]._gradient_checkpointing_func.keywords["preserve_rng_state"]
     assert kept == (where != "nowhere")

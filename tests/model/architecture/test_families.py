@@ -20,7 +20,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.decoder_layers import checkpoint_activations_
+from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers import packed_attention
 from workflow.lib.model.lora import trainable_parameters
@@ -126,7 +126,7 @@ def ours(base: Path, store: TokenStore, attention: str, *, fused: bool = False) 
         replaced = fuse_layers_(model)
         assert replaced == FUSED[model.config.model_type]
         training.activation_offload = ActivationOffload(CPU, window_bytes=4096)
-    checkpoint_activations_(model, every=2)
+    checkpoint_activations_(model, range(0, len(decoder_layers(model)), 2))
     return trained(training, store)
 
 

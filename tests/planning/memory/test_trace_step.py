@@ -97,7 +97,7 @@ def adapted_in_bf16(base: Path, lora: LoraSettings = RANK_4, *, every: int = 0) 
     model = build_nf4_on_meta(base, compute_dtype=torch.bfloat16, attention="eager")
     training = CausalLMForTraining(inject_adapters(model, lora))
     if every:
-        checkpoint_activations_(model, every=every)
+        checkpoint_activations_(model, range(0, 9, every))
     materialize_(training, transformers_model=model, device=torch.device("cpu"))
     load_weights_(model, base)
     init_adapters_(training, seed=0, base=base)

@@ -10,7 +10,7 @@ process there is nothing to gather. On the CPU the same is done without streams:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from workflow.lib.distributed.vocabulary_parallel import ALL_GATHER
 from workflow.lib.distributed.weight_checks import different_parts, names_of_all
 from workflow.lib.distributed.world import World
-from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.layers.nf4_linear import NF4Linear, nf4_linears
 from workflow.lib.model.nf4_model import checkpoint_name, read_bytes
@@ -189,20 +188,20 @@ def _aligned(num_bytes: int) -> int:
 
 
 class OffloadedLayers:
-    """`count` decoder layers of a model, spread evenly, whose packed weights wait in host memory.
+    """Decoder layers of a model, by number, whose packed weights wait in host memory.
 
     Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's),
     filled by `load_`. Follows the model's forward and backward by hooks: at most the layer in use
     and the next one are on the device.
     """
 
-    def __init__(self, model: PreTrainedModel, *, count: int, world: World) -> None:
+    def __init__(self, model: PreTrainedModel, numbers: Sequence[int], *, world: World) -> None:
         layers = decoder_layers(model)
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
         paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
         self._layers: dict[int, _OffloadedLayer] = {}
-        for number in spread(count, len(layers)):
+        for number in numbers:
             linears = [(paths[id(linear)], linear) for _, linear in nf4_linears(layers[number])]
             self._layers[number] = _OffloadedLayer(linears, world=world, stream=stream)
             self._layers[number].empty_()
@@ -297,6 +296,8 @@ class OffloadedLayers:
                 layer.reshard()
 
 
-def offload_layers_(model: PreTrainedModel, *, count: int, world: World) -> OffloadedLayers | None:
-    """Take the packed weights of `count` layers out of a meta-device model; None for none."""
-    return OffloadedLayers(model, count=count, world=world) if count else None
+def offload_layers_(
+    model: PreTrainedModel, numbers: Sequence[int], *, world: World
+) -> OffloadedLayers | None:
+    """Take the packed weights of these layers out of a meta-device model; None for none."""
+    return OffloadedLayers(model, numbers, world=world) if numbers else None

@@ -2,6 +2,7 @@
 in backward.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -47,9 +48,9 @@ def drop_other_parts_(model: PreTrainedModel) -> None:
         setattr(model.get_submodule(parent), name, None)
 
 
-def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
-    """Recompute decoder layers 0, `every`, 2 x `every`, ... in backward, by Transformers' own
-    switch (non-reentrant).
+def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) -> None:
+    """Recompute the decoder layers of these numbers in backward, by Transformers' own switch
+    (non-reentrant).
 
     The state of the random numbers is kept for it where any may be drawn.
     """
@@ -57,7 +58,7 @@ def checkpoint_activations_(model: PreTrainedModel, *, every: int) -> None:
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "preserve_rng_state": _may_draw(model)})
     for number, layer in enumerate(decoder_layers(model)):
-        setattr(layer, "gradient_checkpointing", number % every == 0)  # noqa: B010
+        setattr(layer, "gradient_checkpointing", number in numbers)  # noqa: B010
 
 
 def _may_draw(model: PreTrainedModel) -> bool:

@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from workflow.lib.planning.memory.allocation_tape import COMPUTE, Tape
+from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
+from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
+from workflow.lib.recording.term_names import UNNAMED
 from workflow.lib.system.device_types import RECORDED
 
 READ = torch.ops.aten._local_scalar_dense.default
@@ -45,13 +47,14 @@ class AllocationRecorder(TorchDispatchMode):
     mode.
     """
 
-    def __init__(self, gpu: RecordedGpu, tape: Tape) -> None:
+    def __init__(self, gpu: RecordedGpu, tape: LayerTape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[bool] = set()
+        self._streams: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -61,12 +64,14 @@ class AllocationRecorder(TorchDispatchMode):
             return func(*args, **options)
         if func is READ and args[0].constant is None:
             return 0  # a value that the host asks for: all are taken for zeros
-        self._note_resized()
+        self.note_resized()
         result = _reduced(args, options) if func is REDUCE else func(*args, **options)
         if func is STAND_IN or any(map(self._stands_in, _tensors((args, options)))):
             self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
             return result
-        for tensor in _tensors(result):
+        made = [*_tensors(result)]
+        for tensor, layer in zip(made, self._layers(args, len(made)), strict=True):
+            self.tape.layer = layer
             self._note(tensor)
         self._note_workspaces(func, args, result)
         return result
@@ -84,7 +89,38 @@ class AllocationRecorder(TorchDispatchMode):
             weakref.finalize(storage, self._release, storage._cdata, known)
             self._resize(known, storage.nbytes())
 
-    def _note_resized(self) -> None:
+    def _layers(self, args: Any, count: int) -> list[int]:
+        """Return the layers that `count` results of an operation belong to."""
+        if not self.tape.follows_tensors:
+            return [self.tape.layer] * count
+        first = args[0] if args else None
+        if isinstance(first, list | tuple) and len(first) == count > 1:
+            return [self._layer(tensor) for tensor in first]
+        known = {self._layer(tensor) for tensor in _tensors(args) if self._number(tensor) >= 0}
+        if not known:
+            return [self.tape.layer] * count
+        return [known.pop() if len(known) == 1 else NONE] * count
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor's memory on the tape, or -1."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known.tensor if known else -1
+
+    def _layer(self, tensor: torch.Tensor) -> int:
+        number = self._number(tensor)
+        return self.tape.layer_of[number] if number >= 0 else self.tape.layer
+
+    def assign(self, tensor: torch.Tensor, *, layer: int | None = None, term: str = "") -> None:
+        """Say to which layer a tensor belongs, or what it counts as."""
+        values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        number = self._number(values)
+        if number >= 0 and layer is not None:
+            self.tape.assign(number, layer)
+        if number >= 0 and term:
+            self.tape.terms[number] = term
+
+    def note_resized(self) -> None:
+        """Note what FSDP2 has resized since the last operation."""
         for known in list(self._known.values()):
             storage = known.reference()
             if storage is not None and storage.nbytes() != known.num_bytes:
@@ -97,7 +133,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._multiplying.add(backward)
             self._new(WORKSPACE_BYTES, "cublas_workspace")
         sizes = workspaces(func, args, result)
-        self.tape.free(*[self._new(size, "layer_workspace") for size in sizes])
+        self.tape.free(*[self._new(size, UNNAMED) for size in sizes])
 
     def _resize(self, known: _Storage, num_bytes: int) -> None:
         if known.tensor >= 0:
@@ -105,11 +141,14 @@ class AllocationRecorder(TorchDispatchMode):
             known.tensor = -1
         known.num_bytes = num_bytes
         if num_bytes:
-            known.tensor = self._new(num_bytes, "layer_workspace")
+            known.tensor = self._new(num_bytes, UNNAMED)
 
     def _new(self, num_bytes: int, term: str) -> int:
         number = self._gpu.current_stream().stream_id
-        return self.tape.new(num_bytes, term, COMPUTE if number == COMPUTING else f"{number}")
+        name = COMPUTE
+        if number != COMPUTING:  # numbers count on from one recording to the next
+            name = self._streams.setdefault(number, f"beside_{len(self._streams)}")
+        return self.tape.new(num_bytes, term, name)
 
     def _release(self, key: int, known: _Storage) -> None:
         if self._known.get(key) is known:  # else another storage has got its address

@@ -8,8 +8,9 @@ host, and the family's own forward of 8 tokens, are left out.
 
 import gc
 import json
+import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from transformers import PreTrainedModel
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
-from workflow.lib.model.decoder_layers import drop_other_parts_
+from workflow.lib.model.architecture.layer_choice import LayerChoice
+from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
@@ -34,18 +36,27 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.trace_step import CHECKS, LOAD, STEPS
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
+from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.phases import Phases
 from workflow.lib.recording.recorded_gpu import recorded_gpu
+from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
+from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
+from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
-from workflow.lib.system.compute_choice import VARLEN
+from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
-from workflow.lib.training.build import TrainingModel, adapt_, lay_out_
+from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
 from workflow.lib.training.loop import backward, clip_gradients, make_optimizer
 from workflow.lib.training.optimizers import ShardwiseAdam
 
 # `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
-ATTENTION = {"flash": VARLEN, "sdpa": "sdpa", "eager": "eager"}
+ATTENTION = {"flash": VARLEN, "flex": FLEX, "sdpa": "sdpa", "eager": "eager"}
+# How far layers know of each other: tried one after the other, until those that are alike ask for
+# the same. Activations on their way to the host are there for some layers.
+REACHES = (2, 4)
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+logger = logging.getLogger("workflow")
 
 
 @dataclass(frozen=True)
@@ -61,27 +72,54 @@ class Request:
     """After the start-up checks, whose freed memory the allocator keeps."""
 
 
-def record(request: Request) -> Tape:
+def record(request: Request, *, whole: bool = False) -> Tape:
     """Return what a process asks of a GPU's allocator from the empty model to the end of its second
     step.
 
-    This process has the recorded device from then on, and must have no process group. Raises
-    `UserError` as building a model does.
+    whole: run all layers, not those alone that stand for the others. This process has the recorded
+    device from then on, and must have no process group. Raises `UserError` as building a model
+    does.
     """
-    gpu, tape = recorded_gpu(), Tape()
+    described = _Described.of(request)
+    tape = None if whole else _repeated(request, described)
+    if tape is None:
+        tape = _run(request, described, range(len(described.kinds)))
+    name_terms(tape)
+    return tape
+
+
+def _repeated(request: Request, described: "_Described") -> Tape | None:
+    """Return the tape made from some layers; None where no fewer than all will do."""
+    for reach in REACHES:
+        numbers = representatives(described.kinds, reach=reach)
+        if len(numbers) == len(described.kinds):
+            break
+        tape = _run(request, described, numbers)
+        kinds = [described.kinds[number] for number in numbers]
+        try:
+            return repeated(tape, kinds, described.kinds, reach=reach)
+        except NotRepeatableError as error:
+            logger.debug("layers %s do not stand for all: %s", numbers, error)
+    return None
+
+
+def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> LayerTape:
+    """Record a model of these layers alone."""
+    gpu, tape = recorded_gpu(), LayerTape()
     with _fake_world(request.setup) as world:
-        run = _Run(request, world)
+        run = _Run(request, described, numbers, world)
         with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape) as recorder:
             run.load(recorder)
             if request.checked:
                 tape.phase(CHECKS)
-                run.check()
+                run.check(recorder)
             tape.phase(LOAD)
             optimizer = make_optimizer(run.training, TrainConfig(optimizer=request.setup.optimizer))
             run.training.train()
             for _ in range(STEPS):
                 with _no_garbage():
                     run.step(optimizer, tape)
+            tape.end()
     return tape
 
 
@@ -125,45 +163,65 @@ def _mesh(setup: Setup) -> DeviceMesh:
 class _Run:
     """A model without weights, and what is done with it."""
 
-    def __init__(self, request: Request, world: World) -> None:
+    def __init__(
+        self, request: Request, described: "_Described", numbers: Sequence[int], world: World
+    ) -> None:
         setup = request.setup
         self._setup, self._world, self._dtype = setup, world, DTYPES[setup.compute_bytes]
-        model = _nf4_model(request.config, setup)
-        plan = _plan(request)
-        self.training, _ = adapt_(model, _lora(setup), plan, fused_layers=setup.fused_layers)
+        model = _nf4_model(request.config, setup, numbers)
+        self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
+        plan, choice = _plan(request), described.choice.among(numbers)
+        fused = setup.fused_layers
+        self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
         self.training.multiply_in_(setup.products, setup.products_in)
         self._embedding: Any = model.get_input_embeddings()
-        self._laid_out: TrainingModel = lay_out_(self.training, plan, world)
+        self._head: Any = model.get_output_embeddings()
+        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate what training builds, without values."""
         recorder.tape.phase(LOAD)
         allocate_(self.training, device=self._world.device)
+        for number, layer in enumerate(self._layers):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                recorder.assign(tensor, layer=number)
+        tables = (self._embedding, self._head)
+        for tensor, term in module_tensors(self.training, tables):
+            recorder.assign(tensor, term=term)
         if self._laid_out.offloaded_layers:
             self._laid_out.offloaded_layers.allocate_()
         if self._setup.offload_embedding:
             self.training.rows_of = self._embedding_rows
-        Phases(recorder.tape).follow_(self.training, self._embedding)
+        Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
-    def check(self) -> None:
+    def check(self, recorder: AllocationRecorder) -> None:
         """What the start-up checks do on the device: a forward of one row, and every unit
         gathered.
         """
+        tape = recorder.tape
         self.training.eval()
+        tape.follows_tensors = False
         with forward_only(self.training):
             self.training(self._batch(1))
-        for unit in self._laid_out.units:
+            tape.layer = NONE
+        recorder.note_resized()
+        for number, unit in enumerate(self._laid_out.units):
+            tape.layer = number if number < len(self._layers) else NONE
             unit.unshard()
             unit.reshard()
+        tape.follows_tensors = True
 
-    def step(self, optimizer: ShardwiseAdam, tape: Tape) -> None:
+    def step(self, optimizer: ShardwiseAdam, tape: LayerTape) -> None:
         """Take a step as `loop.Trainer` does."""
         training, device = self.training, self._world.device
         count = 2 if self._setup.accumulates else 1
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(count))
+        tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             loss = backward(training, batches, trained_tokens=1, factor=1.0, device=device)
+            tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
+        tape.follows_tensors = True
         sum_copies_(training)
         norm = clip_gradients(optimizer, max_norm=1.0)
         dist.all_reduce(loss)
@@ -192,18 +250,39 @@ class _Run:
         return torch.empty(len(ids), width, dtype=self._dtype, device=ids.device)
 
 
-def _nf4_model(config: Mapping[str, Any], setup: Setup) -> PreTrainedModel:
-    """Return the NF4 model of a config.json on meta, as if a base of it had been quantized."""
-    dtype = DTYPES[setup.compute_bytes]
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-        model = build_on_meta(Path(folder), dtype=dtype, attention=ATTENTION[setup.attention])
-    drop_other_parts_(model)
+@dataclass(frozen=True)
+class _Described:
+    """The layers of a model: which the levers of a plan take, and what tells them apart."""
+
+    choice: LayerChoice
+    kinds: list[Hashable]
+
+    @staticmethod
+    def of(request: Request) -> "_Described":
+        model = _stock_model(request.config, request.setup)
+        choice = chosen_layers(_plan(request), len(decoder_layers(model)))
+        return _Described(choice, layer_kinds(model, choice))
+
+
+def _nf4_model(config: Mapping[str, Any], setup: Setup, numbers: Sequence[int]) -> PreTrainedModel:
+    """Return a model of some layers of a config.json on meta, as if a base had been quantized."""
+    model, dtype = _stock_model(config, setup), DTYPES[setup.compute_bytes]
+    keep_layers_(model, numbers)
     specs = {
         path: NF4Spec(size, setup.block_size, setup.double_quant, offset=0.0)
         for path, size in quantizable_linears(model).items()
     }
     return replace_linears_(model, specs, compute_dtype=dtype)
+
+
+def _stock_model(config: Mapping[str, Any], setup: Setup) -> PreTrainedModel:
+    """Return the model of a config.json on meta."""
+    dtype = DTYPES[setup.compute_bytes]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        model = build_on_meta(Path(folder), dtype=dtype, attention=ATTENTION[setup.attention])
+    drop_other_parts_(model)
+    return model
 
 
 def _lora(setup: Setup) -> LoraSettings:

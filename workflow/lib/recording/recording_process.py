@@ -15,9 +15,9 @@ class RecordingProcess:
     def __init__(self, executor: ProcessPoolExecutor) -> None:
         self._executor = executor
 
-    def record(self, request: Request) -> Tape:
-        """Return the recording; raises what `engine_run.record` raises."""
-        return self._executor.submit(record, request).result()
+    def record(self, request: Request, *, whole: bool = False) -> Tape:
+        """Return the recording; arguments and errors are those of `engine_run.record`."""
+        return self._executor.submit(record, request, whole=whole).result()
 
 
 @contextmanager

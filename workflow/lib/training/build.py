@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -21,7 +20,7 @@ from workflow.lib.distributed.fsdp import shard_
 from workflow.lib.distributed.layer_offload import OffloadedLayers, offload_layers_
 from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.architecture.layer_choice import activation_offload_layers
+from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
@@ -119,9 +118,12 @@ def build_training_model(
     _limit_memory(plan, world.device)
     dtype = numerics.compute_dtype
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
-    training, fused = adapt_(model, config.lora, plan, fused_layers=config.train.fused_layers)
+    choice = chosen_layers(plan, len(decoder_layers(model)))
+    training, fused = adapt_(
+        model, config.lora, plan, choice, fused_layers=config.train.fused_layers
+    )
     training.multiply_in_(numerics.products, config.train.products_in)
-    laid_out = lay_out_(training, plan, world)
+    laid_out = lay_out_(training, plan, world, choice)
     offloaded_layers = laid_out.offloaded_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
@@ -134,8 +136,23 @@ def build_training_model(
     return replace(laid_out, bytes_read=bytes_read, fused=fused)
 
 
+def chosen_layers(plan: Plan, num_layers: int) -> LayerChoice:
+    """Return the layers that the levers of a plan take."""
+    return choose_layers(
+        num_layers,
+        recomputed_every=int(plan.activation_checkpointing),
+        offload_activations=plan.offload_activations,
+        offload_layers=plan.offload_layers,
+    )
+
+
 def adapt_(
-    model: PreTrainedModel, lora: LoraSettings, plan: Plan, *, fused_layers: bool
+    model: PreTrainedModel,
+    lora: LoraSettings,
+    plan: Plan,
+    choice: LayerChoice,
+    *,
+    fused_layers: bool,
 ) -> tuple[CausalLMForTraining, Counter[str]]:
     """Give a meta-device NF4 model its adapters, its fused layers and its recomputation; return
     what trains it, and how many modules of each kind are fused.
@@ -147,24 +164,27 @@ def adapt_(
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)
-    if plan.activation_checkpointing:
-        checkpoint_activations_(model, every=int(plan.activation_checkpointing))
+    if choice.recomputed:
+        checkpoint_activations_(model, choice.recomputed)
     return training, fused
 
 
-def lay_out_(training: CausalLMForTraining, plan: Plan, world: World) -> TrainingModel:
+def lay_out_(
+    training: CausalLMForTraining, plan: Plan, world: World, choice: LayerChoice
+) -> TrainingModel:
     """Divide a meta-device model between processes and host memory as the plan says; nothing is
     allocated or read yet. Collective.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
-    offloaded_layers = offload_layers_(model, count=plan.offload_layers, world=world)
+    offloaded_layers = offload_layers_(model, choice.weights_on_host, world=world)
     units = _sharded(training, offloaded_layers, plan, world)
     if plan.offload_window_bytes is not None:
         training.activation_offload = ActivationOffload(
             world.device, window_bytes=plan.offload_window_bytes
         )
-        _choose_offloaded(training.activation_offload, layers, plan)
+        if plan.offload_activations is not True:  # else what lies before and behind them too
+            training.activation_offload.follow_(layers, choice.activations_on_host)
     return TrainingModel(training, units, 0, offloaded_layers)
 
 
@@ -187,14 +207,3 @@ def _sharded(
     ignored = offloaded_layers.parameters() if offloaded_layers else None
     reshard = plan.reshard_after_forward
     return shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)
-
-
-def _choose_offloaded(offload: ActivationOffload, layers: list[nn.Module], plan: Plan) -> None:
-    """Offload what the plan's layers save alone, if the plan names a number of them."""
-    num_offloaded = plan.offload_activations
-    if num_offloaded is not True:
-        every = int(plan.activation_checkpointing)
-        numbers = activation_offload_layers(
-            num_offloaded, recomputed_every=every, num_layers=len(layers)
-        )
-        offload.follow_(layers, numbers)

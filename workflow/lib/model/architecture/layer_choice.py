@@ -1,5 +1,36 @@
 """Which decoder layers a lever takes when it takes some of them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The decoder layers, by number, that the levers of a plan take."""
+
+    recomputed: Sequence[int]
+    activations_on_host: Sequence[int]
+    weights_on_host: Sequence[int]
+
+    def among(self, numbers: Sequence[int]) -> "LayerChoice":
+        """Return the choice for a model of these layers alone, numbered anew."""
+        places = {number: place for place, number in enumerate(numbers)}
+        taken = (self.recomputed, self.activations_on_host, self.weights_on_host)
+        return LayerChoice(*([places[x] for x in layers if x in places] for layers in taken))
+
+
+def choose_layers(
+    num_layers: int, *, recomputed_every: int, offload_activations: bool | int, offload_layers: int
+) -> LayerChoice:
+    """Return what the levers of a plan take of so many layers; recomputed_every: 0 = none."""
+    return LayerChoice(
+        range(0, num_layers, recomputed_every) if recomputed_every else (),
+        activation_offload_layers(
+            offload_activations, recomputed_every=recomputed_every, num_layers=num_layers
+        ),
+        spread(offload_layers, num_layers),
+    )
+
 
 def spread(count: int, total: int) -> list[int]:
     """Return `count` of the numbers 0 to `total` - 1, spread evenly; up to half of them are never

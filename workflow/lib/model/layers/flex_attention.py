@@ -31,8 +31,10 @@ from workflow.lib.model.layers.attention_arguments import (
     refuse_others,
     refuse_without_documents,
 )
+from workflow.lib.model.layers.flex_allocations import allocate_like_kernel
 from workflow.lib.model.layers.flex_masks import PackedMasks
 from workflow.lib.system.compute_choice import FLEX
+from workflow.lib.system.device_types import RECORDED
 
 Attend = Callable[..., torch.Tensor]
 MOST_KERNELS = 64
@@ -84,7 +86,10 @@ def flex_attention(
     }
     if query.device.type == "cpu":
         return all_scores(query, key, value, packed_masks.first_keys(kind), **arguments), None
-    return _compiled()(query, key, value, packed_masks.block_mask(kind), **arguments), None
+    mask = packed_masks.block_mask(kind)
+    if query.device.type == RECORDED:
+        return allocate_like_kernel(query, key, value, s_aux), None
+    return _compiled()(query, key, value, mask, **arguments), None
 
 
 @functools.cache

@@ -25,9 +25,12 @@ class Tape:
         self.streams: list[str] = []
         self._holders: list[int] = []
 
+    def _add(self, event: int | str) -> None:
+        self.events.append(event)
+
     def phase(self, name: str) -> None:
         """What follows belongs to this phase."""
-        self.events.append(name)
+        self._add(name)
 
     def new(self, num_bytes: float, term: str, stream: str = COMPUTE) -> int:
         """Make a tensor, held once."""
@@ -36,7 +39,7 @@ class Tape:
         self.terms.append(term)
         self.streams.append(stream)
         self._holders.append(1)
-        self.events.append(number)
+        self._add(number)
         return number
 
     def hold(self, tensor: int) -> int:
@@ -49,7 +52,7 @@ class Tape:
         for tensor in tensors:
             self._holders[tensor] -= 1
             if self._holders[tensor] == 0:
-                self.events.append(~tensor)
+                self._add(~tensor)
 
     def moment(self, num_bytes: float, term: str) -> None:
         """A tensor that is released before the next one is made."""

@@ -1,0 +1,107 @@
+"""The tape of a model whose layers are repeated against that of the model with all its layers."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.replay import replay_tape
+from workflow.lib.recording.engine_run import Request
+from workflow.lib.recording.layer_tape import LayerTape
+from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
+from workflow.lib.recording.some_layers import representatives
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+# Windows by turns, soft-capped scores, and a head that is tied to the embedding.
+GEMMA = LLAMA | {
+    "model_type": "gemma2",
+    "head_dim": 64,
+    "attn_logit_softcapping": 50.0,
+    "tie_word_embeddings": True,
+}
+MOST_OF_NORMS = 4096  # bytes of a tensor with a norm of every adapter's gradient
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[RecordingProcess]:
+    with recording_process() as started:
+        yield started
+
+
+def large(tape: Tape) -> Counter[int]:
+    """How many tensors of each size there are, the norms of all gradients left out."""
+    return Counter(size for size in tape.sizes if size > MOST_OF_NORMS)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "levers", "window_bytes"),
+    [
+        (LLAMA, 9, {"reshard_after_forward": False, "accumulates": True, "processes": 4,
+                    "replicas": 2, "trains_head": True, "trains_embedding": True}, None),
+        (LLAMA, 12, {"processes": 1, "activation_checkpointing": 2, "offload_layers": 5,
+                     "dropout": True, "dora": True}, None),
+        (LLAMA, 12, {"offload_activations": True, "optimizer": "adamw_8bit"}, 131072),
+        (GEMMA, 10, {"processes": 1, "activation_checkpointing": False, "attention": "flex"}, None),
+    ],
+    ids=["kept gathered", "some recomputed, some on the host", "offloaded", "windows by turns"],
+)  # fmt: skip
+def test_repeated_layers_ask_for_what_all_layers_ask(
+    process: RecordingProcess,
+    config: dict[str, Any],
+    layers: int,
+    levers: dict[str, Any],
+    window_bytes: int | None,
+) -> None:
+    chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, **levers)
+    request = Request(config | {"num_hidden_layers": layers}, chosen, window_bytes)
+    some, every = process.record(request), process.record(request, whole=True)
+    assert large(some) == large(every)
+    assert replay_tape(some) == replay_tape(every)
+
+
+def test_few_layers_stand_for_all() -> None:
+    assert len(representatives(["same"] * 126, reach=2)) == 6
+    by_turns = representatives(["window", "full"] * 40, reach=2)
+    assert by_turns == [0, 1, 2, 75, 76, 77, 78, 79]
+    dense_first = representatives(["dense"] * 3 + ["experts"] * 58, reach=2)
+    assert dense_first == [0, 1, 2, 55, 56, 57, 58, 59, 60]
+
+
+def test_layers_that_are_all_different_stand_for_themselves() -> None:
+    assert representatives([*range(9)], reach=2) == [*range(9)]
+
+
+def test_layers_that_are_alike_and_ask_for_different_things_are_not_repeated() -> None:
+    tape = LayerTape()
+    for layer in range(6):
+        tape.layer = layer
+        tape.new(512 * (1 + (layer == 3)), "layer_workspace")
+    with pytest.raises(NotRepeatableError, match="do not ask for the same"):
+        repeated(tape, ["same"] * 6, ["same"] * 9, reach=2)
+
+
+def test_release_names_the_tensor_of_the_layer_as_far_away() -> None:
+    tape = LayerTape()
+    tape.follows_tensors = False
+    before = -1
+    for layer in range(6):
+        tape.layer = layer
+        made = tape.new(512, "layer_workspace")
+        if before >= 0:
+            tape.free(before)
+        before = made
+    new = repeated(tape, ["same"] * 6, ["same"] * 8, reach=2)
+    assert new.events == [0, 1, ~0, 2, ~1, 3, ~2, 4, ~3, 5, ~4, 6, ~5, 7, ~6]
