@@ -11,7 +11,12 @@ import json
 import logging
 from pathlib import Path
 
-from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
+from workflow.lib.model.architecture.model_shape import (
+    CONFIG,
+    DecoderLayer,
+    ModelShape,
+    read_config,
+)
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_json
@@ -23,7 +28,7 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     shape = describe_folder(args.model)
     check_models(args.checks, shape)
-    write_json(args.output, shape.document())
+    write_json(args.output, shape.document() | {CONFIG: read_config(args.model)})
     logger.info("%s", facts(shape))
 
 

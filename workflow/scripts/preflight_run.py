@@ -9,25 +9,31 @@ By hand (with --gpus) it answers the same for any model on any GPUs, with neithe
 
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
-With --record it also lets the engine itself take two steps of the chosen plan, on tensors without
-values, and shows what it would have asked of a GPU. That takes about a second for each layer.
+With --record the verdict comes from the engine itself: it takes two steps of the chosen plan on
+tensors without values, and what it would have asked of a GPU is replayed. That takes 10 to 30 s.
 """
 
 import argparse
 import logging
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
-from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.model.architecture.model_shape import (
+    ModelShape,
+    read_config,
+    read_shape,
+)
 from workflow.lib.planning.machine import Machine, imagined_machine
-from workflow.lib.planning.memory.offload_terms import offload_window
-from workflow.lib.planning.memory.replay import replay_tape
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine, read_tokens
-from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import attention_needs, training_attention
+from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.planning.preflight.table import render
 from workflow.lib.planning.preflight.what_if import (
     NAME,
@@ -42,7 +48,6 @@ from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.undocumented_interfaces import check_recordings
-from workflow.lib.system.units import GIB
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -61,7 +66,8 @@ def main(args: argparse.Namespace) -> None:
     machine = read_machine(settings.hardware)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.output.parent).free
-    predict(args, settings, shape, machine, tokens, disk_free_bytes=free)
+    with recorder(shape, machine, config=lambda: read_config(Path(args.model))) as record:
+        predict(args, settings, shape, machine, tokens, disk_free_bytes=free, record=record)
 
 
 def what_if(args: argparse.Namespace) -> None:
@@ -75,35 +81,34 @@ def what_if(args: argparse.Namespace) -> None:
     shape = find_shape(args.model, revision=args.revision, describe=described)
     machine = imagined_machine(count, gpu)
     tokens = imagined_tokens(shape, seq_len=settings.data.seq_len, rows=args.rows)
-    lack = attention_needs(shape).varlen_lack()
-    if args.record and lack is not None:
-        bound = f"recordings run by varlen attention, and {lack}"
-        raise setting_error("--record", args.model, bound, "Remove it")
-    decision = predict(args, settings, shape, machine, tokens, disk_free_bytes=None)
-    if args.record:
-        record(args, decision, shape)
+
+    def config() -> dict[str, Any]:
+        return find_config(args.model, revision=args.revision)
+
+    with recorder(shape, machine, config=config, asked_for=args.record) as record:
+        predict(args, settings, shape, machine, tokens, disk_free_bytes=None, record=record)
 
 
-def record(args: argparse.Namespace, decision: Decision, shape: ModelShape) -> None:
-    """Record the chosen plan's allocations from the engine, and show them beside the prediction."""
+@contextmanager
+def recorder(
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    config: Callable[[], dict[str, Any]],
+    asked_for: bool = False,
+) -> Iterator[Recorder | None]:
+    """Yield what records a model's plans for GPUs, if it is asked for or the model is not plain;
+    config: finds the model's config.json.
+    """
+    if machine.device == "cpu" or (shape.plain and not asked_for):
+        yield None
+        return
     check_recordings()
     # Loading torch takes seconds, and most predictions need none.
-    from workflow.lib.recording.engine_run import Request
-    from workflow.lib.recording.recording_process import recording_process
+    from workflow.lib.recording.recording_process import PlanRecorder, recording_process
 
-    setup, predicted = decision.chosen.setup, decision.chosen.replayed
-    if predicted is None:
-        bound = "what the engine does in such layers is not recorded yet"
-        raise setting_error("--record", args.model, bound, "Remove it")
-    config = find_config(args.model, revision=args.revision)
     with recording_process() as process:
-        tape = process.record(Request(config, setup, offload_window(shape, setup)))
-    recorded = replay_tape(tape)
-    logger.info(
-        "recorded from the engine: %.3f GiB allocated, %.3f reserved (predicted: %.3f and %.3f)",
-        recorded.allocated_bytes / GIB, recorded.reserved_bytes / GIB,
-        predicted.allocated_bytes / GIB, predicted.reserved_bytes / GIB,
-    )  # fmt: skip
+        yield PlanRecorder(process, config(), shape)
 
 
 def read_model(model: Path, description: Path | None) -> ModelShape:
@@ -136,10 +141,13 @@ def predict(
     tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
-) -> Decision:
+    record: Recorder | None = None,
+) -> None:
     """Decide, write and print; raises `UserError` if the run does not fit."""
     check_tokens(tokens, settings, shape)
-    decision = decide(settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes)
+    decision = decide(
+        settings, shape, machine, tokens, disk_free_bytes=disk_free_bytes, record=record
+    )
     result = forecast(decision, settings, shape, machine, tokens)
     if args.output is not None:
         write_json(args.output, result.model_dump() | {"provenance": provenance()})
@@ -149,7 +157,6 @@ def predict(
     show("attention: %s (%s)", attention.name, attention.reason)
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
-    return decision
 
 
 def check_arguments(
@@ -190,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
     by_hand.add_argument("--rows", type=int, default=10_000, help="training rows (%(default)s)")
     by_hand.add_argument("--revision", help="revision of a model of the hub")
     by_hand.add_argument(
-        "--record", action="store_true", help="also record the engine's own allocations"
+        "--record", action="store_true", help="judge by the engine's own allocations, recorded"
     )
     by_hand.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any other setting"

@@ -27,6 +27,7 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
@@ -268,9 +269,12 @@ def _nf4_model(config: Mapping[str, Any], setup: Setup, numbers: Sequence[int]) 
     """Return a model of some layers of a config.json on meta, as if a base had been quantized."""
     model, dtype = _stock_model(config, setup), DTYPES[setup.compute_bytes]
     keep_layers_(model, numbers)
+    shapes = {path: (1, *shape) for path, shape in quantizable_linears(model).items()}
+    shapes |= {path: stack.shape for path, stack in expert_stacks(model).items()}
+    packing = (setup.block_size, setup.double_quant)
     specs = {
-        path: NF4Spec(size, setup.block_size, setup.double_quant, offset=0.0)
-        for path, size in quantizable_linears(model).items()
+        path: NF4Spec((experts * rows, columns), *packing, offset=0.0, experts=experts)
+        for path, (experts, rows, columns) in shapes.items()
     }
     return replace_linears_(model, specs, compute_dtype=dtype)
 

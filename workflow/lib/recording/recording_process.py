@@ -1,11 +1,16 @@
 """A process for recordings: whoever asks for one keeps its own torch as it is."""
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
+from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.offload_terms import offload_window
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import Request, record
 
 
@@ -26,3 +31,29 @@ def recording_process() -> Iterator[RecordingProcess]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
         yield RecordingProcess(executor)
+
+
+class PlanRecorder:
+    """Records plans of one model, for preflight's verdict."""
+
+    def __init__(
+        self, process: RecordingProcess, config: Mapping[str, Any], shape: ModelShape
+    ) -> None:
+        """config: the model's config.json."""
+        self._process, self._config, self._shape = process, config, shape
+
+    def __call__(self, setup: Setup) -> Tape:
+        """Return what a process of the plan asks of a GPU's allocator.
+
+        Raises `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
+        building a model does.
+        """
+        request = Request(self._config, setup, offload_window(self._shape, setup))
+        try:
+            return self._process.record(request)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise NotRecordedError(
+                f"the engine's allocations cannot be recorded with this model "
+                f"({type(error).__name__}: {reason})"
+            ) from error

@@ -127,6 +127,7 @@ OF_RECORDINGS = (
         "_setup_privateuseone_for_python_backend",
     ),
     *_of("torch", "torch.testing._internal.distributed.fake_pg", "", "FakeStore"),
+    *_of("torch", "torch.autograd", "Variable", "_execution_engine"),
     *_of(
         "torch",
         "torch",

@@ -18,6 +18,8 @@ from typing import Any
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
+CONFIG = "config"
+"""Key of a description's config.json, from which memory is recorded."""
 FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # types that can be quantized to NF4
 
 
@@ -305,10 +307,19 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
     return ModelShape(**dict(document) | order | others)
 
 
+def read_config(model: Path) -> dict[str, Any]:
+    """Return the config.json of a model's folder, or the one that a description has beside its own
+    fields.
+    """
+    document: dict[str, Any] = read_json(model / "config.json" if model.is_dir() else model)
+    return document if model.is_dir() else dict(document[CONFIG])
+
+
 def read_shape(path: Path) -> ModelShape:
     """Read a description that `describe_model` has written; raises `UserError` for another file."""
     try:
-        return shape_of_document(read_json(path))
+        document = read_json(path)
+        return shape_of_document({x: document[x] for x in document if x != CONFIG})
     except FileNotFoundError:
         raise UserError(
             f"{path} is not there yet: describe_model writes it. Run the target tokenize first."

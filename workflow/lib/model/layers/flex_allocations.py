@@ -26,7 +26,7 @@ def allocate_like_kernel(
 
 class _Kernel(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         order = sorted(range(4), key=query.stride, reverse=True)
@@ -37,7 +37,7 @@ class _Kernel(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         _products = _of_queries(query)  # of gradient and output, while the kernel runs
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -45,12 +45,12 @@ class _Kernel(torch.autograd.Function):
 
 class _Sinks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, output: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(output, sinks)
         return torch.empty_like(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, sinks = ctx.saved_tensors
         return torch.empty_like(output), torch.empty_like(sinks)
 

@@ -15,7 +15,7 @@ from workflow.lib.planning.preflight.plan_search import (
 )
 from workflow.lib.planning.preflight.planning_inputs import make_setup
 from workflow.lib.planning.preflight.remedies import remedies
-from workflow.lib.planning.preflight.replay_check import confirmed
+from workflow.lib.planning.preflight.replay_check import Recorder, confirmed
 from workflow.lib.planning.timing.machine_speed import Speed, speed_of
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import RunConfig
@@ -49,11 +49,12 @@ def decide(
     tokens: TokenCounts,
     *,
     disk_free_bytes: int | None,
+    record: Recorder | None = None,
 ) -> Decision:
     """Choose the plan and say whether the run fits GPU (or host) memory and disk.
 
-    `disk_free_bytes` is None where there is no disk to ask. Raises `UserError` if a setting cannot
-    work with this model or machine, whatever its memory.
+    `disk_free_bytes` is None where there is no disk to ask; `record` as in `confirmed`. Raises
+    `UserError` if a setting cannot work with this model or machine, whatever its memory.
     """
     limits = budget(run.hardware, machine)
     rows, sizes = check_batch(run, machine)
@@ -65,7 +66,7 @@ def decide(
     options = candidates(
         question, setup, open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
     )
-    chosen, options = confirmed(options, shape, device=machine.device, limits=limits)
+    chosen, options = confirmed(options, shape, device=machine.device, limits=limits, record=record)
     disk = disk_bytes(
         shape, chosen.setup, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
