@@ -69,7 +69,10 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     request = Request(config | {"num_hidden_layers": layers}, chosen, window_bytes)
     some, every = process.record(request), process.record(request, whole=True)
     assert large(some) == large(every)
-    assert replay_tape(some) == replay_tape(every)
+    of_some, of_all = replay_tape(some), replay_tape(every)
+    norms = [peaks.phases.pop("optimizer_step") for peaks in (of_some, of_all)]
+    assert norms[0] == pytest.approx(norms[1], abs=MOST_OF_NORMS)
+    assert of_some == of_all
 
 
 def test_few_layers_stand_for_all() -> None:

@@ -8,6 +8,7 @@ from tests.support.preflight_examples import llama_shape, machine, token_counts
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
+from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 
@@ -26,7 +27,11 @@ def run_config(**sections: Any) -> RunConfig:
 
 
 def decided(
-    shape: ModelShape = llama_8b, on: Machine | None = None, free: int = 10**12, **sections: Any
+    shape: ModelShape = llama_8b,
+    on: Machine | None = None,
+    free: int = 10**12,
+    record: Recorder | None = None,
+    **sections: Any,
 ) -> Decision:
     return decide(
         run_config(**sections),
@@ -34,6 +39,7 @@ def decided(
         on or machine(),
         token_counts(seq_len=2048),
         disk_free_bytes=free,
+        record=record,
     )
 
 

@@ -9,12 +9,15 @@ import pytest
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
+from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
 from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import moment_bytes
 from workflow.lib.planning.preflight.decision import MOST_REMEDIES, Decision, decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.preflight.planning_inputs import make_setup
+from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.system.units import GIB
 
 
@@ -207,3 +210,32 @@ def test_verdict_on_layers_that_no_replay_knows_says_so() -> None:
         assert (decision.fits, record.method) == (True, method)
         assert (unsure in decision.reason) == (shape is other)
     assert unsure not in decided(other, on=cpu_machine(processes=2, host_bytes=200 * GIB)).reason
+
+
+def test_layers_that_are_not_plain_are_judged_by_what_was_recorded() -> None:
+    other = replace(llama_8b, kinds=tuple(replace(x, kept_bytes=99_000) for x in llama_8b.kinds))
+    asked = []
+
+    def record(chosen: Setup) -> Tape:
+        asked.append(chosen)
+        tape = Tape()
+        tape.new(100 * GIB if len(asked) == 1 else GIB, "layer_workspace")
+        return tape
+
+    decision = decided(other, record=record)
+    assert decision.fits
+    assert decision.chosen.setup == asked[1] != asked[0]
+    assert decision.chosen.replayed is not None
+    assert decision.chosen.replayed.allocated_bytes == GIB
+
+
+def test_model_that_cannot_be_recorded_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
+    other = replace(llama_8b, kinds=tuple(replace(x, kept_bytes=99_000) for x in llama_8b.kinds))
+
+    def record(_: Setup) -> Tape:
+        raise NotRecordedError("the engine asks for values")
+
+    assert decided(other, record=record).chosen.replayed is None
+    assert "asks for values; the verdict is an estimate from above" in caplog.text
+    with pytest.raises(NotRecordedError):
+        decided(llama_8b, record=record)

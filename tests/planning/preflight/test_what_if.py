@@ -97,6 +97,21 @@ def test_verdict_by_recording_is_that_by_hand(tmp_path: Path) -> None:
     assert of_weights[0] == of_weights[1] > 0
 
 
+def test_mixture_of_experts_is_judged_by_a_recording(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    config = TINY | sizes | experts | {"model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "4090", "--output")
+    answer = ask(*words, str(tmp_path / "p.json"))
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["method"] == "replay"
+    terms = {term["name"]: term["bytes"] for term in found["terms"]}
+    packed = 3 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 4 * 3 * 64 * 32) // 2  # q, k and v, o, experts
+    assert packed <= terms["nf4_weights"] <= 1.1 * packed
+
+
 def test_any_setting_can_be_given(tmp_path: Path) -> None:
     words = ("--set", "hardware.price_per_gpu_hour=0.5", "--set", "train.micro_batch_size=2")
     answer = ask("--model", "Qwen3-0.6B", "--gpus", "3090", "--seq-len", "512", *words)

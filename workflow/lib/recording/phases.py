@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 
-queue_callback: Any = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+queue_callback: Any = Variable._execution_engine.queue_callback
 
 
 class Phases:

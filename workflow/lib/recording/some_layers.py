@@ -90,7 +90,7 @@ def keep_layers_(model: PreTrainedModel, numbers: Sequence[int]) -> None:
     for place, layer in enumerate(wanted):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = place
+                setattr(module, "layer_idx", place)  # noqa: B010
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.ModuleList) and child[0] is layers[0]:
