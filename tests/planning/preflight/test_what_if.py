@@ -74,9 +74,6 @@ def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: P
     assert found["model"]["total_parameters"] == 30_532_122_624
 
 
-def test_recording_of_the_engine_stands_beside_the_prediction(tmp_path: Path) -> None:
-
-
 def test_verdict_by_recording_is_that_by_hand(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "2x4090", "--output")
