@@ -9,6 +9,7 @@ import pytest
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay_tape
+from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.engine_run import Request
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
@@ -33,6 +34,9 @@ GEMMA = LLAMA | {
     "tie_word_embeddings": True,
 }
 MOST_OF_NORMS = 4096  # bytes of a tensor with a norm of every adapter's gradient
+# From one recording to the next torch's fake tensors release one or another an operation later.
+NOISE = 5e-4
+PAGE = 2 * 2**20  # of the allocator, for small tensors
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +74,20 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     some, every = process.record(request), process.record(request, whole=True)
     assert large(some) == large(every)
     of_some, of_all = replay_tape(some), replay_tape(every)
-    norms = [peaks.phases.pop("optimizer_step") for peaks in (of_some, of_all)]
-    assert norms[0] == pytest.approx(norms[1], abs=MOST_OF_NORMS)
-    assert of_some == of_all
+    assert of_some.phases == pytest.approx(of_all.phases, rel=NOISE)
+    assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, rel=NOISE)
+    assert of_some.reserved_bytes == pytest.approx(of_all.reserved_bytes, abs=PAGE)
+    assert of_some.peak_phase == of_all.peak_phase
+
+
+def test_model_that_asks_for_values_is_refused_in_words(process: RecordingProcess) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16}
+    hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}
+    config = LLAMA | hybrid | experts | mamba | {"num_hidden_layers": 2}
+    request = Request(config, setup(seq_len=128, processes=1, targets=("q_proj",)), None)
+    with pytest.raises(NotRecordedError, match="cannot be recorded with this model"):
+        process.record(request)
 
 
 def test_few_layers_stand_for_all() -> None:

@@ -21,8 +21,24 @@ class RecordingProcess:
         self._executor = executor
 
     def record(self, request: Request, *, whole: bool = False) -> Tape:
-        """Return the recording; arguments and errors are those of `engine_run.record`."""
-        return self._executor.submit(record, request, whole=whole).result()
+        """Return the recording; arguments are those of `engine_run.record`.
+
+        Raises `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
+        building a model does.
+        """
+        return self._executor.submit(_recorded, request, whole=whole).result()
+
+
+def _recorded(request: Request, *, whole: bool) -> Tape:
+    """Record in the process; torch's own errors are told in words, as some cannot be sent."""
+    try:
+        return record(request, whole=whole)
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise NotRecordedError(
+            "the engine's allocations cannot be recorded with this model "
+            f"({type(error).__name__}: {reason})"
+        ) from None
 
 
 @contextmanager
@@ -43,17 +59,8 @@ class PlanRecorder:
         self._process, self._config, self._shape = process, config, shape
 
     def __call__(self, setup: Setup) -> Tape:
-        """Return what a process of the plan asks of a GPU's allocator.
-
-        Raises `NotRecordedError` if the model uses what fake tensors cannot do, and `UserError` as
-        building a model does.
+        """Return what a process of the plan asks of a GPU's allocator; raises as
+        `RecordingProcess.record` does.
         """
-        request = Request(self._config, setup, offload_window(self._shape, setup))
-        try:
-            return self._process.record(request)
-        except (RuntimeError, NotImplementedError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise NotRecordedError(
-                f"the engine's allocations cannot be recorded with this model "
-                f"({type(error).__name__}: {reason})"
-            ) from error
+        window = offload_window(self._shape, setup)
+        return self._process.record(Request(self._config, setup, window))
