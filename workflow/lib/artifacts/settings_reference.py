@@ -74,7 +74,7 @@ def schema_json() -> str:
     runs = schema["properties"]["runs"]
     runs["additionalProperties"] = {"anyOf": [{"$ref": "#/$defs/RunConfig"}, {"type": "null"}]}
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(schema, ensure_ascii=False) + "\n"
 
 
 def write_all() -> None:
