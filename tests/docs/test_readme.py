@@ -104,6 +104,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = copy_project(tmp_path_factory.mktemp("project") / "clone")
     shrink(folder / "config.yaml", SHRUNK | MERGED, runs=1)
     shrink(folder / "workflow" / "presets" / "sweep-demo.yaml", SHRUNK, runs=SWEEP_RUNS)
+    shrink(folder / "workflow" / "presets" / "mixture-demo.yaml", SHRUNK, runs=1)
     (folder / "example.py").write_text("".join(b.text for b in blocks() if b.language == "python"))
     commands = [
         "python example.py\n" if block.language == "python" else block.text
@@ -133,6 +134,9 @@ def output_of(project: Path, command: str) -> str:
 def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
     assert "rule finetune:" in output_of(project, "snakemake --cores all train")
     assert "rule render_report:" in output_of(project, "snakemake --cores all")
+    assert "17,549,568, 8 experts" in output_of(
+        project, "python workflow/resources/upcycle_base.py"
+    )
     assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
 
 
