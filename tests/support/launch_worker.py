@@ -31,10 +31,6 @@ def allocate_too_much(folder: Path) -> None:
     torch.empty(2**40)
 
 
-def write_to_a_full_disk(folder: Path) -> None:
-    Path("/dev/full").write_bytes(b"x")
-
-
 def read_cut_file(folder: Path) -> None:
     path = folder / "tokens.npy"
     path.write_bytes(bytes(2**20))
@@ -48,19 +44,8 @@ def lose_peer(folder: Path) -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:23456")
 
 
-def lose_gpu(folder: Path) -> None:
-    raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
-
-
 def batch_too_large(folder: Path) -> None:
     raise BatchMemoryError(6)
-
-
-def diverge(folder: Path) -> None:
-    from workflow.lib.training.loop import check_step  # the other workers start sooner without
-
-    origin = "first in model.layers.1.mlp, forward, rows [3, 8] of the tokens, process 1"
-    check_step(float("nan"), 1.5, step=6, origin=origin)
 
 
 def be_defect(folder: Path) -> None:
@@ -80,11 +65,7 @@ class ToldToEndError(RuntimeError):
 FAILURES: dict[str, Callable[[Path], None]] = {
     "batch": batch_too_large,
     "memory": allocate_too_much,
-    "full disk": write_to_a_full_disk,
     "data": read_cut_file,
-    "gpu": lose_gpu,
-    "nan": diverge,
-    "a defect": be_defect,
 }
 
 

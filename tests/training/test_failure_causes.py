@@ -108,12 +108,14 @@ def test_lost_peer_is_no_cause(text: str) -> None:
         raise RuntimeError(text)
 
 
-def test_defect_stays_what_it_is() -> None:
+@pytest.mark.parametrize("error", [KeyError("a defect"), UserError("the GPU failed (CUDA error)")])
+def test_defect_and_message_for_the_user_stay_what_they_are(error: Exception) -> None:
     with (
-        pytest.raises(KeyError),
+        pytest.raises(type(error)) as caught,
         explained(run="demo", preflight=make_forecast(), measured_bytes=lambda: 0),
     ):
-        raise KeyError("a defect")
+        raise error
+    assert caught.value is error
 
 
 @dataclass

@@ -80,19 +80,14 @@ def test_processes_of_a_job_share_its_threads_or_the_cores(
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == (str(threads), str(threads))
 
 
-# What process 1 of 2 does, and the first line that the user sees.
+# What process 1 of 2 does, and the first line that the user sees. `test_failure_causes` has what
+# else a worker may say.
 CAUSES = {
     "leave 1": "exit status 3; its message stands above",
     "lose a peer in 0, kill 1": "killed by SIGKILL",
     "fail with memory": "out of host memory: preflight predicted a peak of",
-    "fail with full disk": "the disk is full",
     "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or "
     "its disk failed",
-    "fail with gpu": "the GPU or its driver failed (CUDA error: uncorrectable ECC error "
-    "encountered)",
-    "fail with nan": "step 7: loss = nan, gradient norm = 1.5: training has diverged "
-    "(first in model.layers.1.mlp, forward, rows [3, 8] of the tokens, process 1)",
-    "fail with a defect": "KeyError: 'a defect'",
     "fail in 1, told to end while it says why": "ToldToEndError: a message that is whole",
     "fail in 1 beside a collective": "KeyError: 'a defect'",
 }

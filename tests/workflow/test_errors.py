@@ -41,9 +41,9 @@ def described(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 
 @pytest.fixture(scope="module")
-def tokenized(fresh: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def tokenized(described: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with its tokens made, so that preflight is the next to run."""
-    project = fresh.copy(tmp_path_factory.mktemp("errors") / "tokenized")
+    project = described.copy(tmp_path_factory.mktemp("errors") / "tokenized")
     project.run("tokenize")
     return project
 
@@ -228,13 +228,16 @@ def drop_pad_and_eos(project: Project) -> None:
     path.write_text(json.dumps(settings))
 
 
-UNUSABLE: list[tuple[Callable[[Project], None], list[str]]] = [
+Mistake = tuple[Callable[[Project], None], list[str]]
+UNUSABLE_DATA: list[Mistake] = [
     (write_png, ["data.train = 'data/train.jsonl'", "PNG image", "Name a .jsonl file"]),
     (write_nothing, ["data.train = 'data/train.jsonl'", "no row", "Name a file with rows"]),
     (
         write_other_columns,
         ["data.format = 'auto'", "'question', 'answer'", "prompt, completion", "data.columns"],
     ),
+]
+UNUSABLE_TOKENIZERS: list[Mistake] = [
     (
         drop_chat_template,
         ["data.chat_template = None", "tokenizer has none", "Name a Jinja file"],
@@ -244,9 +247,22 @@ UNUSABLE: list[tuple[Callable[[Project], None], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), UNUSABLE, ids=[change.__name__ for change, _ in UNUSABLE]
+    ("change", "message"), UNUSABLE_DATA, ids=[change.__name__ for change, _ in UNUSABLE_DATA]
 )
-def test_unusable_data_or_tokenizer_stops_at_tokenization(
+def test_unusable_data_stop_at_tokenization(
+    described: Project, tmp_path: Path, change: Callable[[Project], None], message: list[str]
+) -> None:
+    project = described.copy(tmp_path / "project")
+    change(project)
+    assert_said(refusal(project, after=["tokenize_dataset"]), *message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    UNUSABLE_TOKENIZERS,
+    ids=[change.__name__ for change, _ in UNUSABLE_TOKENIZERS],
+)
+def test_unusable_tokenizer_stops_at_tokenization(
     fresh: Project, tmp_path: Path, change: Callable[[Project], None], message: list[str]
 ) -> None:
     project = fresh.copy(tmp_path / "project")
@@ -314,11 +330,11 @@ def test_run_that_does_not_fit_stops_with_its_table_before_quantization(
         assert "adam_moments" in text
 
 
-def test_no_run_starts_while_another_cannot_work(fresh: Project, tmp_path: Path) -> None:
+def test_no_run_starts_while_another_cannot_work(described: Project, tmp_path: Path) -> None:
     """Tokens and preflight of all runs come before the first quantization."""
-    project = fresh.copy(tmp_path / "project")
+    project = described.copy(tmp_path / "project")
     runs = {"demo": {}, "second": {"hardware": {"host_memory_gib": 0.01}}}
     project.write_settings(merge(project.settings, {"runs": runs}))
     done = project.snakemake("all")
     assert done.status == 1
-    assert set(executed(done.output)) == {"describe_model", "tokenize_dataset", "preflight_run"}
+    assert set(executed(done.output)) == {"tokenize_dataset", "preflight_run"}
