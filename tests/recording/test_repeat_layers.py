@@ -34,8 +34,7 @@ GEMMA = LLAMA | {
     "tie_word_embeddings": True,
 }
 MOST_OF_NORMS = 4096  # bytes of a tensor with a norm of every adapter's gradient
-# From one recording to the next torch's fake tensors release one or another an operation later.
-NOISE = 5e-4
+SHORTER_NORMS = 512  # bytes of the allocator: the norms of fewer adapters' gradients
 PAGE = 2 * 2**20  # of the allocator, for small tensors
 
 
@@ -74,8 +73,8 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     some, every = process.record(request), process.record(request, whole=True)
     assert large(some) == large(every)
     of_some, of_all = replay_tape(some), replay_tape(every)
-    assert of_some.phases == pytest.approx(of_all.phases, rel=NOISE)
-    assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, rel=NOISE)
+    assert of_some.phases == pytest.approx(of_all.phases, abs=SHORTER_NORMS)
+    assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, abs=SHORTER_NORMS)
     assert of_some.reserved_bytes == pytest.approx(of_all.reserved_bytes, abs=PAGE)
     assert of_some.peak_phase == of_all.peak_phase
 

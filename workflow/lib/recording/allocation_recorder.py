@@ -1,9 +1,10 @@
 """Every storage that is made, resized and released on the recorded GPU while the engine runs, as
 events of a tape.
 
-Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes storages
-without an operation, so those that are known are looked at before each operation: between two
-operations nothing else is made, so an event that is noted there is in its place.
+Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes the storages
+that it gathers into without an operation, so these are looked at before each operation: between two
+operations nothing else is made, so an event that is noted there is in its place. They are known by
+`out=`, which they are first written by.
 """
 
 import weakref
@@ -52,6 +53,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.tape = tape
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
+        self._gathered: dict[int, _Storage] = {}
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[bool] = set()
         self._streams: dict[int, str] = {}
@@ -65,6 +67,7 @@ class AllocationRecorder(TorchDispatchMode):
         if func is READ and args[0].constant is None:
             return 0  # a value that the host asks for: all are taken for zeros
         self.note_resized()
+        self._follow(options.get("out"))
         result = _reduced(args, options) if func is REDUCE else func(*args, **options)
         if func is STAND_IN or any(map(self._stands_in, _tensors((args, options)))):
             self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
@@ -75,6 +78,11 @@ class AllocationRecorder(TorchDispatchMode):
             self._note(tensor)
         self._note_workspaces(func, args, result)
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None and any(map(_differs, self._known.values())):
+            raise RuntimeError("memory was resized that no operation had written by out=")
 
     def _stands_in(self, tensor: torch.Tensor) -> bool:
         return bool(self._stand_ins) and tensor.untyped_storage() in self._stand_ins
@@ -119,9 +127,16 @@ class AllocationRecorder(TorchDispatchMode):
         if number >= 0 and term:
             self.tape.terms[number] = term
 
+    def _follow(self, written: Any) -> None:
+        """Look from now on at the storages of tensors that an operation writes."""
+        for tensor in _tensors(written):
+            key = tensor.untyped_storage()._cdata
+            if key in self._known:
+                self._gathered[key] = self._known[key]
+
     def note_resized(self) -> None:
         """Note what FSDP2 has resized since the last operation."""
-        for known in list(self._known.values()):
+        for known in list(self._gathered.values()):
             storage = known.reference()
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._resize(known, storage.nbytes())
@@ -153,7 +168,14 @@ class AllocationRecorder(TorchDispatchMode):
     def _release(self, key: int, known: _Storage) -> None:
         if self._known.get(key) is known:  # else another storage has got its address
             del self._known[key]
+            self._gathered.pop(key, None)
         self._resize(known, 0)
+
+
+def _differs(known: _Storage) -> bool:
+    """Whether a storage that is still there has another size than was noted."""
+    storage = known.reference()
+    return storage is not None and storage.nbytes() != known.num_bytes
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
