@@ -21,7 +21,7 @@ from workflow.scripts.consolidate import main
 IDS = torch.arange(3, 40)[None]
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["glm4_moe", "qwen3_moe", "gpt_oss"])
 def run(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
     return finished_mixture(shared_folder, request.param)
 

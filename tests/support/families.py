@@ -66,8 +66,6 @@ class FamilyCase:
     has: str
     """What this family has that others have not."""
     changes: dict[str, Any] = field(default_factory=dict)
-    attention: str | None = None
-    """What packs documents on a CPU, where the family's own does not."""
 
     def config(self, family: str) -> Any:
         """Return the configuration of the tiny model."""
@@ -197,7 +195,6 @@ FAMILIES: dict[str, FamilyCase] = {
             "num_experts_per_tok": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
-        attention="flex",
     ),
     "glm4_moe": FamilyCase(
         "a dense layer, then shared and routed experts in groups", ROUTED_IN_GROUPS

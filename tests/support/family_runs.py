@@ -28,7 +28,7 @@ from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
 from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model.architecture.attention_needs import read_attention_needs
-from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.backends import resolve_attention, resolve_training_attention
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
 from workflow.lib.model.lora import trainable_parameters
@@ -71,18 +71,14 @@ def family_store(rows: str) -> TokenStore:
 
 
 def attention_of(folder: Path) -> str:
-    """Return what `model.attention: auto` means for the model in `folder` on a CPU, or what its
-    family needs for packed documents.
-    """
-    if (named := FAMILIES[folder.parent.name].attention) is not None:
-        return named
-    return stock_attention(folder)
+    """Return what `model.attention: auto` means in training the model in `folder` on a CPU."""
+    needs = read_attention_needs(folder)
+    return resolve_training_attention("auto", CPU, needs, compute_dtype=torch.float32).name
 
 
 def stock_attention(folder: Path) -> str:
     """Return the attention of the stock model."""
-    needs = read_attention_needs(folder)
-    return resolve_training_attention("auto", CPU, needs, compute_dtype=torch.float32).name
+    return resolve_attention("auto", CPU, read_attention_needs(folder))
 
 
 def make_bases(folder: Path) -> Path:

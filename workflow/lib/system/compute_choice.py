@@ -144,7 +144,9 @@ def automatic_attention(
 
     On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
     package is, else for training varlen, and flex for what these cannot do. Else it is what stock
-    Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores.
+    Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores. Training
+    takes flex for sinks everywhere: gpt-oss makes its masks without positions (Transformers 5.23),
+    so that in packed rows they leave out where documents begin.
     """
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers hands it the cap, and pads narrow values.
@@ -157,6 +159,8 @@ def automatic_attention(
                 return AttentionChoice(VARLEN, "the fastest that this model can have here")
             if needs.flex_lack() is None:
                 return AttentionChoice(FLEX, f"not varlen: {lack}")
+    if training and needs.sinks and needs.flex_lack() is None:
+        return AttentionChoice(FLEX, "the masks of gpt-oss let packed documents see each other")
     if needs.softcap or needs.sinks:
         return AttentionChoice("eager", "sdpa has no soft-capped scores and no attention sinks")
     return AttentionChoice("sdpa", "the fastest of stock Transformers here")
