@@ -10,7 +10,7 @@ By hand (with --gpus) it answers the same for any model on any GPUs, with neithe
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
 With --record the verdict comes from the engine itself: it takes two steps of the chosen plan on
-tensors without values, and what it would have asked of a GPU is replayed. That takes 10 to 30 s.
+tensors without values, and what it would have asked of a GPU is replayed. That takes 10 to 35 s.
 """
 
 import argparse
