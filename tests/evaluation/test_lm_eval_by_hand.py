@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forked_stage import forked_stage
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
@@ -68,20 +69,10 @@ class Measured:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def command(module: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=os.environ | OFFLINE | SINGLE_PROCESS | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def quantize(folder: Path) -> None:
     files = ["--model", str(RESOURCES / "base"), "--output", str(folder)]
-    command("workflow.scripts.quantize_base", "--config", '{"quantize": {}}', *files)
+    done = forked_stage("quantize_base", "--config", '{"quantize": {}}', *files)
+    assert done.returncode == 0, done.stderr
 
 
 def run_by_hand(folder: Path) -> None:
@@ -91,7 +82,14 @@ def run_by_hand(folder: Path) -> None:
     options = ["--device", "cpu", "--batch_size", "8", "--limit", str(ITEMS)]
     output = ["--apply_chat_template", "--log_samples", "--output_path", f"{folder}/scores"]
     model_options = ["--model", "hf", "--model_args", model]
-    command("lm_eval", "run", *model_options, *tasks, *options, *output)
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "run", *model_options, *tasks, *options, *output],
+        cwd=ROOT,
+        env=os.environ | OFFLINE | SINGLE_PROCESS | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ exported.
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.support.finished import CONFIG, finished, write_manifest
+from tests.support.forked_stage import forked_stage
 from tests.support.models import write_shards
 from tests.system.test_checksums import flip, flip_tensor, recorded_as_download
 from workflow.lib.data.encoding.probes import PROBE
@@ -191,26 +190,16 @@ def test_one_value_altered_after_training_exports_nothing(run: Path, tmp_path: P
         if file.is_file():
             (copy / file.name).write_bytes(file.read_bytes())
     write_shards(copy / "adapter", altered)
-    command = [
-        sys.executable,
-        "-m",
-        "workflow.scripts.consolidate",
-        "--config",
-        json.dumps(settings()),
-        "--finetune",
-        copy,
-        "--base",
-        run / "base",
-        "--model",
-        run / "model",
-        "--manifest",
-        run / "tokens" / "manifest.json",
-        "--output",
-        tmp_path / "consolidate",
-        "--log",
-        tmp_path / "log",
-    ]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    paths = {
+        "--finetune": copy,
+        "--base": run / "base",
+        "--model": run / "model",
+        "--manifest": run / "tokens" / "manifest.json",
+        "--output": tmp_path / "consolidate",
+        "--log": tmp_path / "log",
+    }
+    words = [str(word) for option in paths.items() for word in option]
+    done = forked_stage("consolidate", "--config", json.dumps(settings()), *words)
     assert done.returncode == 1
     assert (
         "the exported adapter is not the trained one: its values differ, logits differ by"

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, write_checkpoint
 from workflow.lib.model.architecture.model_shape import read_shape
 from workflow.lib.model.describe_model import describe_folder
@@ -16,9 +16,8 @@ def describe(folder: Path, **runs: Any) -> subprocess.CompletedProcess[str]:
     """Run the stage on the model in `folder`, with the settings of runs."""
     checks = json.dumps({"trains_here": False, "runs": runs})
     options = ["--model", str(folder), "--checks", checks]
-    command = [sys.executable, "-m", "workflow.scripts.describe_model", *options]
     output = ["--output", str(folder / "made" / "description.json")]
-    return subprocess.run([*command, *output], capture_output=True, text=True)
+    return forked_stage("describe_model", *options, *output)
 
 
 def test_description_is_that_of_the_folder_and_says_of_which_config_it_is(tmp_path: Path) -> None:

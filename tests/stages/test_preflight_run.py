@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, manifest, write_checkpoint
 
 DOCUMENT_KEYS = {
@@ -58,8 +58,7 @@ class Stage:
             "--output": self.output, "--log": self.log, "--run": "demo",
         }  # fmt: skip
         words = [str(word) for option in options.items() for word in option]
-        command = [sys.executable, "-m", "workflow.scripts.preflight_run", *words, *flags]
-        return subprocess.run(command, capture_output=True, text=True)
+        return forked_stage("preflight_run", *words, *flags)
 
     def document(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(self.output.read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, write_checkpoint
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.what_if import find_shape, settings_of
@@ -15,8 +16,7 @@ from workflow.scripts.preflight_run import described
 
 
 def ask(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "workflow.scripts.preflight_run", *words]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked_stage("preflight_run", *words)
 
 
 def refused(*words: str) -> str:
