@@ -192,12 +192,21 @@ def test_fingerprint_reacts_to_every_train_setting_but_the_operational_ones(key:
         ("lora", {"r": 3}, {"preflight_run", "finetune"}),
         ("train", {"seed": 3}, {"preflight_run", "finetune"}),
         ("hardware", {"gpus": 0}, {"preflight_run"}),
-        ("export", {"merged": True}, {"consolidate", "convert_gguf", "publish_run"}),
+        (
+            "export",
+            {"merged": True},
+            {"preflight_run", "consolidate", "convert_gguf", "publish_run"},
+        ),
         ("export", {"gguf": ("q8_0",), "gguf_of": ("adapter",)}, {"convert_gguf", "publish_run"}),
         ("tracking", {"tensorboard": False, "wandb_project": "mine"}, set()),
-        ("evaluate", {"samples": 3}, {"evaluate_run"}),
+        ("evaluate", {"samples": 3}, {"preflight_run", "evaluate_run"}),
+        ("evaluate", {"seed": 3}, {"evaluate_run"}),
         ("evaluate", {"tasks": []}, {"preflight_run", "evaluate_run"}),
-        ("evaluate", {"batch_size": 3, "processes": 2, "shard": False}, {"evaluate_run"}),
+        (
+            "evaluate",
+            {"batch_size": 3, "processes": 2, "shard": False},
+            {"preflight_run", "evaluate_run"},
+        ),
     ],
 )
 def test_editing_a_section_changes_only_the_stages_that_read_it(

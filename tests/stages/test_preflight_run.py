@@ -29,6 +29,7 @@ DOCUMENT_KEYS = {
     "disk_bytes",
     "disk_free_bytes",
     "time",
+    "evaluation",
     "candidates",
     "model",
     "provenance",
@@ -84,6 +85,16 @@ def test_run_that_fits_writes_the_document(stage: Stage) -> None:
     assert stage.run().returncode == 0
     assert set(stage.document()) == DOCUMENT_KEYS
     assert stage.document()["verdict"] == "fits"
+
+
+def test_evaluation_of_every_measured_subject_is_predicted(stage: Stage) -> None:
+    """Tasks too: 704 questions with a choice each."""
+    assert stage.run(evaluate={"subjects": ["original", "tuned"]}).returncode == 0
+    evaluation = stage.document()["evaluation"]
+    assert list(evaluation["subjects_s"]) == ["original", "tuned"]
+    assert evaluation["total_s"] == pytest.approx(sum(evaluation["subjects_s"].values()))
+    assert evaluation["read_tokens"] > 25_000
+    assert "evaluation" in stage.log.read_text()
 
 
 def test_plan_is_what_finetune_reads(stage: Stage) -> None:

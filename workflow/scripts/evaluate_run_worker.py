@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from workflow.lib.artifacts.evaluation_record import Evaluation
+from workflow.lib.artifacts.preflight_record import Preflight
+from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
@@ -36,6 +38,7 @@ from workflow.lib.evaluation.questions import (
 )
 from workflow.lib.evaluation.results import evaluations, summary_lines
 from workflow.lib.model.backends import choose_device
+from workflow.lib.planning.preflight.table import evaluation_in_words
 from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
@@ -91,6 +94,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
         logger.setLevel(logging.DEBUG if process.is_main else logging.ERROR)
         machine = evaluated_models.machine_facts(options)
         log_questions(questions, store, machine, process)
+        log_prediction(args.preflight)
         measured = measure_all(args, models, questions, machine, process)
         if process.is_main:
             results = evaluations(
@@ -170,6 +174,13 @@ def log_questions(
         len(questions.prompts),
         ", ".join(questions.tasks) or "none",
     )
+
+
+def log_prediction(preflight: Path | None) -> None:
+    """Tell the time that preflight predicted, where its file is at hand."""
+    if preflight is not None and preflight.is_file():
+        evaluation = read_record(preflight, Preflight).evaluation
+        logger.info("predicted time, without loading: %s", evaluation_in_words(evaluation))
 
 
 def measure_all(

@@ -13,7 +13,6 @@ from typing import Any
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import (
-    EvaluateConfig,
     ExportConfig,
     ReportConfig,
     RunConfig,
@@ -256,7 +255,16 @@ def checkpoint_dir(name: str, run: RunConfig) -> str:
 STAGE_SECTIONS: dict[str, tuple[str, ...]] = {
     "tokenize_dataset": ("data",),
     "quantize_base": ("quantize",),
-    "preflight_run": ("model", "data", "quantize", "lora", "train", "hardware", "evaluate"),
+    "preflight_run": (
+        "model",
+        "data",
+        "quantize",
+        "lora",
+        "train",
+        "hardware",
+        "evaluate",
+        "export",
+    ),
     "finetune": ("model", "lora", "train"),
     "consolidate": ("model", "export"),
     "convert_gguf": ("export",),
@@ -283,9 +291,11 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
     "convert_gguf": {"export": {"merge_onto", "shard_gib", "llama_cpp", "base_id", *HUB_KEYS}},
     "publish_run": {"export": {"merge_onto", "shard_gib", "base_id"}},
     "write_card": {"export": set(ExportConfig.model_fields) - {"base_id"}},
-    # It looks whether the tasks exist, and whether they measure what is required.
+    # It looks whether the tasks exist and measure what is required, and how much is measured.
     "preflight_run": {
-        "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"}
+        "evaluate": {"bootstrap_resamples", "task_code", "apply_chat_template", "shard", "seed"}
+        | {"require_by"},
+        "export": set(ExportConfig.model_fields) - {"merged"},
     },
     # What is measured and what is served it is told by options.
     "evaluate_run": {"evaluate": {"require", "require_by", "subjects", "served"}},
@@ -314,7 +324,7 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
     It changes none of their outputs. Defaults are left out: a command's argument has at most 128
     KiB.
     """
-    sections = {*STAGE_SECTIONS["preflight_run"], "export"}  # which `evaluate` is held against
+    sections = set(STAGE_SECTIONS["preflight_run"])
     changed = {
         name: run.model_dump(mode="json", include=sections, exclude_defaults=True)
         for name, run in runs.items()

@@ -171,3 +171,13 @@ def check_writable(folders: Sequence[Path]) -> None:
                 f"bytes and {disk.f_favail:,} files are left). Free some space, and repeat the "
                 "command; all that is finished is kept."
             )
+
+
+def threads_of_job() -> int:
+    """Return how many threads all processes of this job may have together.
+
+    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that
+    this process may use.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
+    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))

@@ -32,6 +32,7 @@ from workflow.lib.distributed.rendezvous import LOOPBACK, use_loopback
 from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, PeerLostError, StoppedError, UserError
+from workflow.lib.system.hardware import threads_of_job
 from workflow.lib.system.nodes import ALONE, Place
 from workflow.lib.training.failure_causes import first_cause, followed, killed, memory_kills
 
@@ -233,16 +234,6 @@ def worker_environment(processes: int, *, grace_s: float, deterministic: bool) -
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # read by torch; without it workers are killed 30 s after the signal
     return variables | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s))}
-
-
-def threads_of_job() -> int:
-    """Return how many threads all processes of this job may have together.
-
-    Snakemake gives every job its threads as `OMP_NUM_THREADS`; without it, as many as cores that
-    this process may use.
-    """
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # OpenMP takes a list
-    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
 
 
 @contextmanager

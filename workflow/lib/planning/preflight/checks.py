@@ -70,13 +70,13 @@ def read_tokens(path: Path) -> TokenCounts:
     """Read the counts in the manifest of a tokens folder; raises `UserError` if it lacks one."""
     try:
         manifest = read_json(path)
-        train = manifest["splits"]["train"]
+        train, heldout = manifest["splits"]["train"], manifest["splits"]["heldout"]
         sizes = [
             manifest["seq_len"],
             manifest["vocab_size"],
-            manifest["splits"]["heldout"]["tokens"],
+            heldout["tokens"],
         ]
-        sizes += [train["packed_rows"], train["trained_tokens"]]
+        sizes += [train["packed_rows"], train["trained_tokens"], heldout["documents"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflow.lib.artifacts.preflight_record import Estimate
+from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
 from workflow.lib.planning.machine import requested_processes
@@ -57,8 +57,9 @@ def training(run: RunConfig, *, model: str, description: str, manifest: str) -> 
     Raises `UserError` as preflight does, and `FileNotFoundError` while an input is still to be
     made.
     """
-    decision, time = _decide(run, description, manifest)
-    minutes = UNKNOWN_MIN if time.total_h is None else time.total_h * 60 * TIME_ROOM
+    decision, forecasted = _decide(run, description, manifest)
+    total_h = forecasted.time.total_h
+    minutes = UNKNOWN_MIN if total_h is None else total_h * 60 * TIME_ROOM
     return _allocation(decision.host_bytes + LAUNCH_BYTES, minutes + START_MIN)
 
 
@@ -66,15 +67,13 @@ def reading(run: RunConfig, *, model: str, description: str, manifest: str) -> A
     """Return what a stage needs that loads the quantized base and runs it: `consolidate`, and
     `evaluate_run`, which loads the original too.
 
-    Weights are read by way of host memory; a pass over the held-out tokens costs less than training
-    on them.
+    Weights are read by way of host memory. Tasks are not counted.
     """
-    decision, time = _decide(run, description, manifest)
+    decision, forecasted = _decide(run, description, manifest)
     base = decision.disk_bytes["base"]
     merged = run.export.shard_gib * 2**30 if run.export.merged else 0
-    speed = time.tokens_per_s_per_process
-    tokens = read_tokens(Path(manifest)).heldout_tokens
-    measuring = UNKNOWN_MIN if speed is None else 2 * tokens / speed / 60 * TIME_ROOM
+    seconds = forecasted.evaluation.total_s
+    measuring = UNKNOWN_MIN if seconds is None else seconds / 60 * TIME_ROOM
     shape = read_shape(Path(description))
     original = (shape.quantized_weights + shape.plain_weights) * shape.source_bytes
     minutes = 60 + measuring + 4 * (base + original) / DISK_BYTES_PER_S / 60
@@ -119,12 +118,12 @@ def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
     return flops / (CALIBRATION_FLOPS_GPU if cuda else CALIBRATION_FLOPS_CPU) / 60 * TIME_ROOM
 
 
-def _decide(run: RunConfig, description: str, manifest: str) -> tuple[Decision, Estimate]:
-    """Return the decision on a run, and its predicted time."""
+def _decide(run: RunConfig, description: str, manifest: str) -> tuple[Decision, Forecast]:
+    """Return the decision on a run, and its forecast."""
     shape, tokens = read_shape(Path(description)), read_tokens(Path(manifest))
     machine = read_machine(run.hardware)
     decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
-    return decision, forecast(decision, run, shape, machine, tokens).time
+    return decision, forecast(decision, run, shape, machine, tokens)
 
 
 def _allocation(host_bytes: float, minutes: float) -> Allocation:

@@ -3,7 +3,7 @@ rests.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -12,17 +12,21 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import fit, read_timings
 from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
+    CPU_BANDWIDTH,
     CPU_BFLOAT16_FLOPS,
     CPU_FLOPS,
     H200,
     Constants,
     Parts,
+    Work,
     cpu_seconds,
     gpu_parts,
+    gpu_seconds,
     micro_batch_work,
 )
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
+from workflow.lib.system.hardware import threads_of_job
 
 # A GPU that no table knows is ranked as if it were this one; only the order of plans depends on it.
 STAND_IN = "NVIDIA A100-SXM4-80GB"
@@ -49,6 +53,8 @@ class Speed:
     """Otherwise it only ranks plans."""
     cpu_flops: float = CPU_FLOPS
     """FLOP/s of a process on CPUs."""
+    threads: int = 1
+    """Of an evaluation on CPUs."""
 
     def parts(self, shape: ModelShape, setup: Setup, *, trained_share: float) -> Parts:
         """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
@@ -66,6 +72,15 @@ class Speed:
         )
         return max(by_platform, key=lambda parts: sum(parts.values()))
 
+    def forward_seconds(self, work: Work) -> float:
+        """Seconds of an evaluation's forward passes, on the slowest kind of GPU, or with all
+        threads of a CPU. Traffic between GPUs is not counted.
+        """
+        if not self.platforms:
+            computing_s = cpu_seconds(work, flops=self.cpu_flops * self.threads)
+            return computing_s + work.dequantized_bytes / CPU_BANDWIDTH
+        return max(gpu_seconds(work, p.gpu, constants=p.constants) for p in self.platforms)
+
 
 def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 4) -> Speed:
     """Return how fast a machine is; calibration: a measurements.jsonl of the benchmark, made on
@@ -78,7 +93,8 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
     """
     names = sorted(set(machine.gpu_names))
     if not names:
-        return _cpu_speed(bfloat16=machine.bfloat16, compute_bytes=compute_bytes)
+        speed = _cpu_speed(bfloat16=machine.bfloat16, compute_bytes=compute_bytes)
+        return replace(speed, threads=threads_of_job())
     if calibration is not None:
         return _calibrated(machine, names, Path(calibration))
     platforms = tuple(_platform(name, machine, H200) for name in names)

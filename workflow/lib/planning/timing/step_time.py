@@ -87,6 +87,9 @@ CPU_FLOPS = 65e9
 # the same losses (AVX512-BF16, AMD EPYC, torch 2.13, November 2026). One CPU; what others do
 # without such products, nobody measured.
 CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
+# At which one token's pass reads the weights: SmolLM2-135M took 52 ms in fp32, and 89 ms with NF4
+# layers, which are decoded first (one thread, torch 2.13, November 2026).
+CPU_BANDWIDTH = 10e9
 
 
 @dataclass(frozen=True)
