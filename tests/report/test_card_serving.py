@@ -20,6 +20,7 @@ PLAIN: dict[str, Any] = {"r": 24, "lora_alpha": 32.0, "bias": "none", "use_dora"
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern differs"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern differs"),
         ({"bias": "lora_only"}, "it has biases"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "it adapts experts"),
         ({"r": 1024}, "its rank 1024 is above 512"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.decisions import decided, llama_8b, message, run_config
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
-from workflow.lib.planning.preflight.checks import check_settings, check_tokens
+from workflow.lib.model.architecture.model_shape import Linear
+from workflow.lib.planning.preflight.checks import check_gguf, check_settings, check_tokens
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError
 
@@ -177,3 +178,16 @@ def test_machine_that_trains_is_asked(
     monkeypatch.setattr("workflow.lib.system.hardware.visible_gpus", list)
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         check_settings(RunConfig.model_validate({"hardware": hardware}), UNTIED, trains_here=True)
+
+
+def test_gguf_of_an_adapter_on_experts_is_refused_by_name() -> None:
+    stack = Linear("mlp.experts.down_proj", 8 * 4096, 512, 8)
+    dense = llama_8b.kinds[0]
+    layer = replace(dense, linears=(*dense.linears[:4], stack), top_k=2, kept_bytes=1)
+    shape = replace(llama_8b, kinds=(layer,))
+    adapter = {"gguf": ["q8_0"], "gguf_of": ["adapter"]}
+    with pytest.raises(UserError, match=r"export\.gguf_of = \['adapter'\]: .* experts \(.*experts"):
+        check_gguf(run_config(export=adapter, lora={"target_modules": ["down_proj"]}), shape)
+    check_gguf(run_config(export=adapter, lora={"target_modules": ["q_proj"]}), shape)
+    merged = {"gguf": ["q8_0"], "merged": True}
+    check_gguf(run_config(export=merged, lora={"target_modules": ["down_proj"]}), shape)

@@ -2,7 +2,8 @@
 serve it. Neither is run here.
 
 Rules: vLLM `vllm/lora/peft_helper.py` and `vllm/config/lora.py`, SGLang
-`python/sglang/srt/lora/lora_config.py`, read 2026-11-23.
+`python/sglang/srt/lora/lora_config.py`, read 2026-11-23; of experts vLLM's pull request 41384 and
+SGLang's 25528.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,11 @@ def obstacles(config: Mapping[str, Any]) -> list[str]:
     for key, default in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         if any(value != default for value in (config.get(key) or {}).values()):
             found.append(f"{key} differs by module: vLLM reads one rank and one alpha")
+    if config.get("target_parameters"):
+        found.append(
+            "it adapts experts (target_parameters), which vLLM and SGLang leave out without a word "
+            "for several families"
+        )
     if config.get("bias", "none") != "none":
         found.append("it has biases, which vLLM leaves out")
     if config["r"] > VLLM_RANKS[-1]:

@@ -128,6 +128,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
     it suits any model.
     """
     check_context(run.data.seq_len, shape)
+    check_gguf(run, shape)
     if run.hardware.gpu_model is not None:
         parse_gpu(run.hardware.gpu_model, setting="hardware.gpu_model")
     if trains_here:
@@ -141,6 +142,26 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
         machine = asked_machine(*requested_processes(run.hardware), run.hardware.nodes)
     check_batch(run, machine)
     make_setup(run, shape, machine)
+
+
+def check_gguf(run: RunConfig, shape: ModelShape) -> None:
+    """Raise `UserError` if the adapter is to become a GGUF file and has a part for each expert.
+
+    PEFT keeps the experts' parts of a stack side by side in one matrix, which llama.cpp's converter
+    does not take apart.
+    """
+    if not run.export.gguf or "adapter" not in run.export.gguf_of:
+        return
+    stacks = {linear.path for kind in shape.kinds for linear in kind.linears if linear.experts > 1}
+    adapted = [path for path in target_ranks(run, shape) if path.endswith(tuple(stacks))]
+    if adapted:
+        raise setting_error(
+            "export.gguf_of",
+            list(run.export.gguf_of),
+            f"the adapter is on experts ({adapted[0]}), which llama.cpp's converter does not take",
+            "Set export.merged to true and gguf_of to [merged], or leave the experts out of "
+            "lora.target_modules",
+        )
 
 
 def check_context(seq_len: int, shape: ModelShape) -> None:
