@@ -123,7 +123,7 @@ def run_family(folder: Path, world: World, target: str, *, fused: bool) -> dict[
     packed = family_store("packed")
     checks = [c.passed for c in startup_checks(model, packed, base, world)]
     found = {rows: _gradients(model.training, family_store(rows), world) for rows in LENGTHS}
-    load = expert_load(model.training, world, first_step=3)
+    load = expert_load(model.training, world)
     (folder / target / "shards").mkdir(parents=True, exist_ok=True)
     save_sharded(model.training, folder / target / "shards", world=world)
     logits = trained_logits(model.training, packed, device=world.device)

@@ -62,7 +62,6 @@ def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
         "trainable_parameters": 20_971_523,
         "trainable_by_module": {"self_attn": 6_291_456, "experts": 14_680_067},
         "expert_load": {
-            "first_step": 38,
             "layers": 24,
             "experts": 3_072,
             "without_tokens": 5,

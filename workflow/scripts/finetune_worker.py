@@ -319,7 +319,7 @@ def write_results(
     save_adapter(training, partial / "adapter", world=world)
     logits = trained_logits(training, run.store, device=world.device)
     peak = journal.peak_over_processes()
-    load = expert_load(training, world, first_step=(journal.resumed_from or [0])[-1] + 1)
+    load = expert_load(training, world)
     if not world.is_main:
         return
     save_logits(logits, partial / "parity.safetensors")

@@ -33,8 +33,6 @@ class ExpertLoad(Record):
     """Which experts of a mixture the rows of a run went to. A token has a row for each of its
     experts."""
 
-    first_step: int
-    """The step from which it was counted: the first after the last interruption."""
     layers: int
     """Layers with experts."""
     experts: int

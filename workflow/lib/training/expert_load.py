@@ -10,13 +10,13 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 
 
 def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
-    """Return the rows (experts,) int64 on the CPU that each expert got in training since this start
-    of the run, over all processes, for each layer with experts. Collective.
+    """Return the rows (experts,) int64 on the CPU that each expert got in training since the run
+    began, over all processes, for each layer with experts. Collective.
 
     Recomputed layers count every row twice, so the numbers are right within a layer alone.
     """
     counts = []
-    for experts in (x for x in model.modules() if isinstance(x, FusedExperts)):
+    for experts in _experts(model):
         routed = experts.routed
         own = torch.zeros(experts.num_experts, dtype=torch.int64) if routed is None else routed
         counts.append(own.cpu().clone())
@@ -25,16 +25,22 @@ def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
     return counts
 
 
-def expert_load(model: nn.Module, world: World, *, first_step: int) -> ExpertLoad | None:
-    """Return how evenly the tokens went to the experts; None of a model without. Collective.
+def restore_routed_rows_(model: nn.Module, rows: list[torch.Tensor], world: World) -> None:
+    """Have `routed_rows` count on from what it returned when a checkpoint was saved."""
+    for experts, saved in zip(_experts(model), rows, strict=True):
+        experts.routed = saved.to(world.device) if world.is_main else None
 
-    first_step: the first that was trained since this start.
-    """
+
+def _experts(model: nn.Module) -> list[FusedExperts]:
+    return [module for module in model.modules() if isinstance(module, FusedExperts)]
+
+
+def expert_load(model: nn.Module, world: World) -> ExpertLoad | None:
+    """Return how evenly the tokens went to the experts; None of a model without. Collective."""
     layers = routed_rows(model, world)
     if not layers:
         return None
     return ExpertLoad(
-        first_step=first_step,
         layers=len(layers),
         experts=sum(map(len, layers)),
         without_tokens=sum(int((layer == 0).sum()) for layer in layers),
