@@ -29,6 +29,8 @@ LONGEST_FIRST = (
     "docs/test_readme.py",
     "workflow/test_run.py",
     "planning/preflight/test_what_if.py",
+    "recording/test_repeat_layers.py",
+    "recording/test_engine_run.py",
     "training/test_families.py",
     "workflow/test_errors.py",
     "training/test_eight_bit_training.py",
