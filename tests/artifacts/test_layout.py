@@ -223,6 +223,8 @@ def test_editing_a_section_changes_only_the_stages_that_read_it(
         ("train", {"log_every_steps": 7, "grace_seconds": 5.0}, set()),
         ("train", {"micro_batch_size": 1}, {"preflight_run"}),
         ("evaluate", {"batch_size": 3, "processes": 2, "shard": False}, set()),
+        ("evaluate", {"samples": 3, "max_documents": 7}, {"evaluate_run"}),
+        ("export", {"merged": True}, {"consolidate", "convert_gguf", "publish_run"}),
         ("train", {"learning_rate": 1e-3}, {"preflight_run", "finetune"}),
     ],
 )

@@ -120,7 +120,7 @@ def test_log_tells_what_is_measured_and_what_came_out(finished):
     assert "loss of 7 of 7 held-out documents, 2 samples, tasks: local, writes" in log
     assert "held-out loss " in log
     predicted = "2 min 0 s: original 1 min 10 s, merged 50 s; not counted: writes"
-    assert f"predicted time, without loading: {predicted}" in log
+    assert f"predicted by preflight, with the settings of then, without loading: {predicted}" in log
     assert "local acc " in log
     assert "NF4 base: measured heldout" in log
 

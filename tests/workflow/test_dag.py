@@ -14,7 +14,6 @@ from tests.support.workflow_project import Project, copy_of_repository, make_pro
 
 REPORT = ["render_report"]
 EVALUATION = ["evaluate_run", "write_card", *REPORT]
-PREDICTED_EVALUATION = ["preflight_run", *EVALUATION]
 EXPORT = ["consolidate", *EVALUATION]
 TRAINING = ["preflight_run", "finetune", *EXPORT]
 EVERYTHING = ["describe_model", "tokenize_dataset", "quantize_base", *TRAINING]
@@ -38,23 +37,15 @@ def once(rules: list[str]) -> dict[str, int]:
 
 EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("report title", {"report": {"title": "Another title"}}, REPORT),
-    ("samples", {"evaluate": {"samples": 1}}, PREDICTED_EVALUATION),
+    ("samples", {"evaluate": {"samples": 1}}, EVALUATION),
     (
         "merged model",
         {"export": {"merged": True}},
-        ["consolidate_and_merged", *PREDICTED_EVALUATION],
+        ["consolidate_and_merged", *EVALUATION],
     ),
-    ("subjects", {"evaluate": {"subjects": ["base", "tuned"]}}, PREDICTED_EVALUATION),
-    (
-        "what is served",
-        {"evaluate": {"served": "tuned_on_original"}},
-        PREDICTED_EVALUATION,
-    ),
-    (
-        "subjects written out",
-        {"evaluate": {"subjects": ["tuned", "base", "original"]}},
-        ["preflight_run", *REPORT],
-    ),
+    ("subjects", {"evaluate": {"subjects": ["base", "tuned"]}}, EVALUATION),
+    ("what is served", {"evaluate": {"served": "tuned_on_original"}}, EVALUATION),
+    ("subjects written out", {"evaluate": {"subjects": ["tuned", "base", "original"]}}, REPORT),
     ("live view", {"tracking": {"tensorboard": False}}, []),
     ("margin", {"hardware": {"memory_margin_gib": 0.25}}, ["preflight_run", *REPORT]),
     ("processes", {"hardware": {"cpu_processes": 1}}, ["preflight_run", *REPORT]),

@@ -180,7 +180,8 @@ def log_prediction(preflight: Path | None) -> None:
     """Tell the time that preflight predicted, where its file is at hand."""
     if preflight is not None and preflight.is_file():
         evaluation = read_record(preflight, Preflight).evaluation
-        logger.info("predicted time, without loading: %s", evaluation_in_words(evaluation))
+        words = evaluation_in_words(evaluation)
+        logger.info("predicted by preflight, with the settings of then, without loading: %s", words)
 
 
 def measure_all(

@@ -6,13 +6,14 @@ JSON string with sorted keys. Snakemake compares such a string too (`recorded_js
 whether to run the stage again; keys that cannot change the result are at their defaults in it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from workflow.lib.data.reading.sources import resolve_splits
 from workflow.lib.data.tokens.token_store import ARRAYS, MANIFEST
 from workflow.lib.settings.config import (
+    EvaluateConfig,
     ExportConfig,
     ReportConfig,
     RunConfig,
@@ -67,11 +68,16 @@ def effective(run: RunConfig, *, but: frozenset[str] = frozenset()) -> RunConfig
     without_effect = {name: keys - but for name, keys in WITHOUT_EFFECT.items()}
     if run.quantize.method == "absmax":
         without_effect["quantize"] = CALIBRATION_KEYS
+    return _with_defaults(run, without_effect)
+
+
+def _with_defaults(run: RunConfig, keys: Mapping[str, Iterable[str]]) -> RunConfig:
+    """Return the settings with these keys of sections at their defaults."""
     changed = {}
-    for name, keys in without_effect.items():
+    for name, of_section in keys.items():
         section = getattr(run, name)
         defaults = type(section)()
-        update = {key: getattr(defaults, key) for key in keys}
+        update = {key: getattr(defaults, key) for key in of_section}
         changed[name] = section.model_copy(update=update)
     return run.model_copy(update=changed)
 
@@ -302,6 +308,17 @@ UNREAD_KEYS: dict[str, dict[str, set[str]]] = {
 }
 
 
+# Keys that a stage reads for what it foretells alone: editing them does not run it again. Preflight
+# predicts how long the evaluation takes, and an edited evaluation must not wait for a machine that
+# could train.
+FORETOLD_KEYS: dict[str, dict[str, set[str]]] = {
+    "preflight_run": {
+        "evaluate": set(EvaluateConfig.model_fields) - {"tasks", "tasks_dir", "require", "heldout"},
+        "export": set(ExportConfig.model_fields),
+    },
+}
+
+
 def stage_settings(stage: str, run: RunConfig) -> dict[str, Any]:
     """Return the settings that a stage receives: exactly its sections, less the keys that it does
     not read.
@@ -333,11 +350,12 @@ def checks_json(runs: Mapping[str, RunConfig], *, trains_here: bool) -> str:
 
 
 def recorded_json(stage: str, run: RunConfig) -> str:
-    """Return `stage_json` of the `effective` settings, which Snakemake compares to decide whether
-    the stage runs again.
+    """Return `stage_json` of the `effective` settings, `FORETOLD_KEYS` at their defaults too, which
+    Snakemake compares to decide whether the stage runs again.
     """
     but = PREDICTED_KEYS if stage == "preflight_run" else frozenset[str]()
-    return stage_json(stage, effective(run, but=but))
+    same = _with_defaults(effective(run, but=but), FORETOLD_KEYS.get(stage, {}))
+    return stage_json(stage, same)
 
 
 def report_json(report: ReportConfig, runs: Mapping[str, RunConfig]) -> str:
