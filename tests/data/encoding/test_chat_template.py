@@ -83,7 +83,7 @@ def test_template_that_loops_without_end_is_stopped(
         "{{ 'x' * 3000000000 }}",
         "{{ 'x' * (messages | length * 3000000000) }}",
         "{{ ''.ljust(3000000000) }}",
-        "{{ messages[0].content.replace('', 'x' * 100000000) }}",
+        "{{ messages[0].content.replace('', 'x' * 300000000) }}",
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
         "endfor %}{{ ns.x }}",
     ],
