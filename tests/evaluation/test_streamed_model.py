@@ -1,5 +1,5 @@
-"""A mixture that is read layer by layer, from a tensor for each expert, has the loss of the whole
-model.
+"""A model that is read layer by layer has the loss of the whole model: a mixture, from a tensor for
+each expert, and the decoder of a multimodal model, from names of its own.
 """
 
 from pathlib import Path
@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.families import tiny_family
 from tests.support.mixtures import tiny_mixture
 from workflow.lib.evaluation.streamed_model import StreamedModel
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_streamed_mixture_has_the_loss_of_the_whole(tmp_path: Path, family: str) -> None:
-    folder = tiny_mixture(family, tmp_path)
-    ids = np.random.default_rng(0).integers(0, 211, size=31, dtype=np.uint32)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma3"])
+def test_streamed_model_has_the_loss_of_the_whole(tmp_path: Path, family: str) -> None:
+    folder = (tiny_family if family == "gemma3" else tiny_mixture)(family, tmp_path)
+    ids = np.random.default_rng(0).integers(1, 40, size=31, dtype=np.uint32)
     mask = np.arange(31) % 3 > 0
     streamed = StreamedModel(folder, device=torch.device("cpu"), dtype=torch.float32)
     ((loss, count),) = streamed.losses([(ids, mask)])
