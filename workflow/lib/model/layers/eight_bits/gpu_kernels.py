@@ -49,6 +49,7 @@ def row_scales(data: NF4Data, *, shape: tuple[int, int], largest: float) -> torc
     _launch(
         "row_scales", (num_rows,), scales, *parts, data.nested_code, data.offset, row_blocks,
         most=largest, double=double, size=min(512, _power_of_two(row_blocks)), num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return scales
 
@@ -71,7 +72,7 @@ def decode(
         "decode_eight_bits", (-(-num_rows // rows), -(-row_blocks // blocks)), out, data.packed,
         *parts, data.code, data.nested_code, data.offset, scales, num_rows, row_blocks,
         block_size=data.block_size, double=double, transposed=transposed, rows=rows, blocks=blocks,
-        num_warps=WARPS,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
