@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Gemma2Confi
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_gemma2
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -101,3 +102,27 @@ def test_documents_that_have_a_row_each_are_compared_alone(base: Path) -> None:
     alone.position_ids[:] = range(37)
     training = adapted(base, attention="eager")
     assert check_attention(training, alone, WORLD).passed
+
+
+@pytest.fixture
+def undecided(tmp_path: Path) -> CausalLMForTraining:
+    """A mixture of two experts of four a token, of which two have nearly one score."""
+    source = tiny_mixture("mixtral", tmp_path / "original")
+    training = adapted(quantized(source, tmp_path / "nf4"), attention="sdpa")
+    for module in training.modules():
+        if type(module).__name__.endswith("Router"):
+            weight: Any = module.weight
+            weight.data[1] = weight.data[0] * (1 + 2e-7 * torch.randn(weight.shape[1]))
+    return training
+
+
+def test_experts_of_nearly_one_score_are_no_difference(undecided: CausalLMForTraining) -> None:
+    check = check_attention(undecided, store(300), WORLD)
+    assert float(check.detail.split()[1]) < 1e-5
+
+
+def test_state_that_passes_between_documents_of_a_mixture_is_refused(
+    undecided: CausalLMForTraining,
+) -> None:
+    with pytest.raises(UserError, match=r"data\.packing to false"):
+        check_attention(leaking(undecided), store(), WORLD)

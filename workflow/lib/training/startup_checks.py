@@ -14,6 +14,7 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import fair_share, local_bytes, mismatched_tensors
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World
+from workflow.lib.model.experts.fixed_routes import fixed_routes, noted_routes
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.checksums import RecordedFile
@@ -163,7 +164,8 @@ def check_family(training: CausalLMForTraining, store: TokenStore, world: World)
 
 def check_attention(training: CausalLMForTraining, store: TokenStore, world: World) -> Check:
     """Compare the hidden states of packed documents with those of each by itself, by the family's
-    own eager attention; of one document before a padding tail if no row has more.
+    own eager attention; of one document before a padding tail if no row has more. Experts take the
+    same tokens both times, for a rounding may decide between two.
 
     The row is as long as any, so kernels that are made for its length serve the training, too.
     Raises `UserError` if they differ. Collective.
@@ -175,14 +177,14 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
     lengths = [stop - start for start, stop in pairwise([*cuts, store.seq_len])]
     places = [torch.arange(length, device=world.device)[None] for length in lengths]
     with forward_only(training):
-        ours = training.hidden_states(ids, torch.cat(places, dim=1))[:num_tokens].float()
-        theirs = torch.cat(
-            [
-                training.family_hidden_states(ids[:, start:stop], place)
-                for (start, stop), place in zip(pairwise(cuts), places, strict=False)
-                if stop > start
-            ]
-        ).float()
+        with noted_routes(training) as routes:
+            ours = training.hidden_states(ids, torch.cat(places, dim=1))[:num_tokens].float()
+        documents = []
+        for (start, stop), place in zip(pairwise(cuts), places, strict=False):
+            if stop > start:
+                with fixed_routes(training, routes, slice(start, stop)):
+                    documents.append(training.family_hidden_states(ids[:, start:stop], place))
+        theirs = torch.cat(documents).float()
     difference = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
     if not difference <= PACKED_TOLERANCE:
         family = type(training.peft_model.get_base_model()).__name__  # type: ignore[operator]
