@@ -18,6 +18,7 @@ from tests.support.kernel_cases import (
     droppings,
     lengthenings,
     rotations,
+    sums_by_token,
 )
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.flex_attention import all_scores, flex_arguments, flex_attention
@@ -85,6 +86,13 @@ def test_backward_of_row_lengths_equals_autograd(activation: str) -> None:
     """Of bf16, so values and gradients are off by 2^-8, and sums of 131 of them by less."""
     results = [x.float() for x in lengthenings(activation, dtype=torch.bfloat16, device="cuda")]
     torch.testing.assert_close(results[::2], results[1::2], rtol=1e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_of_a_token_s_rows_are_rounded_once(dtype: torch.dtype) -> None:
+    results = sums_by_token(dtype=dtype, device="cuda")
+    expected = [exact.to(dtype) for exact in results[1::2]]
+    torch.testing.assert_close(results[::2], expected, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])

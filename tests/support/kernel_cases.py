@@ -134,3 +134,20 @@ def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[to
         sums[0] / plain[0], expected[2], sums[1] / plain[1], expected[3],
         scaled, alone[0], total / plain[1], alone[1],
     ]  # fmt: skip
+
+
+def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return sums of 3 rows of each of 5 tokens, weighted and not, each followed by torch's in
+    fp32; of rows of less than a program's columns, and of more.
+    """
+    draw = torch.Generator().manual_seed(0)
+    places = torch.randperm(15, generator=draw).view(5, 3).to(device)
+    results = []
+    for width in (40, 2 * kernels.PROGRAM_ELEMENTS + 7):
+        rows = torch.randn(15, width, generator=draw).to(device, dtype)
+        weights = torch.rand(5, 3, generator=draw).to(device, dtype)
+        picked = rows[places].float()
+        results += [kernels.sum_by_token(rows, places, None), picked.sum(1)]
+        weighted = (picked * weights[..., None].float()).sum(1)
+        results += [kernels.sum_by_token(rows, places, weights), weighted]
+    return results

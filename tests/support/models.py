@@ -108,13 +108,20 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     return target
 
 
-def adapted(base: Path, *, attention: str = "sdpa", **lora: Any) -> CausalLMForTraining:
+def adapted(
+    base: Path,
+    *,
+    attention: str = "sdpa",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **lora: Any,
+) -> CausalLMForTraining:
     """Build the training module of an NF4 folder on one process, without sharding, as `setup`
     does.
     """
-    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention=attention)
+    model = build_nf4_on_meta(base, compute_dtype=dtype, attention=attention)
     training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
-    materialize_(training, transformers_model=model, device=torch.device("cpu"))
+    materialize_(training, transformers_model=model, device=torch.device(device))
     load_weights_(model, base)
     init_adapters_(training, seed=0, base=base)
     return training

@@ -69,6 +69,12 @@ for activation in ACTIVATIONS:
 """
 
 
+SUMMED = """
+import torch
+from tests.support.kernel_cases import sums_by_token
+results = sums_by_token(dtype=torch.float32, device="cpu")
+torch.testing.assert_close(results[::2], results[1::2], rtol=1e-6, atol=1e-6)
+"""
 EIGHT_BITS = """
 import torch
 from tests.support.eight_bit_cases import FORMATS, int8_products, weights_and_activations
@@ -85,7 +91,7 @@ for one, other in int8_products(device="cpu"):
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, EIGHT_BITS],
+    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, SUMMED, EIGHT_BITS],
     ids=[
         "decoding",
         "decoding of parts",
@@ -93,6 +99,7 @@ for one, other in int8_products(device="cpu"):
         "rotary positions",
         "dropout",
         "row lengths",
+        "sums by token",
         "products in 8 bits",
     ],
 )

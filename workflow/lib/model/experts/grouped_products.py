@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.layers import kernels
 from workflow.lib.system.device_types import GPUS
 
 ROW_UNIT = 8
@@ -63,6 +64,8 @@ def summed_by_token(
     place = torch.empty_like(routing.order)
     numbers = torch.arange(len(place), device=place.device)
     place = place.scatter_(0, routing.order, numbers).view(-1, routing.top_k)
+    if kernels.usable(rows.device):
+        return kernels.sum_by_token(rows, place, weights)
     total = rows.new_zeros((len(place), rows.shape[1]), dtype=torch.float32)
     for choice in range(routing.top_k):
         part = rows[place[:, choice]]

@@ -3,8 +3,8 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `fused_attention`, `adapter_dropout`, `dora`) take the operations of
-bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
+`fused_feed_forward`, `fused_attention`, `adapter_dropout`, `dora`, `grouped_products`) take the
+operations of bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
 """
 
 import functools
@@ -142,6 +142,31 @@ def dequantize_nf4(out: torch.Tensor, data: NF4Data, runs: Runs | None = None) -
         num_warps=WARPS // 2,
         # code * absmax + offset in one operation would be rounded once; bitsandbytes rounds twice.
         enable_fp_fusion=False,
+    )
+    return out
+
+
+def sum_by_token(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum (T, width) of the rows (R, width) at `places` (T, k) int64, times `weights`
+    (T, k) if there are any; one choice after the other.
+    """
+    num_tokens, top_k = places.shape
+    width = rows.shape[1]
+    out = rows.new_empty(num_tokens, width)
+    _launch(
+        "sum_by_token",
+        (num_tokens, -(-width // PROGRAM_ELEMENTS)),
+        out,
+        rows.contiguous(),
+        places.contiguous(),
+        places if weights is None else weights.contiguous(),  # a pointer that is not read, or
+        width,
+        top_k,
+        weighted=weights is not None,
+        size=PROGRAM_ELEMENTS,
+        num_warps=WARPS,
     )
     return out
 

@@ -61,6 +61,24 @@ def dequantize_nf4(
 
 
 @triton.jit
+def sum_by_token(
+    out, rows, places, weights, width, top_k, weighted: tl.constexpr, size: tl.constexpr
+):
+    """One token's rows (top_k of them, at `places`) times their weights, summed in fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * size + tl.arange(0, size)
+    inside = column < width
+    total = tl.zeros((size,), dtype=tl.float32)
+    for choice in range(top_k):
+        row = tl.load(places + token * top_k + choice)
+        part = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if weighted:
+            part *= tl.load(weights + token * top_k + choice).to(tl.float32)
+        total += part
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _act(gate, kind: tl.constexpr):
     """Return act(gate) and its derivative, fp32."""
     if kind == "silu":

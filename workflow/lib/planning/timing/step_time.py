@@ -72,9 +72,14 @@ FUSED_SHARE = 1.43
 # Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
 # again, and makes, reads and adds a gradient (5). Counted, not measured.
 DROPPED_TRAFFIC = 3
+# Of the elementwise work and of Python's time for a pass of a layer without experts: so much more
+# takes one with them, which sorts, gathers, scales and sums the rows of its tokens. Fitted to 12
+# layers of Qwen3-30B-A3B on an H200; docs/time-model.md compares others.
+EXPERT_TRAFFIC = 2.5
+EXPERT_LAUNCH = 2.0
 # Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
 # prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
-# scales (832 to 934). The engine's own are not yet measured.
+# scales (832 to 934). docs/time-model.md compares the engine's own.
 EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
 # Of Python's time for a pass of a layer, of the same prototype: Llama 3 8B, 2 rows of 2,048, took
 # 437 ms for 96 passes and 339 ms for 64.
@@ -120,6 +125,8 @@ class Work:
     layers: int = 1
     eight_bits: bool = False
     """Frozen weights are multiplied in 8 bits."""
+    expert_share: float = 0.0
+    """Of all layers: those with experts."""
 
 
 def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
@@ -151,11 +158,14 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     saved_bytes = _mean_saved(shape, setup)
     plain = _mean_saved(shape, replace(setup, fused_layers=False))
     frozen = 2 * (used - idle) * (1 - _saved_share(setup, passes=passes))
+    expert_share = shape.total(_has_experts) / layers
     return Work(
         product_flops=t * (frozen + 2 * (passes + 1) * adapters + head) + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
         dequantized_bytes=(used + normed) * DEQUANTIZED_BYTES,
-        kept_bytes=layer_passes * (plain - FUSED_SHARE * (plain - saved_bytes)),
+        kept_bytes=layer_passes
+        * (plain - FUSED_SHARE * (plain - saved_bytes))
+        * (1 + (EXPERT_TRAFFIC - 1) * expert_share),
         dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
@@ -165,6 +175,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
         layers=layers,
         eight_bits=setup.products != COMPUTE_DTYPE,
+        expert_share=expert_share,
     )
 
 
@@ -174,6 +185,10 @@ def _saved_share(setup: Setup, *, passes: float) -> float:
         return 0.0
     rounded = {"both": passes, "forward": passes - 1, "backward": 1}[setup.products_in]
     return rounded / passes * (1 - 1 / EIGHT_BIT_SPEED[setup.products])
+
+
+def _has_experts(layer: DecoderLayer) -> int:
+    return int(any(x.experts > 1 for x in layer.linears))
 
 
 def _idle_weights(layer: DecoderLayer) -> int:
@@ -256,7 +271,8 @@ def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
     """What Python takes to launch the kernels of a micro-batch."""
     sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
     own_s = constants.launch_s * (EIGHT_BIT_LAUNCH if work.eight_bits else 1)
-    return work.layer_passes * (own_s + sharded_s)
+    experts = 1 + (EXPERT_LAUNCH - 1) * work.expert_share
+    return work.layer_passes * (own_s * experts + sharded_s)
 
 
 def _waiting(
