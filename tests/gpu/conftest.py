@@ -1,12 +1,15 @@
-"""GPU tests skip where there are too few GPUs; `num_gpus` is how many there are."""
+"""GPU tests skip where there are too few GPUs."""
 
 import pytest
 import torch
 
 
-@pytest.fixture(scope="session")
-def two_gpus() -> int:
+@pytest.fixture
+def two_gpus(request: pytest.FixtureRequest) -> int:
+    """Return how many GPUs the test's `processes` need, 2 without."""
+    callspec = getattr(request.node, "callspec", None)
+    needed: int = callspec.params.get("processes", 2) if callspec else 2
     count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip(f"needs 2 GPUs, this machine shows {count}")
-    return 2
+    if count < needed:
+        pytest.skip(f"needs {needed} GPUs, this machine shows {count}")
+    return needed
