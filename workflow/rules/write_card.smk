@@ -6,7 +6,9 @@ rule write_card:
         manifest=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         parity="results/runs/{run}/consolidate/parity.json",
         evaluation="results/runs/{run}/evaluate_run",
-        gguf=lambda w: layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else [],
+        gguf=lambda w: (
+            layout.stage_dir(w.run, "convert_gguf") if w.run in IN_GGUF else []
+        ),
     output:
         report(
             "results/runs/{run}/consolidate/adapter/README.md",
