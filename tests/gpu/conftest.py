@@ -4,11 +4,26 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session")
+def one_gpu() -> int:
+    """Return 1, the GPU that the test needs."""
+    return require(1)
+
+
+@pytest.fixture(scope="session")
+def two_gpus() -> int:
+    """Return 2, the GPUs that the test needs."""
+    return require(2)
+
+
 @pytest.fixture
-def two_gpus(request: pytest.FixtureRequest) -> int:
-    """Return how many GPUs the test's `processes` need, 2 without."""
-    callspec = getattr(request.node, "callspec", None)
-    needed: int = callspec.params.get("processes", 2) if callspec else 2
+def enough_gpus(processes: int) -> int:
+    """Return the GPUs that the test needs: one for each of its `processes`."""
+    return require(processes)
+
+
+def require(needed: int) -> int:
+    """Return `needed`; skip the test where this machine has fewer GPUs."""
     count = torch.cuda.device_count()
     if count < needed:
         pytest.skip(f"needs {needed} GPUs, this machine shows {count}")

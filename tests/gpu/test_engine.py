@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 def test_training_equals_a_stock_single_gpu_loop(
-    base: Path, two_gpus: int, processes: int, dtype: torch.dtype
+    base: Path, enough_gpus: int, processes: int, dtype: torch.dtype
 ) -> None:
     planned = plan(processes=processes, micro_batch_size=2, device="cuda")
     results = run_distributed(ours, base, settings(), planned, dtype, world_size=processes)
@@ -52,7 +52,7 @@ def test_training_equals_a_stock_single_gpu_loop(
 
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 def test_float16_with_a_scaled_loss_trains_like_float32(
-    base: Path, two_gpus: int, processes: int
+    base: Path, enough_gpus: int, processes: int
 ) -> None:
     """11 bits of mantissa where bfloat16 has 8; gradients arrive unscaled."""
     half, exact = (
@@ -118,7 +118,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
     return found
 
 
-def test_change_in_one_packed_document_reaches_no_other(base: Path, two_gpus: int) -> None:
+def test_change_in_one_packed_document_reaches_no_other(base: Path, one_gpu: int) -> None:
     """By every attention that is installed. Two rows, of four documents each; the second of the
     first row changes.
     """
@@ -153,7 +153,7 @@ def test_recomputing_fewer_layers_changes_nothing(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 def test_embedding_rows_from_the_host_change_nothing(
-    base: Path, two_gpus: int, processes: int, dtype: torch.dtype
+    base: Path, enough_gpus: int, processes: int, dtype: torch.dtype
 ) -> None:
     """With two GPUs the head is in slices either way; without offload, so is the embedding. Rows
     are copied bit for bit.
@@ -178,7 +178,7 @@ def test_embedding_rows_from_the_host_change_nothing(
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 @pytest.mark.parametrize("count", [1, 3])
 def test_layers_on_the_host_change_nothing(
-    base: Path, two_gpus: int, processes: int, count: int, dtype: torch.dtype
+    base: Path, enough_gpus: int, processes: int, count: int, dtype: torch.dtype
 ) -> None:
     """Of three. Bytes are copied, so only the order of sums that a GPU does not fix may differ."""
     away, there = (
@@ -204,7 +204,7 @@ def test_layers_on_the_host_change_nothing(
 
 @pytest.mark.parametrize("processes", [1, 2], ids=lambda n: f"{n} GPUs")
 def test_optimizers_of_bitsandbytes_equal_the_stock_ones_and_resume(
-    tmp_path: Path, base: Path, two_gpus: int, processes: int
+    tmp_path: Path, base: Path, enough_gpus: int, processes: int
 ) -> None:
     """Three updates against bitsandbytes on the same parts; and a run that continues from a
     checkpoint with 8-bit moments.
@@ -261,7 +261,7 @@ def paged_update() -> dict[str, Any]:
     return {"values": results, "paged": pages}
 
 
-def test_large_moments_are_paged_and_update_like_torch(two_gpus: int) -> None:
+def test_large_moments_are_paged_and_update_like_torch(one_gpu: int) -> None:
     (found,) = run_distributed(paged_update, world_size=1)
     assert found["paged"] == {"exp_avg": True, "exp_avg_sq": True}
     torch.testing.assert_close(*found["values"], rtol=1e-5, atol=1e-6)
@@ -281,7 +281,7 @@ def resident_bytes(base: Path, count: int) -> int:
         return torch.cuda.memory_allocated()
 
 
-def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, two_gpus: int) -> None:
+def test_layers_on_the_host_leave_the_gpu(tmp_path: Path, one_gpu: int) -> None:
     """One of four, of 13.8 million weights, is not there after a step."""
     sizes = {
         "hidden_size": 1280,
