@@ -4,7 +4,8 @@ events of a tape.
 Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 resizes the storages
 that it gathers into without an operation, so these are looked at before each operation: between two
 operations nothing else is made, so an event that is noted there is in its place. They are known by
-`out=`, which they are first written by.
+`out=`, which they are first written by. Those that one operation writes are a layer's, and FSDP2
+resizes them one after the other: where the first and the last have not changed, none has.
 """
 
 import weakref
@@ -25,6 +26,7 @@ from workflow.lib.recording.term_names import UNNAMED
 from workflow.lib.system.device_types import RECORDED
 
 READ = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default  # asked for more often than all else together
 REDUCE = torch.ops.c10d.allreduce_.default
 # DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
 # engine and its libraries make nothing else by it.
@@ -53,12 +55,15 @@ class AllocationRecorder(TorchDispatchMode):
         self.tape = tape
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
-        self._gathered: dict[int, _Storage] = {}
+        self._gathered: dict[int, list[_Storage]] = {}
+        """What an operation has written by `out=`, by the first of its storages."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[bool] = set()
         self._streams: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return args[0].fake_device
         options = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operations on its local tensors
@@ -129,14 +134,19 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _follow(self, written: Any) -> None:
         """Look from now on at the storages of tensors that an operation writes."""
-        for tensor in _tensors(written):
-            key = tensor.untyped_storage()._cdata
-            if key in self._known:
-                self._gathered[key] = self._known[key]
+        keys = (tensor.untyped_storage()._cdata for tensor in _tensors(written))
+        group = {key: self._known[key] for key in keys if key in self._known}
+        if group:
+            self._gathered[next(iter(group))] = [*group.values()]
 
     def note_resized(self) -> None:
         """Note what FSDP2 has resized since the last operation."""
-        for known in list(self._gathered.values()):
+        for group in list(self._gathered.values()):
+            if _differs(group[0]) or _differs(group[-1]):
+                self._note_group(group)
+
+    def _note_group(self, group: list[_Storage]) -> None:
+        for known in group:
             storage = known.reference()
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._resize(known, storage.nbytes())

@@ -52,9 +52,9 @@ from workflow.lib.training.optimizers import ShardwiseAdam
 
 # `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
 ATTENTION = {"flash": VARLEN, "flex": FLEX, "sdpa": "sdpa", "eager": "eager"}
-# How far layers know of each other: tried one after the other, until those that are alike ask for
-# the same. Activations on their way to the host are there for some layers.
-REACHES = (2, 4)
+# How far layers know of each other, tried one after the other until those that are alike ask for
+# the same.
+NEAR, FAR = 2, 4
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 logger = logging.getLogger("workflow")
@@ -91,7 +91,8 @@ def record(request: Request, *, whole: bool = False) -> Tape:
 
 def _repeated(request: Request, described: "_Described") -> Tape | None:
     """Return the tape made from some layers; None where no fewer than all will do."""
-    for reach in REACHES:
+    # Activations on their way to the host are there for some layers.
+    for reach in (FAR,) if request.window_bytes is not None else (NEAR, FAR):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
             break
@@ -117,9 +118,10 @@ def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> L
             tape.phase(LOAD)
             optimizer = make_optimizer(run.training, TrainConfig(optimizer=request.setup.optimizer))
             run.training.train()
-            for _ in range(STEPS):
+            count = 2 if request.setup.accumulates else 1
+            for number in range(STEPS):
                 with _no_garbage():
-                    run.step(optimizer, tape)
+                    run.step(optimizer, tape, micro_batches=count if number else 1)
             tape.end()
     return tape
 
@@ -212,11 +214,10 @@ class _Run:
             unit.reshard()
         tape.follows_tensors = True
 
-    def step(self, optimizer: ShardwiseAdam, tape: LayerTape) -> None:
+    def step(self, optimizer: ShardwiseAdam, tape: LayerTape, *, micro_batches: int) -> None:
         """Take a step as `loop.Trainer` does."""
         training, device = self.training, self._world.device
-        count = 2 if self._setup.accumulates else 1
-        batches = (self._batch(self._setup.micro_batch_size) for _ in range(count))
+        batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             loss = backward(training, batches, trained_tokens=1, factor=1.0, device=device)
