@@ -22,7 +22,7 @@ from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
-from workflow.lib.recording.term_names import UNNAMED
+from workflow.lib.recording.term_names import UNNAMED, made_by
 from workflow.lib.system.device_types import RECORDED
 
 READ = torch.ops.aten._local_scalar_dense.default
@@ -166,7 +166,7 @@ class AllocationRecorder(TorchDispatchMode):
             known.tensor = -1
         known.num_bytes = num_bytes
         if num_bytes:
-            known.tensor = self._new(num_bytes, UNNAMED)
+            known.tensor = self._new(num_bytes, made_by())
 
     def _new(self, num_bytes: int, term: str) -> int:
         number = self._gpu.current_stream().stream_id

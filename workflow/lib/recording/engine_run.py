@@ -177,9 +177,9 @@ class _Run:
         fused = setup.fused_layers
         self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
         self.training.multiply_in_(setup.products, setup.products_in)
+        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
-        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate what training builds, without values."""

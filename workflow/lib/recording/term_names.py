@@ -1,25 +1,43 @@
-"""What the tensors of a recorded tape count as: by the module that has them, else by where they are
-made and how long they are there.
+"""What the tensors of a recorded tape count as: by the module that has them, else by the code that
+makes them, else by the phase that makes them and how long they are there.
 """
 
+import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.planning.memory.allocation_tape import COMPUTE, Tape
+from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.trace_step import CHECKS, LOAD
 
 UNNAMED = "layer_workspace"
 SCALES = ("absmax", "nested_absmax")
 OUTSIDE = (LOAD, CHECKS, "optimizer_step")  # of a micro-batch
+# Code that makes a tensor, as file and function, or file -> what it counts as. The innermost call
+# that is named here decides.
+MAKERS = {
+    ("_fsdp_collectives", "foreach_all_gather"): "gather_buffer",
+    ("_fsdp_collectives", "foreach_all_gather_copy_out"): "gathered_layer",
+    ("_fsdp_collectives", "foreach_reduce"): "gathered_gradients",
+    ("activation_offload", ""): "offloaded_activations",
+    ("layer_offload", ""): "fetched_layers",
+    ("lora_products", "_cast"): "adapter_casts",
+    ("nf4_linear", "dequantize"): "dequantized_weight",
+    ("nf4_stack", ""): "dequantized_weight",
+    ("optimizers", "__init__"): "adam_moments",
+    ("vocabulary_parallel", "_gathered"): "gathered_rows",
+    ("vocabulary_parallel", "gradient"): "module_gradients",
+}
 # Phase that makes a tensor -> what it counts as if the same phase releases it, and if not.
 BY_PHASE = {
     "look_up_embedding": ("hidden_states", "inputs"),
     "forward": (UNNAMED, "saved_activations"),
     "loss": ("logits", "hidden_states"),
-    "backward": (UNNAMED, "lora_gradients"),
+    "backward": (UNNAMED, UNNAMED),
 }
 
 
@@ -47,6 +65,27 @@ def _term(module: nn.Module, name: str, tensor: torch.Tensor, tables: tuple[nn.M
     return "nf4_scales" if name in SCALES else "nf4_tables"
 
 
+def made_by() -> str:
+    """Return what a tensor counts as that is made now, or `UNNAMED`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        code, frame = frame.f_code, frame.f_back
+        file = _stem(code.co_filename)
+        if file in FILES:
+            term = MAKERS.get((file, code.co_name)) or MAKERS.get((file, ""))
+            if term is not None:
+                return term
+    return UNNAMED
+
+
+FILES = {file for file, _ in MAKERS}
+
+
+@cache
+def _stem(path: str) -> str:
+    return Path(path).stem
+
+
 def name_terms(tape: Tape) -> None:
     """Name the tensors that are not named yet."""
     made: dict[int, str] = {}
@@ -60,16 +99,14 @@ def name_terms(tape: Tape) -> None:
         else:
             released[~event] = phase
     for tensor, term in enumerate(tape.terms):
-        if term == UNNAMED:
-            beside = tape.streams[tensor] != COMPUTE
-            tape.terms[tensor] = _by_lifetime(made[tensor], released.get(tensor), beside=beside)
+        lasts = made[tensor] == "backward" and released.get(tensor) != "backward"
+        if term in (UNNAMED, "gathered_gradients") and lasts:
+            tape.terms[tensor] = "lora_gradients"
+        elif term == UNNAMED:
+            tape.terms[tensor] = _by_lifetime(made[tensor], released.get(tensor))
 
 
-def _by_lifetime(made: str, released: str | None, *, beside: bool) -> str:
-    if made == "backward" and released != "backward":
-        return "lora_gradients"
-    if beside:
-        return "gather_buffer"
+def _by_lifetime(made: str, released: str | None) -> str:
     if made in BY_PHASE:
         return BY_PHASE[made][released != made]
     if released is None:
