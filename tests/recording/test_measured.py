@@ -1,25 +1,27 @@
-"""The memory that recordings predict, beside what was measured on an H200 of models and products
-that nothing was fitted to.
+"""The memory that recordings predict, beside what GPUs have measured, and the page that shows
+it.
 """
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.support.measurements import described, measured_lines
-from workflow.lib.benchmark.cases import model_config
-from workflow.lib.planning.memory.offload_terms import offload_window
-from workflow.lib.planning.memory.replay import replay_tape
-from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.recording.engine_run import Request
+from tests.support.measurements import MARKS, PAGE, all_lines, counts, line_of, row
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
-from workflow.lib.settings.benchmark import BenchmarkConfig
 
-LINES = {line["case"]: line for line in measured_lines("recorded/families_1xh200_2026-11-24.jsonl")}
-# One of each kind: `python -m tests.recording.test_measured` prints all.
-KINDS = ("moe_kept", "moe", "oss_kept", "mixtral", "gemma2_kept", "olmo2", "wide_float8_offloaded")
+LINES = {(line["case"], line["versions"]["commit"]): line for line in all_lines() if counts(line)}
+# One of each kind: `python -m tests.support.measurements` looks at all.
+KINDS = (
+    ("moe_kept", "e477513"),
+    ("moe", "e477513"),
+    ("oss_kept", "e477513"),
+    ("mixtral", "e477513"),
+    ("wide_float8_offloaded", "0223b86"),
+    ("batch_2_mostly_offloaded", "79c85ae"),
+    ("hsdp", "78128dc"),
+    ("8b_offloaded_layers_half", "79d1f8a"),
+    ("offloaded_five", "e854bc4"),
+)
 LARGEST_ALLOCATED_ERROR, LARGEST_RESERVED_ERROR = 0.001, 0.015
 
 
@@ -29,30 +31,22 @@ def process() -> Iterator[RecordingProcess]:
         yield found
 
 
-def errors(process: RecordingProcess, line: dict[str, Any]) -> tuple[float, float]:
-    """Return by what share the replay is above what was allocated, and reserved."""
-    setup = Setup(**line["setup"] | {"targets": tuple(line["setup"]["targets"])})
-    sizes = BenchmarkConfig(**line["sizes"])
-    config = model_config(sizes)
-    window = offload_window(described(json.dumps(config), sizes.model), setup)
-    replayed = replay_tape(
-        process.record(Request(config, setup, window, checked=sizes.check_bytes))
-    )
-    measured = line["measured"]
-    return (
-        replayed.allocated_bytes / measured["allocated_bytes"] - 1,
-        replayed.reserved_bytes / measured["reserved_bytes"] - 1,
-    )
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))
+def test_recorded_memory_is_what_was_measured(
+    process: RecordingProcess, kind: tuple[str, str]
+) -> None:
+    """And the page says so."""
+    found = row(LINES[kind], process)
+    assert abs(found.allocated_error) < LARGEST_ALLOCATED_ERROR
+    assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
+    page = PAGE.read_text(encoding="utf-8")
+    assert line_of(found) in page, "run python -m tests.support.measurements"
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_recorded_memory_is_what_was_measured(process: RecordingProcess, case: str) -> None:
-    allocated, reserved = errors(process, LINES[case])
-    assert abs(allocated) < LARGEST_ALLOCATED_ERROR
-    assert abs(reserved) < LARGEST_RESERVED_ERROR
-
-
-if __name__ == "__main__":
-    with recording_process() as of_all:
-        for name, found in LINES.items():
-            print(name, *(f"{error:+.3%}" for error in errors(of_all, found)))
+def test_page_shows_every_measurement() -> None:
+    _, shown = PAGE.read_text(encoding="utf-8").split(MARKS[0])
+    table, _ = shown.split(MARKS[1])
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    measured = [line for line in all_lines() if counts(line)]
+    assert len(rows) == len(measured) > 70
+    assert table.startswith(f"{len(rows)} measurements.")

@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.replay import replay_tape
+from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.recording.engine_run import Request
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
+from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import representatives
 
 LLAMA = {
@@ -72,7 +72,7 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     request = Request(config | {"num_hidden_layers": layers}, chosen, window_bytes)
     some, every = process.record(request), process.record(request, whole=True)
     assert large(some) == large(every)
-    of_some, of_all = replay_tape(some), replay_tape(every)
+    of_some, of_all = replay(some), replay(every)
     assert of_some.phases == pytest.approx(of_all.phases, abs=SHORTER_NORMS)
     assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, abs=SHORTER_NORMS)
     assert of_some.reserved_bytes == pytest.approx(of_all.reserved_bytes, abs=PAGE)

@@ -19,10 +19,15 @@ from tests.support.preflight_examples import llama_shape
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.architecture.shipped_shapes import known_shape
+from workflow.lib.model.architecture.shipped_shapes import known_config, known_shape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.recording.recording_process import (
+    PlanRecorder,
+    RecordingProcess,
+    recording_process,
+)
 from workflow.lib.settings.config import (
     Config,
     RunConfig,
@@ -133,8 +138,19 @@ def machine_of(promise: Promise) -> Machine:
     )
 
 
-def decided(promise: Promise, run: RunConfig) -> Decision:
-    """Return what preflight decides for a million tokens of data."""
+def config_of(model: dict[str, int] | str) -> dict[str, Any]:
+    """Return the config.json of the same model."""
+    if isinstance(model, str):
+        known = known_config(model)
+        assert known is not None
+        return known
+    return {"model_type": "llama", "tie_word_embeddings": False} | model
+
+
+def decided(promise: Promise, run: RunConfig, process: RecordingProcess | None = None) -> Decision:
+    """Return what preflight decides for a million tokens of data, by recordings if there is a
+    process for them.
+    """
     shape = shape_of(promise.model)
     tokens = TokenCounts(
         seq_len=run.data.seq_len,
@@ -143,13 +159,22 @@ def decided(promise: Promise, run: RunConfig) -> Decision:
         packed_rows=10**6 // run.data.seq_len,
         trained_tokens=10**6,
     )
-    return decide(run, shape, machine_of(promise), tokens, disk_free_bytes=DISK_BYTES)
+    record = PlanRecorder(process, config_of(promise.model), shape) if process else None
+    return decide(
+        run, shape, machine_of(promise), tokens, disk_free_bytes=DISK_BYTES, record=record
+    )
 
 
 @cache
+def decisions() -> dict[str, Decision]:
+    """Return what preflight decides for each preset."""
+    with recording_process() as process:
+        return {name: decided(PROMISES[name], only_run(name), process) for name in PROMISES}
+
+
 def decision(name: str) -> Decision:
     """Return what preflight decides for a preset."""
-    return decided(PROMISES[name], only_run(name))
+    return decisions()[name]
 
 
 def promised(name: str) -> str:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,24 +75,33 @@ def test_mixture_is_predicted_and_its_verdict_counts_all_its_experts(tmp_path: P
     assert found["model"]["total_parameters"] == 30_532_122_624
 
 
-def test_verdict_by_recording_is_that_by_hand(tmp_path: Path) -> None:
+def test_recording_is_kept_and_an_estimate_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changing one byte of the kept one costs a recording, no more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     words = ("--model", str(tmp_path), "--seq-len", "64", "--gpus", "2x4090", "--output")
-    answers = []
-    for number, lever in enumerate(((), ("--record",))):
-        file = tmp_path / f"{number}.json"
-        answer = ask(*words, str(file), *lever)
+
+    def asked(*levers: str) -> dict[str, Any]:
+        file = tmp_path / "preflight.json"
+        answer = ask(*words, str(file), *levers)
         assert answer.returncode == 0, answer.stderr
-        answers.append(json.loads(file.read_text()))
-    by_hand, recorded = answers
-    assert recorded["plan"] == by_hand["plan"]
-    assert recorded["peak_bytes"] == pytest.approx(by_hand["peak_bytes"], abs=2**17)
-    assert recorded["reserved_bytes"] == pytest.approx(by_hand["reserved_bytes"], abs=2**21)
-    of_weights = [
-        {term["name"]: term["bytes"] for term in answer["terms"]}["nf4_weights"]
-        for answer in answers
-    ]
-    assert of_weights[0] == of_weights[1] > 0
+        found: dict[str, Any] = json.loads(file.read_text())
+        return {key: found[key] for key in ("method", "plan", "terms", "reserved_bytes")}
+
+    estimate = asked("--estimate")
+    assert estimate["method"] == "closed_form"
+    assert not (tmp_path / "caches").exists()
+    first = asked()
+    assert (first["method"], first["plan"]) == ("replay", estimate["plan"])
+    (kept,) = (tmp_path / "caches" / "fsdp-qlora-workflow" / "recordings").iterdir()
+    made = kept.stat().st_ino
+    assert asked() == first
+    assert kept.stat().st_ino == made
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert asked() == first
+    assert kept.stat().st_ino != made
 
 
 def test_mixture_of_experts_is_judged_by_a_recording(tmp_path: Path) -> None:
@@ -137,7 +147,7 @@ def test_any_setting_can_be_given(tmp_path: Path) -> None:
         (("--model", "Qwen3-8B", "--gpus", "4090", "--tokens", "x"), "no meaning without --config"),
         (("--config", "{}", "--model", "x"), "--tokens = None"),
         (("--config", "{}", "--model", "x", "--tokens", "x", "--output", "x", "--run", "x",
-          "--record"), "--record = 'True'"),
+          "--estimate"), "--estimate = 'True'"),
     ],
 )  # fmt: skip
 def test_mistake_is_one_message(words: tuple[str, ...], part: str) -> None:

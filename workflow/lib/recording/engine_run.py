@@ -32,15 +32,15 @@ from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
 from workflow.lib.model.trained_modules import sum_copies_
-from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, STEPS, Tape
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.trace_step import CHECKS, LOAD, STEPS
 from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.phases import Phases
 from workflow.lib.recording.recorded_gpu import recorded_gpu
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
+from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
@@ -58,19 +58,6 @@ NEAR, FAR = 2, 4
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 logger = logging.getLogger("workflow")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be recorded."""
-
-    config: Mapping[str, Any]
-    """A config.json."""
-    setup: Setup
-    window_bytes: int | None
-    """Offloaded activations that are on the device at a time; None where none are offloaded."""
-    checked: bool = True
-    """After the start-up checks, whose freed memory the allocator keeps."""
 
 
 def record(request: Request, *, whole: bool = False) -> Tape:

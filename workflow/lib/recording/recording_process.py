@@ -1,4 +1,4 @@
-"""A process for recordings: whoever asks for one keeps its own torch as it is."""
+"""A process for recordings: whoever asks for one needs no torch, or keeps its own as it is."""
 
 import multiprocessing
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,9 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
-from workflow.lib.recording.engine_run import Request, record
+from workflow.lib.recording.kept_tapes import kept_or_made
+from workflow.lib.recording.request import Request
+from workflow.lib.system.undocumented_interfaces import check_recordings
 
 
 class RecordingProcess:
@@ -31,6 +33,10 @@ class RecordingProcess:
 
 def _recorded(request: Request, *, whole: bool) -> Tape:
     """Record in the process; torch's own errors are told in words, as some cannot be sent."""
+    check_recordings()
+    # In this process alone: loading torch takes seconds.
+    from workflow.lib.recording.engine_run import record
+
     try:
         return record(request, whole=whole)
     except RuntimeError as error:
@@ -43,14 +49,14 @@ def _recorded(request: Request, *, whole: bool) -> Tape:
 
 @contextmanager
 def recording_process() -> Iterator[RecordingProcess]:
-    """Start the process; end it with the block."""
+    """Yield the process, which starts when it is first asked; end it with the block."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
         yield RecordingProcess(executor)
 
 
 class PlanRecorder:
-    """Records plans of one model, for preflight's verdict."""
+    """Records plans of one model, for preflight's verdict; each once, whoever asks."""
 
     def __init__(
         self, process: RecordingProcess, config: Mapping[str, Any], shape: ModelShape
@@ -62,5 +68,5 @@ class PlanRecorder:
         """Return what a process of the plan asks of a GPU's allocator; raises as
         `RecordingProcess.record` does.
         """
-        window = offload_window(self._shape, setup)
-        return self._process.record(Request(self._config, setup, window))
+        request = Request(self._config, setup, offload_window(self._shape, setup))
+        return kept_or_made(request, lambda: self._process.record(request))

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.trace_step import CHECKS, LOAD
+from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
 
 UNNAMED = "layer_workspace"
 SCALES = ("absmax", "nested_absmax")

@@ -1,7 +1,7 @@
-"""The memory of a plan, replayed: the requests of its steps (`trace_step`) against the allocator's
-model (`caching_allocator`).
+"""The memory of a plan, replayed: what a process asks for (`allocation_tape`) against the
+allocator's model (`caching_allocator`).
 
-The closed form (`memory`) adds up what should be there; the replay also knows what lies between:
+The closed form adds up what should be there; the replay also knows what lies between:
 pages that a stream has taken and another cannot use, pieces that fit nothing, buffers that meet for
 a moment. It gives the verdict on one plan.
 """
@@ -9,12 +9,9 @@ a moment. It gives the verdict on one plan.
 from dataclasses import dataclass
 from itertools import islice
 
-from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
 from workflow.lib.planning.memory.caching_allocator import Block, CachingAllocator, rounded
-from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import Terms
-from workflow.lib.planning.memory.trace_step import CHECKS, LOAD, step_trace
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,10 @@ class Replay:
     """Peak of what is allocated, by phase."""
 
 
-def replay(shape: ModelShape, setup: Setup, *, limit_bytes: int | None = None) -> Replay:
-    """Return the peaks of training with an allocator that may take `limit_bytes` from the GPU, or
-    any number.
+def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
+    """Return the peaks of a tape's events with an allocator that may take `limit_bytes` from the
+    GPU, or any number.
     """
-    return replay_tape(step_trace(shape, setup), limit_bytes=limit_bytes)
-
-
-def replay_tape(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
-    """Return the peaks of the events on a tape."""
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     blocks: dict[int, Block] = {}
     phases, phase, moment = {LOAD: 0}, LOAD, 0

@@ -66,7 +66,7 @@ def decide(
     options = candidates(
         question, setup, open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
     )
-    chosen, options = confirmed(options, shape, device=machine.device, limits=limits, record=record)
+    chosen, options = confirmed(options, device=machine.device, limits=limits, record=record)
     disk = disk_bytes(
         shape, chosen.setup, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",
@@ -93,7 +93,7 @@ def _reason(chosen: Candidate, limits: Budget, machine: Machine) -> str:
     peak = chosen.replayed or chosen.prediction
     kind = "GPU" if machine.device == "cuda" else "process's share of the host"
     alone = machine.device == "cuda" and chosen.replayed is None
-    unsure = ", estimated from above and not confirmed by a replay" if alone else ""
+    unsure = ", estimated and not confirmed by a recording" if alone else ""
     return (
         f"micro-batch {chosen.micro_batch_size} (recomputation: {chosen.recomputation}) needs "
         f"{needed / GIB:.2f} of "

@@ -1,21 +1,17 @@
-"""The verdict on a plan for GPUs: the one that the search's closed form chooses is replayed before
-it is believed.
+"""The verdict on a plan for GPUs: the one that the search's closed form chooses is recorded from
+the engine and replayed before it is believed.
 
-What is replayed is recorded from the engine, or where there is no recorder written by hand. If the
-replay shows that the allocator cannot serve it, the next best candidate is tried, and so on. On
-CPUs there is no such allocator, and of layers that are not plain none by hand: there the closed
-form decides.
+If the replay shows that the allocator cannot serve it, the next best candidate is tried, and so on.
+CPUs have no such allocator: there the closed form decides, and where nothing can be recorded.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
-from workflow.lib.planning.memory.replay import replay_tape
+from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.trace_step import step_trace
 from workflow.lib.planning.preflight.budget import Budget
 from workflow.lib.planning.preflight.plan_search import Candidate, choose
 from workflow.lib.system.errors import UserError
@@ -34,7 +30,6 @@ class NotRecordedError(UserError):
 
 def confirmed(
     options: list[Candidate],
-    shape: ModelShape,
     *,
     device: str,
     limits: Budget,
@@ -43,33 +38,27 @@ def confirmed(
     """Return the best candidate whose replay fits, and all candidates with what their replays have
     shown.
 
-    If none fits, the one that needs least, replayed too. A model that is not plain and cannot be
-    recorded has no replay.
+    If none fits, the one that needs least, replayed too. Without `record`, and of a model that
+    cannot be recorded, there are no replays.
     """
     while True:
         chosen = choose(options, device=device)
-        replays = device != "cpu" and (record is not None or shape.plain)
-        if not replays or chosen.replayed is not None:
+        if device == "cpu" or record is None or chosen.replayed is not None:
             return chosen, options
         try:
-            tried = replayed(chosen, shape, limits=limits, record=record)
+            tried = replayed(chosen, limits=limits, record=record)
         except NotRecordedError as error:
-            if shape.plain:
-                raise
-            logger.warning("%s; the verdict is an estimate from above", error)
+            logger.warning("%s; the verdict is an estimate by the closed form", error)
             return chosen, options
         options = [tried if candidate is chosen else candidate for candidate in options]
         if tried.fits:
             return tried, options
 
 
-def replayed(
-    candidate: Candidate, shape: ModelShape, *, limits: Budget, record: Recorder | None = None
-) -> Candidate:
+def replayed(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
     """Return a candidate with its replay, and what it lacks by that."""
     outside = limits.outside_allocator_bytes + limits.margin_bytes
     allowed = limits.capacity_bytes - outside
-    tape = record(candidate.setup) if record else step_trace(shape, candidate.setup)
-    peaks = replay_tape(tape, limit_bytes=allowed)
+    peaks = replay(record(candidate.setup), limit_bytes=allowed)
     lacking = peaks.lacking_bytes or peaks.reserved_bytes - allowed
     return replace(candidate, replayed=peaks, lacking_bytes=lacking)

@@ -1,0 +1,64 @@
+"""Recordings kept for the next time: in the user's cache folder, compressed, by the hash of all
+that decides them. Whatever is wrong there costs a recording, never a run.
+"""
+
+import gzip
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.recording.request import Request
+from workflow.lib.system.files import atomic_path
+
+MOST_KEPT = 64  # of 0.1 to 1 MB
+FASTEST = 1  # level of compression
+
+logger = logging.getLogger("workflow")
+
+
+def folder() -> Path:
+    """Return where recordings are kept; the environment's XDG_CACHE_HOME moves it."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "fsdp-qlora-workflow" / "recordings"
+
+
+def kept_or_made(request: Request, make: Callable[[], Tape]) -> Tape:
+    """Return the kept recording of a request, or that which `make` returns, kept from now on."""
+    try:
+        file = folder() / f"{request.key()}.json.gz"
+    except RuntimeError as error:  # a user without a home
+        logger.debug("recordings are not kept: %s", error)
+        return make()
+    try:
+        return _tape(json.loads(gzip.decompress(file.read_bytes())))
+    except FileNotFoundError:
+        pass
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        logger.debug("%s is made anew: %s", file, error)
+    tape = make()
+    try:
+        _keep(file, tape)
+    except OSError as error:
+        logger.debug("the recording is not kept: %s", error)
+    return tape
+
+
+def _keep(file: Path, tape: Tape) -> None:
+    text = json.dumps(vars(tape), separators=(",", ":"))
+    with atomic_path(file) as partial:
+        partial.write_bytes(gzip.compress(text.encode(), FASTEST))
+    oldest_first = sorted(file.parent.glob("*.json.gz"), key=lambda found: found.stat().st_mtime)
+    for old in oldest_first[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
+
+
+def _tape(document: dict[str, Any]) -> Tape:
+    tape = Tape()
+    tape.events, tape.sizes = document["events"], document["sizes"]
+    tape.terms, tape.streams = document["terms"], document["streams"]
+    return tape
