@@ -5,7 +5,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+from safetensors.torch import load_file, save_file
+
 from tests.support.forked_stage import forked_stage
+from tests.support.mixtures import tiny_mixture
 from tests.support.preflight_examples import TINY, write_checkpoint
 from workflow.lib.model.architecture.model_shape import read_shape
 from workflow.lib.model.describe_model import describe_folder
@@ -57,3 +61,44 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_model_that_is_not_covered_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, config=TINY | {"model_type": "t5"})
     refused(folder, "model_type = 't5' is an encoder-decoder")
+
+
+NAMING = (
+    "experts.gate_up_proj and experts.down_proj are all experts of a layer, which share rank",
+    "routers are not trained.",
+)
+
+
+@pytest.mark.parametrize(
+    ("lora", "parts"),
+    [
+        ({"use_dora": True}, ("lora.use_dora = True: the experts of this model", "no DoRA")),
+        ({"dropout": 0.1}, ("lora.dropout = 0.1: the experts of this model", "no dropout")),
+        ({"target_modules": ["q_proj", "w1"]}, ("lora.target_modules = 'w1': no linear", *NAMING)),
+        ({"target_modules": ["gate"]}, ("lora.target_modules = 'gate': no linear", *NAMING)),
+        ({"target_modules": r".*experts\.3\..*"}, ("experts\\\\.3\\\\..*': as a regular", *NAMING)),
+        ({"rank_pattern": {"experts.3.down_proj": 4}}, ("rank_pattern: 'experts.3.", *NAMING)),
+        ({"alpha_pattern": {"experts.up_proj": 4}}, ("alpha_pattern: 'experts.up_", *NAMING)),
+        ({"modules_to_save": ["gate"]}, ("lora.modules_to_save = 'gate': only the output head",)),
+    ],
+)
+def test_adapter_that_a_mixture_cannot_have_is_refused(
+    tmp_path: Path, lora: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    run = {"data": {"seq_len": 64}, "lora": lora}
+    refused(tiny_mixture("qwen3_moe", tmp_path), "run mix: ", *parts, mix=run)
+
+
+def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:
+    file = tiny_mixture("qwen3_moe", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    rest = {name: x for name, x in tensors.items() if "layers.1.mlp.experts.7." not in name}
+    save_file(rest, file, metadata={"format": "pt"})
+    refused(tmp_path, "experts of model.layers.1 have", "in 30 tensors", "says 11 experts")
+
+
+def test_packed_format_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tiny_mixture("mixtral", tmp_path) / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    path.write_text(json.dumps(config))
+    refused(tmp_path, "quant_method = 'gptq'; fp8 and mxfp4 can be read")

@@ -6,7 +6,7 @@ so preflight and training decide alike. Rules read from PEFT 0.21, `check_target
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from workflow.lib.settings.config import LoraSettings
@@ -15,7 +15,7 @@ from workflow.lib.system.limits import BoundedWork, ExcessError
 
 
 def adapter_ranks(
-    lora: LoraSettings, *, linears: Iterable[str], stacks: Iterable[str] = ()
+    lora: LoraSettings, *, linears: Iterable[str], stacks: Collection[str] = ()
 ) -> dict[str, int]:
     """Return the rank of every adapted linear by its path, in the order of `linears`.
 
@@ -26,7 +26,7 @@ def adapter_ranks(
     """
     try:
         with BoundedWork():
-            ranks = _adapter_ranks(lora, list(linears))
+            ranks = _adapter_ranks(lora, list(linears), [*stacks])
     except ExcessError as excess:
         raise UserError(
             f"lora.target_modules, rank_pattern or alpha_pattern: a regular expression {excess} to "
@@ -66,12 +66,26 @@ def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
         )
 
 
-def _adapter_ranks(lora: LoraSettings, paths: list[str]) -> dict[str, int]:
+def _adapter_ranks(lora: LoraSettings, paths: list[str], stacks: list[str]) -> dict[str, int]:
     chosen = [path for path in paths if _is_target(lora.target_modules, path)]
-    _check_targets(lora.target_modules, paths=paths, chosen=chosen)
-    for setting in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(setting, getattr(lora, setting), chosen=chosen)
+    try:
+        _check_targets(lora.target_modules, paths=paths, chosen=chosen)
+        for setting in ("rank_pattern", "alpha_pattern"):
+            _check_patterns(setting, getattr(lora, setting), chosen=chosen)
+    except UserError as error:
+        raise UserError(f"{error}{_naming_of_experts(stacks)}") from None
     return {path: int(_by_pattern(lora.rank_pattern, path, lora.r)) for path in chosen}
+
+
+def _naming_of_experts(stacks: list[str]) -> str:
+    """Return how experts are named, for a message; nothing of a dense model."""
+    if not stacks:
+        return ""
+    names = " and ".join(dict.fromkeys(".".join(path.split(".")[-2:]) for path in stacks))
+    return (
+        f" In this mixture {names} are all experts of a layer, which share rank and alpha; routers "
+        "are not trained."
+    )
 
 
 def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
