@@ -253,12 +253,14 @@ EXPERTS = (
 )
 
 
-def tiny_family(family: str, folder: Path) -> Path:
+def tiny_family(family: str, folder: Path, *, vocab_size: int = VOCAB) -> Path:
     """Save the tiny model of a family to `folder`, its norms and biases off their initial values;
     return `folder`.
     """
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(FAMILIES[family].config(family)).float()
+    config = FAMILIES[family].config(family)
+    config.get_text_config().vocab_size = vocab_size
+    model: Any = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
             if tensor.dim() <= 1 or name.endswith("bias"):

@@ -58,7 +58,7 @@ def _losses(
     description: str,
 ) -> list[tuple[float, int]]:
     losses = [(0.0, 0)] * len(documents)
-    vocab_size = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     lengths = [len(ids) for ids, _ in documents]
     with Progress(
