@@ -2,7 +2,7 @@
 makes them, else by the phase that makes them and how long they are there.
 """
 
-import sys
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -66,8 +66,8 @@ def _term(module: nn.Module, name: str, tensor: torch.Tensor, tables: tuple[nn.M
 
 def made_by() -> str:
     """Return what a tensor counts as that is made now, or `UNNAMED`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None:
         code, frame = frame.f_code, frame.f_back
         file = _stem(code.co_filename)
         if file in FILES:
