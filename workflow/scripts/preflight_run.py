@@ -10,7 +10,7 @@ By hand (with --gpus) it answers the same for any model on any GPUs, with neithe
   python -m workflow.scripts.preflight_run --model meta-llama/Llama-3.1-70B --gpus 2x4090
 
 The verdict on GPUs comes from the engine itself: it takes two steps of the chosen plan on tensors
-without values, and what it would have asked of a GPU is replayed. That takes 10 to 20 s the first
+without values, and what it would have asked of a GPU is replayed. That takes 7 to 20 s the first
 time, and is kept for the next. With --estimate the answer comes at once, by the closed form alone.
 """
 

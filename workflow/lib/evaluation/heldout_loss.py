@@ -9,6 +9,8 @@ token get logits (`logits_to_keep`), and a batch closes early where those would 
 
 from collections.abc import Iterator, Sequence
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -58,7 +60,8 @@ def _losses(
     description: str,
 ) -> list[tuple[float, int]]:
     losses = [(0.0, 0)] * len(documents)
-    vocab_size = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    config: Any = model.config
+    vocab_size = int(config.get_text_config().vocab_size)
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     lengths = [len(ids) for ids, _ in documents]
     with Progress(

@@ -34,12 +34,11 @@ def kept_or_made(request: Request, make: Callable[[], Tape]) -> Tape:
     except RuntimeError as error:  # a user without a home
         logger.debug("recordings are not kept: %s", error)
         return make()
-    try:
-        return _tape(json.loads(gzip.decompress(file.read_bytes())))
-    except FileNotFoundError:
-        pass
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        logger.debug("%s is made anew: %s", file, error)
+    if file.is_file():
+        try:
+            return _tape(json.loads(gzip.decompress(file.read_bytes())))
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+            logger.debug("%s is made anew: %s", file, error)
     tape = make()
     try:
         _keep(file, tape)

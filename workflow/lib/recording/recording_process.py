@@ -1,6 +1,7 @@
 """A process for recordings: whoever asks for one needs no torch, or keeps its own as it is."""
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class RecordingProcess:
 
 def _recorded(request: Request, *, whole: bool) -> Tape:
     """Record in the process; torch's own errors are told in words, as some cannot be sent."""
+    warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
     check_recordings()
     # In this process alone: loading torch takes seconds.
     from workflow.lib.recording.engine_run import record
