@@ -18,13 +18,14 @@ from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.recording.request import Request
+from workflow.lib.recording.term_names import MAKERS
 
 LLAMA = {
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
     "num_hidden_layers": 12,
-    "num_attention_heads": 32,
+    "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
@@ -33,8 +34,18 @@ LLAMA = {
 ALONE = {"processes": 1}
 KEPT = {"activation_checkpointing": False}
 FEW = {"targets": ("q_proj", "v_proj")}
-LEAST, MOST = 0.97, 1.1  # of what the engine asks for: the closed form would rather be above
-SCALAR = 8  # bytes
+CLOSE = 0.03
+MOST = 0.11  # above what the engine asks for, where a term is an upper bound
+LOOSE = (
+    ALONE | FEW,
+    ALONE | {"dora": True},
+    ALONE | {"dropout": True},
+    ALONE | {"products": "int8"},
+    {"products": "float8"},
+    {"processes": 16},
+    {"offload_layers": 1},
+)
+FEW_NUMBERS = 64  # bytes: a scalar, the keys of a micro-batch's rows
 # And of products in 8 bits the scales of the weights' rows, made in the first forward.
 STAY = {
     "nf4_weights",
@@ -58,7 +69,7 @@ def process() -> Iterator[RecordingProcess]:
 
 
 def chosen(**levers: Any) -> Setup:
-    return setup(**({"fused_layers": True, "micro_batch_size": 1} | levers))
+    return setup(**({"fused_layers": True, "micro_batch_size": 2} | levers))
 
 
 def recorded(process: RecordingProcess, config: dict[str, Any], levers: Setup) -> Tape:
@@ -71,6 +82,16 @@ def recorded(process: RecordingProcess, config: dict[str, Any], levers: Setup) -
     "levers",
     [
         {},
+        {"fused_layers": False},
+        {"fused_layers": False, "activation_checkpointing": False},
+        {"fused_layers": False, "activation_checkpointing": 3},
+        {"fused_layers": False, "processes": 8},
+        {"fused_layers": False, "accumulates": True},
+        {"fused_layers": False, "attention": "sdpa"},
+        {"fused_layers": False, "offload_embedding": True},
+        {"fused_layers": False, "double_quant": False},
+        {"fused_layers": False, "trains_head": True},
+        {"fused_layers": False, "trains_embedding": True},
         ALONE,
         ALONE | KEPT,
         ALONE | {"activation_checkpointing": 2},
@@ -104,12 +125,13 @@ def test_closed_form_says_what_the_engine_asks_for(
     asked = chosen(**levers)
     shape, tape = describe_config(LLAMA, origin=Path("model")), recorded(process, LLAMA, asked)
     found = replay(tape)
-    assert LEAST < predict(shape, asked).peak_bytes / found.allocated_bytes < MOST
+    above = predict(shape, asked).peak_bytes / found.allocated_bytes - 1
+    assert -CLOSE < above < (MOST if levers in LOOSE else CLOSE)
     assert sum(found.terms.values()) == found.allocated_bytes <= found.reserved_bytes
     assert found.allocated_bytes == found.phases[found.peak_phase] == max(found.phases.values())
     assert set(tape.terms) <= set(EXPLANATIONS)
     stay = STAY | ({"saved_activations"} if asked.products in ("float8", "int8") else set())
-    assert {tape.terms[x] for x in left(tape) if tape.sizes[x] > SCALAR} <= stay
+    assert {tape.terms[x] for x in left(tape) if tape.sizes[x] > FEW_NUMBERS} <= stay
 
 
 def left(tape: Tape) -> set[int]:
@@ -120,6 +142,12 @@ def left(tape: Tape) -> set[int]:
             assert (event >= 0) != (~event in there)
             there ^= {event if event >= 0 else ~event}
     return there
+
+
+def test_tensors_are_named_by_the_code_that_makes_them(process: RecordingProcess) -> None:
+    levers = {"offload_layers": 2, "offload_activations": 4, "accumulates": True}
+    named = {*recorded(process, LLAMA, chosen(**levers, trains_embedding=True)).terms}
+    assert {*MAKERS.values()} <= named
 
 
 def test_recording_is_the_same_each_time(process: RecordingProcess) -> None:

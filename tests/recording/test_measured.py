@@ -3,11 +3,18 @@ it.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.measurements import MARKS, PAGE, all_lines, counts, line_of, row
+from tests.support.preflight_examples import setup
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.request import Request
+from workflow.lib.system.units import GIB
 
 LINES = {(line["case"], line["versions"]["commit"]): line for line in all_lines() if counts(line)}
 # One of each kind: `python -m tests.support.measurements` looks at all.
@@ -16,6 +23,9 @@ KINDS = (
     ("moe", "e477513"),
     ("oss_kept", "e477513"),
     ("mixtral", "e477513"),
+    ("gemma2_kept", "ebf624b"),
+    ("olmo2", "0d0e7fd"),
+    ("no_recomputation", "2986d7a"),
     ("wide_float8_offloaded", "0223b86"),
     ("batch_2_mostly_offloaded", "79c85ae"),
     ("hsdp", "78128dc"),
@@ -41,6 +51,43 @@ def test_recorded_memory_is_what_was_measured(
     assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
     page = PAGE.read_text(encoding="utf-8")
     assert line_of(found) in page, "run python -m tests.support.measurements"
+
+
+GEMMA_2_27B = {
+    "model_type": "gemma2",
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_soft_capped_attention_is_predicted_no_lower_than_a_gpu_measured(
+    process: RecordingProcess, rank: int
+) -> None:
+    """10 layers of Gemma 2 27B by eager attention, all activations kept, 2 rows of 3,072 tokens,
+    one H200: 70.0 GiB.
+    """
+    chosen = setup(
+        processes=1,
+        micro_batch_size=2,
+        seq_len=3072,
+        rank=rank,
+        attention="eager",
+        fused_layers=True,
+        activation_checkpointing=False,
+    )
+    exact = replay(process.record(Request(GEMMA_2_27B, chosen, None))).allocated_bytes
+    assert 70.0 <= round(exact / GIB, 1) <= 1.01 * 70.0
+    shape = describe_config(GEMMA_2_27B, origin=Path("gemma-2-27b"))
+    assert exact <= predict(shape, chosen).peak_bytes <= 1.02 * exact
 
 
 def test_page_shows_every_measurement() -> None:

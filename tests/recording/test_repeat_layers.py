@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.preflight_examples import setup
+from tests.support.preflight_examples import num_calls, setup
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
@@ -87,6 +87,14 @@ def test_model_that_asks_for_values_is_refused_in_words(process: RecordingProces
     request = Request(config, setup(seq_len=128, processes=1, targets=("q_proj",)), None)
     with pytest.raises(NotRecordedError, match="cannot be recorded with this model"):
         process.record(request)
+
+
+def test_replay_of_a_recording_of_126_layers_is_a_few_million_calls(
+    process: RecordingProcess,
+) -> None:
+    chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, offload_activations=True)
+    tape = process.record(Request(LLAMA | {"num_hidden_layers": 126}, chosen, 131072))
+    assert num_calls(lambda: replay(tape)) < 8_000_000
 
 
 def test_few_layers_stand_for_all() -> None:

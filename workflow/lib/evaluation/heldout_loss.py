@@ -8,7 +8,6 @@ token get logits (`logits_to_keep`), and a batch closes early where those would 
 """
 
 from collections.abc import Iterator, Sequence
-
 from typing import Any
 
 import numpy as np
