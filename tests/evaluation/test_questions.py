@@ -182,7 +182,10 @@ def test_merging_is_compared_with_tuned(evaluator, evaluated, settings):
     assert 0 < abs(cost) < 0.01
     gain = found["tuned"].comparisons["base"].loss_difference
     assert merged["base"].loss_difference == pytest.approx(gain - cost)
-    assert any("original - merged" in line for line in summary_lines(found))
+    cost, *lines = summary_lines(found)
+    paid = found["base"].heldout.loss - found["original"].heldout.loss
+    assert cost.startswith(f"cost of 4 bits: NF4 base - original {paid:+.4f} (95% interval ")
+    assert any("original - merged" in line for line in lines)
 
 
 def test_loss_is_the_sum_over_tokens_of_all_documents(evaluated):
@@ -225,7 +228,7 @@ def test_samples_are_the_same_prompts_for_both_and_the_documents_own_text(evalua
 
 def test_summary_names_loss_and_task_with_signed_differences(evaluated):
     *_, base, tuned = evaluated
-    loss, task = summary_lines({"base": base, "tuned": tuned})
+    _, loss, task = summary_lines({"base": base, "tuned": tuned})
     assert loss.startswith(f"held-out loss {base.heldout.loss:.4f} -> ")
     assert (
         f": NF4 base - tuned {tuned.comparisons['base'].loss_difference:+.4f} (95% interval "

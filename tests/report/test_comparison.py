@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.report_examples import edit, write_run
+from tests.support.report_examples import add_original, edit, write_run
+from tests.support.report_pages import Page, rendered
 from workflow.lib.report.comparison import comparison_csv, result_columns, setting_columns
 from workflow.lib.report.run_results import Run, read_runs
 
@@ -45,6 +46,22 @@ def test_columns_of_the_base_say_that_it_is_the_quantized_one(runs: list[Run]) -
     assert float(row["pydocs_mc.acc.reference"]) == 0.2519
     assert (row["reference"], row["served"]) == ("base", "tuned")
     assert not [name for name in row if re.search(r"(?<!nf4_)\bbase", name) or ".base" in name]
+
+
+def test_cost_of_4_bits_is_a_column_of_its_own(tmp_path: Path) -> None:
+    for name in ("demo", "other"):
+        write_run(tmp_path, name, num_steps=3)
+    add_original(tmp_path / "runs" / "demo", loss=2.5)
+    tokens = {name: tmp_path / "tokens" / f"{name}-data" for name in ("demo", "other")}
+    found = read_runs(tmp_path / "runs", names=["demo", "other"], tokens=tokens)
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(found))))
+    assert float(rows[0]["four_bits_cost"]) == pytest.approx(2.9876543211 - 2.5)
+    assert float(rows[0]["four_bits_cost_ci95_low"]) < float(rows[0]["four_bits_cost_ci95_high"])
+    assert rows[1]["four_bits_cost"] == "", "the original was not measured"
+    table = rendered(tmp_path, "demo", "other").partition('id="comparison-numbers"')[2]
+    cells = Page(table.partition("</table>")[0])
+    assert "cost of 4 bits" in "".join(cells.text)
+    assert "+0.4877" in "".join(cells.text)
 
 
 def test_value_that_a_run_lacks_is_an_empty_cell(runs: list[Run]) -> None:

@@ -54,6 +54,7 @@ def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -
     )
     text = "".join(Page(rendered(tmp_path, "demo")).text)
     assert "Cost of 4 bits+0.1000" in text
+    assert "original), as its calibration measured" in text
     assert "What 4 bits cost" in text
     for shown in ("+0.1000", "+0.2000", "+0.3000", "layers.7.mlp.up_proj"):
         assert shown in text, shown

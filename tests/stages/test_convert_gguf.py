@@ -4,12 +4,13 @@ serves what was trained.
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.llama_cpp_model import converters, prepare
+from tests.support.llama_cpp_model import converters, prepare, prepare_mixture
 from tests.support.shared import made_once
 from tests.support.workflow_project import Project, make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
@@ -21,6 +22,7 @@ from workflow.lib.evaluation.gguf_checks import (
     Reference,
     check_prompts,
     compared,
+    writes_prompts,
 )
 from workflow.lib.settings.config import load_config
 from workflow.lib.settings.evaluate import CONVERTER
@@ -141,6 +143,48 @@ def test_prompt_with_other_ids_is_refused() -> None:
         check_prompts(server, tokenizer, [Probe(text="abc", ids=[4])])
 
 
+def write_gguf(folder: Path, forms: list[str], *, llama_cpp: Path) -> None:
+    """Run the stage on what `prepare` has made."""
+    export = {"merged": True, "gguf": ["f32", "q4_k_m"], "gguf_of": forms}
+    main(
+        argparse.Namespace(
+            config={"export": export},
+            run="demo",
+            merged=folder / "merged",
+            model=folder / "model",
+            adapter=folder / "adapter",
+            tokens=folder / "tokens",
+            llama_cpp=llama_cpp,
+            output=folder / "convert_gguf",
+        )
+    )
+
+
+def test_modelfile_s_texts_have_to_write_the_ids_of_every_conversation() -> None:
+    class Letters:
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) for letter in text]}
+
+        def apply_chat_template(
+            self, messages: list[dict[str, str]], **_: object
+        ) -> dict[str, list[int]]:
+            return self(trimmed(messages), add_special_tokens=False)
+
+    def trimmed(messages: Sequence[dict[str, str]]) -> str:
+        return "".join(message["content"].strip() for message in messages)
+
+    def as_they_are(messages: Sequence[dict[str, str]]) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def probe(content: str) -> Probe:
+        return Probe(messages=[{"role": "user", "content": content}], ids=[])
+
+    tokenizer: Any = Letters()
+    assert writes_prompts(as_they_are, tokenizer, [probe("a")])
+    assert writes_prompts(trimmed, tokenizer, [probe("a"), probe(" b")])
+    assert not writes_prompts(as_they_are, tokenizer, [probe("a"), probe(" b")])
+
+
 @pytest.fixture(scope="module")
 def served(shared_folder: Path) -> Path:
     """The stage's folder of both forms; skipped where the package index cannot be reached."""
@@ -148,20 +192,7 @@ def served(shared_folder: Path) -> Path:
 
     def convert(folder: Path) -> None:
         prepare(folder)
-        formats = ["f32", "q4_k_m"]
-        export = {"merged": True, "gguf": formats, "gguf_of": ["merged", "adapter"]}
-        main(
-            argparse.Namespace(
-                config={"export": export},
-                run="demo",
-                merged=folder / "merged",
-                model=folder / "model",
-                adapter=folder / "adapter",
-                tokens=folder / "tokens",
-                llama_cpp=llama_cpp,
-                output=folder / "convert_gguf",
-            )
-        )
+        write_gguf(folder, ["merged", "adapter"], llama_cpp=llama_cpp)
 
     return made_once(shared_folder / "gguf", convert) / "convert_gguf"
 
@@ -169,7 +200,18 @@ def served(shared_folder: Path) -> Path:
 @pytest.mark.parametrize("form", ["merged", "adapter"])
 def test_llama_cpp_serves_what_was_trained(served: Path, form: str) -> None:
     """The adapter has two ranks and scales that llama.cpp does not know."""
-    files = read_record(served / "gguf.json", GgufChecks).files
+    check_served(served, form)
+
+
+def test_llama_cpp_serves_a_mixture_of_experts(tmp_path: Path) -> None:
+    llama_cpp = converters()
+    prepare_mixture(tmp_path, "mixtral")
+    write_gguf(tmp_path, ["merged"], llama_cpp=llama_cpp)
+    check_served(tmp_path / "convert_gguf", "merged")
+
+
+def check_served(folder: Path, form: str) -> None:
+    files = read_record(folder / "gguf.json", GgufChecks).files
     found = {file.format: file for file in files if file.form == form}
     assert list(found) == ["f32", "q4_k_m"]
     exact = found["f32"]

@@ -47,6 +47,9 @@ class HubRepo:
         self.listed_size: dict[str, int] = {}  # size announced in place of the true one
         self.cut: set[str] = set()  # the first answer stops in the middle
         self.down: set[str] = set()  # the connection is closed without an answer
+        self.stored: dict[str, bytes] = {}  # large files that were sent, by their SHA-256
+        self.refused: set[str] = set()  # SHA-256 of large files that are cut off when they are sent
+        self.sent: list[str] = []  # SHA-256 of large files that came whole, in order
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.commit(files)
 
@@ -150,12 +153,25 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._route()
 
+    def do_PUT(self) -> None:
+        """Take a large file, or break off."""
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        *name, oid = urlsplit(self.path).path.strip("/").split("/")
+        repo = self.repos["/".join(name[:2])]
+        if oid in repo.refused or hashlib.sha256(body).hexdigest() != oid:
+            return self._error(400, "", "the upload broke off")
+        repo.stored[oid] = body
+        repo.sent.append(oid)
+        return self._send(200, {}, b"")
+
     def do_POST(self) -> None:
         """Make a repository, take an upload, or check a card, as `ModelCard.validate` asks for: 400
         and the reasons, or 200.
         """
         body = self.rfile.read(int(self.headers["Content-Length"]))
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        if parts[2:] == ["info", "lfs", "objects", "batch"]:
+            return self._large(parts, json.loads(body)["objects"])
         if parts == ["api", "repos", "create"] or parts[4:5] in (["preupload"], ["commit"]):
             return self._take(parts, body)
         asked = json.loads(body)
@@ -165,6 +181,17 @@ class _Handler(BaseHTTPRequestHandler):
         if errors:
             return self._send(400, {"Content-Type": "text/plain"}, errors.encode())
         return self._json({"errors": [], "warnings": []})
+
+    def _large(self, parts: list[str], objects: list[dict[str, Any]]) -> None:
+        """Tell where each large file is to be sent, by git LFS's batch API; of one that is there
+        nothing.
+        """
+        name = "/".join(parts[:2]).removesuffix(".git")
+        for item in objects:
+            if item["oid"] not in self.repos[name].stored:
+                address = f"http://{self.headers['Host']}/{name}/large/{item['oid']}"
+                item["actions"] = {"upload": {"href": address}}
+        self._json({"transfer": "basic", "objects": objects})
 
     def _take(self, parts: list[str], body: bytes) -> None:
         """Answer the requests of an upload; small files come within the commit."""
@@ -184,8 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.repos["/".join(parts[2:4])]
         if parts[4] == "preupload":
             files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                for file in json.loads(body)["files"]
+                {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}
+                for path in (file["path"] for file in json.loads(body)["files"])
+                for mode in ["lfs" if path.endswith(repo.lfs) else "regular"]
             ]
             return self._json({"files": files})
         lines = [json.loads(line) for line in body.splitlines()]
@@ -194,6 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
             for line in lines
             if line["key"] == "file"
         }
+        large = [line["value"] for line in lines if line["key"] == "lfsFile"]
+        sent |= {file["path"]: repo.stored[file["oid"]] for file in large}
         commit = repo.commit({**repo.commits[repo.branches["main"]], **sent})
         address = f"http://{self.headers['Host']}/{'/'.join(parts[2:4])}/commit/{commit}"
         return self._json({"commitUrl": address, "commitOid": commit, "success": True})

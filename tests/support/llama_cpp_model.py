@@ -7,6 +7,7 @@ reads a SentencePiece one from its file.
 
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM, LlamaTokenizer
 
 from tests.support.finished import save_tokens, write_manifest
+from tests.support.mixtures import tiny_mixture
 from tests.support.models import random_llama
 from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
 from workflow.lib.artifacts.manifest_record import ConversationFacts
@@ -55,15 +57,30 @@ def prepare(folder: Path) -> None:
     """Fill `folder` with `model`, `adapter`, `merged` and `tokens`."""
     model = random_llama(**SIZES, vocab_size=VOCAB_SIZE, initializer_range=0.08)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
+    tuned = random_adapter(model)
+    tuned.save_pretrained(folder / "adapter")
+    tuned.merge_and_unload().save_pretrained(folder / "merged")
+    add_companions(folder, exported=("adapter", "merged"))
+
+
+def prepare_mixture(folder: Path, family: str) -> None:
+    """Fill `folder` with `model`, `merged` and `tokens` of a random mixture, in the layout that the
+    family publishes, which `tests/export/test_mixtures.py` holds the merged model to.
+    """
+    sizes = SIZES | {"intermediate_size": 256, "head_dim": 64, "initializer_range": 0.08}
+    for name in ("model", "merged"):
+        tiny_mixture(family, folder / name, dtype=torch.bfloat16, vocab_size=VOCAB_SIZE, **sizes)
+    add_companions(folder, exported=("merged",))
+
+
+def add_companions(folder: Path, *, exported: Sequence[str]) -> None:
+    """Add a tokenizer to `model`, make `tokens`, and give what is exported all but its weights."""
     save_spm_tokenizer(folder / "model")
     save_tokens(folder / "tokens")
     manifest = write_manifest(folder, folder / "tokens" / "manifest.json")
     facts = read_record(manifest, ConversationFacts)
-    tuned = random_adapter(model)
-    tuned.save_pretrained(folder / "adapter")
-    tuned.merge_and_unload().save_pretrained(folder / "merged")
     copy_companions(folder / "model", folder / "merged")
-    for name in ("adapter", "merged"):
+    for name in exported:
         save_tokenizer(folder / "model", folder / name, facts=facts)
         replace_chat_template(folder / name, facts=facts)
         write_generation_config(folder / "model", folder / name, facts=facts)

@@ -32,6 +32,7 @@ from workflow.lib.evaluation.gguf_checks import (
     check_prompts,
     compared,
     reference,
+    writes_prompts,
 )
 from workflow.lib.evaluation.llama_cpp_server import LlamaCppServer
 from workflow.lib.export.adapter_files import GENERATION_CONFIG
@@ -94,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
                 served.adapter, served.source, served.adapter_file, llama_cpp=args.llama_cpp
             )
         files += checked(served, probes, tokens=args.tokens)
-        texts = write_modelfile(served)
+        texts = write_modelfile(served, probes)
     checks = GgufChecks(files=files, modelfile=texts is not None, provenance=Provenance.now())
     write_json(partial / "gguf.json", checks.as_json())
     write_checksums(partial)
@@ -148,8 +149,10 @@ def in_transformers(served: Served, tokens: Path) -> tuple[Reference, int]:
     return found, vocab_size
 
 
-def ollama_texts(folder: Path) -> TurnTexts | None:
-    """Return the fixed texts of the trained template, if it is of the kind that Ollama can have."""
+def ollama_texts(folder: Path, probes: Sequence[Probe]) -> TurnTexts | None:
+    """Return the fixed texts of the trained template, if it is of the kind that Ollama can have:
+    they write conversations in the same token ids.
+    """
     tokenizer = load_tokenizer(folder)
 
     def render(messages: Sequence[Message], asking: bool) -> str:
@@ -160,10 +163,13 @@ def ollama_texts(folder: Path) -> TurnTexts | None:
             )
         )
 
-    return turn_texts(render) if tokenizer.chat_template else None
+    texts = turn_texts(render) if tokenizer.chat_template else None
+    if texts is None or not writes_prompts(texts.rendered, tokenizer, probes):
+        return None
+    return texts
 
 
-def write_modelfile(served: Served) -> TurnTexts | None:
+def write_modelfile(served: Served, probes: Sequence[Probe]) -> TurnTexts | None:
     """Write the `Modelfile` of a form's first file; return its template's texts."""
     trained_with = served.source.tokenizer
     generation = read_json(trained_with / GENERATION_CONFIG)
@@ -171,7 +177,7 @@ def write_modelfile(served: Served) -> TurnTexts | None:
     ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in generation["eos_token_id"]]
     first, adapter = next(iter(served.files.values())), served.adapter_file
     names = [path.name for path in (first, adapter) if path is not None]
-    texts = ollama_texts(trained_with)
+    texts = ollama_texts(trained_with, probes)
     name = "Modelfile" if adapter is None else "Modelfile-adapter"
     write_text(first.with_name(name), modelfile(names, texts, ends=ends, generation=generation))
     if texts is None:

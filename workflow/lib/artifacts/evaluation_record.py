@@ -2,6 +2,8 @@
 `require_gain`, written by `report.required_gains`.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from workflow.lib.artifacts.quantization_record import LinearErrors
@@ -172,6 +174,36 @@ class Evaluation(Record):
     """Of the base, with `quantize.method: calibrated`."""
     provenance: Provenance
     """What made the file."""
+
+
+@dataclass(frozen=True)
+class FourBitsCost:
+    """What quantization cost: loss of the NF4 base - loss of the original."""
+
+    nats: float
+    """Per trained token, or per predicted one if the calibration measured it."""
+    ci95: Interval | None
+    p_value: float | None
+    documents: int
+    measured_by: Literal["evaluation", "calibration"]
+
+
+def four_bits_cost(subjects: Mapping[SubjectName, Evaluation]) -> FourBitsCost | None:
+    """Return what 4 bits cost, by the evaluation if it measured the original, else by the base's
+    calibration; None if neither did.
+    """
+    if (base := subjects.get("base")) is None:
+        return None
+    found = base.comparisons.get("original")
+    if found is not None and (gain := found.loss_difference) is not None:
+        ends = found.loss_difference_ci95
+        ci95 = None if ends is None else (-ends[1], -ends[0])
+        return FourBitsCost(-gain, ci95, found.p_value, found.documents, "evaluation")
+    paid = None if base.four_bits is None else base.four_bits.calibrated
+    if paid is None or (nats := paid.loss_difference) is None:
+        return None
+    ends, p_value = paid.loss_difference_ci95, paid.p_value
+    return FourBitsCost(nats, ends, p_value, paid.documents, "calibration")
 
 
 class GainVerdict(Record):

@@ -16,6 +16,7 @@ from workflow.lib.artifacts.evaluation_record import (
     LossDifference,
     Sample,
     SourceLoss,
+    four_bits_cost,
 )
 from workflow.lib.artifacts.records import Interval, Provenance
 from workflow.lib.evaluation.bootstrap import estimate_ratio
@@ -166,16 +167,27 @@ def _difference_fields(
 
 
 def summary_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
-    """Return each subject against the reference (`REFERENCES`) as lines of text: what, before ->
-    after, the signed difference and its interval.
+    """Return what 4 bits cost, and each subject against the reference (`REFERENCES`) as lines of
+    text: what, before -> after, the signed difference and its interval.
     """
     reference = next(name for name in REFERENCES if name in results)
     return [
-        line
-        for name, after in results.items()
-        if name != reference
-        for line in _comparison_lines(results[reference], after)
+        *_four_bits_lines(results),
+        *(
+            line
+            for name, after in results.items()
+            if name != reference
+            for line in _comparison_lines(results[reference], after)
+        ),
     ]
+
+
+def _four_bits_lines(results: Mapping[SubjectName, Evaluation]) -> list[str]:
+    if (cost := four_bits_cost(results)) is None:
+        return []
+    by = ", as its calibration measured" if cost.measured_by == "calibration" else ""
+    paired = _signed(cost.nats, cost.ci95, cost.p_value)
+    return [f"cost of 4 bits: NF4 base - original {paired}, {cost.documents} documents{by}"]
 
 
 def _comparison_lines(before: Evaluation, after: Evaluation) -> list[str]:

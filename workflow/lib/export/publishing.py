@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.data.reading.hub_errors import TransportError
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 
@@ -105,7 +106,7 @@ def card_text(publication: Publication) -> str:
 def upload(publication: Publication, *, message: str) -> str:
     """Make the repository if there is none, and upload in one commit; return the commit's address.
 
-    Raises `UserError` with what the hub says if it refuses.
+    Raises `UserError` with what the hub says if it refuses, and if the upload breaks off.
     """
     api = HfApi()
     names: Sequence[str] = [path.name for path in _files(publication.folder)]
@@ -125,5 +126,14 @@ def upload(publication: Publication, *, message: str) -> str:
             publication.repo_id,
             f"the hub refuses ({str(error).splitlines()[0]})",
             "Set HF_TOKEN to a token that may write there, and repeat the command",
+        ) from error
+    except (TransportError, RuntimeError, OSError) as error:  # RuntimeError: of one large file
+        said = str(error.__cause__ or error).splitlines()
+        raise setting_error(
+            "export.hub_repo",
+            publication.repo_id,
+            f"the upload broke off ({said[0] if said else type(error).__name__}); nothing is "
+            "visible there",
+            "Repeat the command: large files that the hub has are not sent again",
         ) from error
     return str(done.commit_url)

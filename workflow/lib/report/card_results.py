@@ -63,10 +63,12 @@ def _meanings(inputs: CardInputs) -> str:
     ]
     cost = measured.four_bits_cost
     bits = "What 4 bits cost was not measured."
-    if cost is not None and cost.loss_difference is not None:
+    if cost is not None:
+        by = ", as its calibration measured" if cost.measured_by == "calibration" else ""
         bits = (
-            f"4 bits cost {signed(cost.loss_difference)} "
-            f"{_interval(cost.loss_difference_ci95)} nats per token (NF4 base - original)."
+            f"4 bits cost {signed(cost.nats)} "
+            f"{_interval(cost.ci95)} nats per token (NF4 base - "
+            f"original){by}."
         )
     before, after = label(measured.reference), label(measured.served)
     tasks = label(measured.task_reference)

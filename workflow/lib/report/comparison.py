@@ -90,6 +90,8 @@ def _results(run: Run) -> dict[str, Value]:
     summary, measured = run.summary, run.measured
     comparison = measured.comparison
     low, high = comparison.loss_difference_ci95 or (None, None)
+    cost = measured.four_bits_cost
+    cost_low, cost_high = (cost and cost.ci95) or (None, None)
     losses = {k: v for found in measured.subjects.values() for k, v in _heldout(found).items()}
     return {
         "first_loss": summary.first_loss,
@@ -97,6 +99,9 @@ def _results(run: Run) -> dict[str, Value]:
         "served": measured.served.subject,
         "reference": measured.reference.subject,
         **losses,
+        "four_bits_cost": None if cost is None else cost.nats,
+        "four_bits_cost_ci95_low": cost_low,
+        "four_bits_cost_ci95_high": cost_high,
         "heldout_loss_difference": comparison.loss_difference,
         "heldout_loss_difference_ci95_low": low,
         "heldout_loss_difference_ci95_high": high,

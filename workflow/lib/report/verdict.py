@@ -13,9 +13,10 @@ from typing import Literal
 from workflow.lib.artifacts.evaluation_record import (
     Comparison,
     Evaluation,
-    LossDifference,
+    FourBitsCost,
     Metric,
     MetricDifference,
+    four_bits_cost,
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
@@ -112,22 +113,9 @@ class Measured:
         ]
 
     @property
-    def four_bits_cost(self) -> LossDifference | None:
-        """NF4 base - original, nats per token: what quantization cost; None unless both were
-        measured.
-        """
-        base = self.subjects.get("base")
-        if base is None or (found := base.comparisons.get("original")) is None:
-            return None
-        if found.loss_difference is None:
-            return None
-        ends = found.loss_difference_ci95
-        return LossDifference(
-            loss_difference=-found.loss_difference,
-            loss_difference_ci95=None if ends is None else (-ends[1], -ends[0]),
-            p_value=found.p_value,
-            documents=found.documents,
-        )
+    def four_bits_cost(self) -> FourBitsCost | None:
+        """What quantization cost; None if it was not measured."""
+        return four_bits_cost(self.subjects)
 
 
 def label(evaluation: Evaluation) -> str:
