@@ -9,6 +9,7 @@ rule convert_gguf:
         weights="results/runs/{run}/consolidate/adapter/adapter_model.safetensors",
         tokens=lambda w: f"{layout.tokens_dir(RUNS[w.run])}/manifest.json",
         arrays=lambda w: layout.token_arrays(RUNS[w.run]),
+        check="results/runs/{run}/check_gguf/check.json",
         converter=lambda w: [] if RUNS[w.run].export.llama_cpp else layout.CONVERTERS,
     output:
         directory("results/runs/{run}/convert_gguf"),

@@ -3,6 +3,7 @@ rule download_converter:
         directory(layout.CONVERTERS),
     log:
         "logs/download_converter/converter.log",
+    priority: FIRST + 2
     conda:
         "../../envs/gguf.yaml"
     params:

@@ -69,6 +69,14 @@ def write_models(
             quantize(whole, outputs[name], format_name=name, threads=threads)
 
 
+def check_convertible(model: Path, *, llama_cpp: Path) -> None:
+    """Raise `UserError` if the converter does not know a model's class or its tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = servable_copy(GgufSource(model, model), Path(folder) / "model")
+        vocabulary = Path(folder) / "vocabulary.gguf"
+        _convert(llama_cpp / CONVERTER, copy, vocabulary, "--vocab-only", outtype="auto")
+
+
 def write_adapter(adapter: Path, source: GgufSource, output: Path, *, llama_cpp: Path) -> None:
     """Write PEFT's adapter of a model as a GGUF file; raises `UserError` as `write_models`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".source-") as folder:

@@ -1,0 +1,61 @@
+"""The stage that asks llama.cpp's converter before the training: it passes what can be converted,
+and refuses the rest in one message.
+"""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tests.support.llama_cpp_model import VOCAB_SIZE, converters, save_spm_tokenizer
+from tests.support.models import random_llama
+from tests.support.tiny import tiny_tokenizer
+from tests.support.workflow_project import make_project
+from workflow.lib.settings.evaluate import CONVERTER
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import read_json, write_json
+from workflow.scripts.check_gguf import main
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    random_llama(vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    save_spm_tokenizer(folder)
+    return folder
+
+
+def check(model: Path) -> Path:
+    output = model.parent / "check.json"
+    main(argparse.Namespace(model=model, llama_cpp=converters(), output=output))
+    return output
+
+
+def test_model_that_can_be_converted_passes_and_leaves_nothing_else(model: Path) -> None:
+    assert read_json(check(model))["provenance"]
+    assert sorted(path.name for path in model.parent.iterdir()) == ["check.json", "model"]
+
+
+def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
+    (model / "tokenizer.model").unlink()
+    tiny_tokenizer(model)
+    with pytest.raises(UserError, match=r"(?s)^export\.gguf: .*pre-tokenizer.*leave out export\."):
+        check(model)
+
+
+def test_class_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
+    config = read_json(model / "config.json")
+    write_json(model / "config.json", config | {"architectures": ["OfTomorrowForCausalLM"]})
+    with pytest.raises(UserError, match=r"(?s)OfTomorrowForCausalLM is not supported.*newer"):
+        check(model)
+
+
+def test_check_comes_before_the_training_and_never_repeats_it(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project")
+    assert "check_gguf" not in project.planned("train")
+    (project.root / "llama.cpp").mkdir()
+    (project.root / "llama.cpp" / CONVERTER).write_text("")
+    project.edit({"export": {"merged": True, "gguf": ["bf16"], "llama_cpp": "llama.cpp"}})
+    plan = project.planned("train")
+    assert (plan["check_gguf"], plan["convert_gguf"]) == (1, 1)
+    assert "check_gguf" not in project.planned("results/runs/demo/finetune/summary.json")

@@ -1,0 +1,29 @@
+"""Ask llama.cpp's converter whether it knows a base model's class and tokenizer, before hours go
+into a training whose result it could not write.
+
+It writes the vocabulary alone, which is thrown away. Writes `check.json` if that was possible.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from workflow.lib.export.gguf_files import check_convertible
+from workflow.lib.system.files import provenance, write_json
+from workflow.scripts.command import run, stage_parser
+
+logger = logging.getLogger("workflow")
+
+
+def main(args: argparse.Namespace) -> None:
+    check_convertible(args.model, llama_cpp=args.llama_cpp)
+    write_json(args.output, {"provenance": provenance()})
+    logger.info("llama.cpp's converter knows class and tokenizer of %s", args.model)
+
+
+if __name__ == "__main__":
+    parser = stage_parser(__doc__, config_required=False)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
+    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder of its converters")
+    parser.add_argument("--output", type=Path, required=True, help="check.json to write")
+    run(main, parser)
