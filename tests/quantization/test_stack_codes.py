@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import MIXTURES, tiny_mixture
-from tests.support.models import decoded_by_hand, quantized, tiny_llama
+from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization import stack_codes
 from workflow.lib.quantization.nf4_checkpoint import check_checkpoint, quantizable_linears
-from workflow.lib.quantization.stack_codes import check_blocks, check_method, quantize_stack
+from workflow.lib.quantization.stack_codes import check_blocks, quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 
@@ -179,12 +179,3 @@ def test_expert_that_would_begin_within_a_block_is_refused(tmp_path: Path) -> No
         "has 5 x 64 weights, which must be whole blocks. Set a smaller block_size, or choose "
         "another model.source."
     )
-
-
-def test_calibration_of_experts_is_refused(tmp_path: Path) -> None:
-    stacks = expert_stacks(build_on_meta(tiny_mixture("mixtral", tmp_path), dtype=torch.float32))
-    calibrated = QuantizeConfig(method="calibrated")
-    with pytest.raises(UserError, match=r"quantize.method = 'calibrated'.*Set absmax"):
-        check_method(stacks, calibrated)
-    dense = build_on_meta(tiny_llama(tmp_path / "dense"), dtype=torch.float32)
-    check_method(expert_stacks(dense), calibrated)

@@ -77,6 +77,10 @@ NAMING = (
         ({"target_modules": ["q_proj", "w1"]}, ("lora.target_modules = 'w1': no linear", *NAMING)),
         ({"target_modules": ["gate"]}, ("lora.target_modules = 'gate': no linear", *NAMING)),
         ({"target_modules": r".*experts\.3\..*"}, ("experts\\\\.3\\\\..*': as a regular", *NAMING)),
+        (
+            {"target_modules": r".*(q_proj|experts\.3\.down_proj)"},
+            ("but matches the whole path of no expert", *NAMING),
+        ),
         ({"rank_pattern": {"experts.3.down_proj": 4}}, ("rank_pattern: 'experts.3.", *NAMING)),
         ({"alpha_pattern": {"experts.up_proj": 4}}, ("alpha_pattern: 'experts.up_", *NAMING)),
         ({"modules_to_save": ["gate"]}, ("lora.modules_to_save = 'gate': only the output head",)),
@@ -87,6 +91,13 @@ def test_adapter_that_a_mixture_cannot_have_is_refused(
 ) -> None:
     run = {"data": {"seq_len": 64}, "lora": lora}
     refused(tiny_mixture("qwen3_moe", tmp_path), "run mix: ", *parts, mix=run)
+
+
+def test_calibration_of_a_mixture_is_refused(tmp_path: Path) -> None:
+    run = {"data": {"seq_len": 64}, "quantize": {"method": "calibrated"}}
+    said = "run mix: quantize.method = 'calibrated': the experts of a mixture cannot be calibrated"
+    refused(tiny_mixture("qwen3_moe", tmp_path / "mixture"), said, "Set absmax", mix=run)
+    assert describe(write_checkpoint(tmp_path / "dense"), dense=run).returncode == 0
 
 
 def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:

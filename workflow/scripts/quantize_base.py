@@ -24,6 +24,7 @@ from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.planning.preflight.checks import check_calibration
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -36,7 +37,7 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantized_tensors,
     read_model_config,
 )
-from workflow.lib.quantization.stack_codes import check_blocks, check_method
+from workflow.lib.quantization.stack_codes import check_blocks
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.files import (
@@ -65,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
         check_checkpoint(model, linears, reader)
     stacks = expert_stacks(model)
     check_blocks(stacks, settings)
-    check_method(stacks, settings)
+    check_calibration(settings, mixture=bool(stacks))
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if settings.method == "calibrated":

@@ -187,8 +187,12 @@ BESIDE = [f"model.layers.0.mlp.shared_experts.{name}_proj" for name in ("gate", 
             {"target_modules": ("gate_proj", "up_proj", "down_proj")},
             r"down_proj means the experts .* half of each .* Name gate_up_proj",
         ),
+        (
+            {"target_modules": r".*\.(gate_proj|up_proj|down_proj)"},
+            r"down_proj means the experts .* half of each .* Name gate_up_proj",
+        ),
     ],
-    ids=["dropout", "DoRA", "half an expert"],
+    ids=["dropout", "DoRA", "half an expert", "half an expert by an expression"],
 )
 def test_experts_are_refused_what_they_cannot_have(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
@@ -199,3 +203,42 @@ def test_settings_that_experts_cannot_have_reach_the_other_linears() -> None:
     lora = LoraSettings(target_modules=("shared_experts.down_proj", "gate_proj"), dropout=0.1)
     ranks = adapter_ranks(lora, linears=[*EXPERTS, *BESIDE], stacks=EXPERTS)
     assert ranks == {BESIDE[0]: 16, BESIDE[2]: 16}
+
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        (r".*\.(q_proj|experts\.3\.down_proj)", "down_proj"),
+        (r".*\.q_proj|.*\.experts\.\d+\..*", "experts"),
+        (r".*self_attn.*|.*\.mlp\.(gate|up|down)_proj", "mlp"),
+        (r".*\.(q_proj|w1|w2)", "w1"),
+    ],
+)
+def test_expression_that_names_experts_and_matches_none_is_refused(
+    expression: str, named: str
+) -> None:
+    lora = LoraSettings(target_modules=expression)
+    says = rf"names {named}, but .* no expert; a path is {EXPERTS[0]}\. Mend .* are all experts"
+    with pytest.raises(UserError, match=says):
+        adapter_ranks(lora, linears=[*ATTENTION, *EXPERTS], stacks=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("expression", "chosen"),
+    [
+        (r".*\.self_attn\.[qkvo]_proj", ATTENTION),
+        (r"^(?!.*(mlp|experts)).*_proj", ATTENTION),
+        (r".*\.(?<!experts\.)(q|k|v|o)_proj", ATTENTION),
+        (r".*\.shared_experts\.(gate_proj|up_proj|down_proj)", BESIDE),
+        (r".*\.(q_proj|experts\.\w+)", [ATTENTION[0], *EXPERTS]),
+    ],
+)
+def test_expression_that_means_no_expert_or_matches_them_is_taken(
+    expression: str, chosen: list[str]
+) -> None:
+    lora = LoraSettings(target_modules=expression)
+    linears = [*ATTENTION, *EXPERTS, *BESIDE]
+    assert [*adapter_ranks(lora, linears=linears, stacks=EXPERTS)] == chosen

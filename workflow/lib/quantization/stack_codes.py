@@ -32,19 +32,6 @@ def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) ->
             )
 
 
-def check_method(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) -> None:
-    """Raise `UserError` if experts are to be calibrated: an expert would be rounded by the tokens
-    that choose it alone, of which a rare one has too few.
-    """
-    if stacks and settings.method != "absmax":
-        raise setting_error(
-            "quantize.method",
-            settings.method,
-            "the experts of a mixture cannot be calibrated",
-            "Set absmax, or choose a dense model.source",
-        )
-
-
 def quantize_stack(
     experts: Iterable[torch.Tensor],
     settings: QuantizeConfig,

@@ -13,6 +13,10 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.limits import BoundedWork, ExcessError
 
+# What checkpoints call the weights of one expert, whose stacks have other names in the model.
+OF_AN_EXPERT = frozenset({"experts", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+NEGATIVE_LOOKAROUND = re.compile(r"\(\?<?!(?:[^()]|\([^()]*\))*\)")
+
 
 def adapter_ranks(
     lora: LoraSettings, *, linears: Iterable[str], stacks: Collection[str] = ()
@@ -54,12 +58,13 @@ def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
                 "Remove it, or name the other linears alone in lora.target_modules",
             )
     targets = lora.target_modules
-    if isinstance(targets, str) or "gate_up_proj" in {path.rpartition(".")[2] for path in stacks}:
+    if "gate_up_proj" in {path.rpartition(".")[2] for path in stacks}:
         return
-    if {"gate_proj", "up_proj"} & {target.rpartition(".")[2] for target in targets}:
+    parts = _words(targets) if isinstance(targets, str) else targets
+    if {"gate_proj", "up_proj"} & {part.rpartition(".")[2] for part in parts}:
         raise setting_error(
             "lora.target_modules",
-            list(targets),
+            targets if isinstance(targets, str) else list(targets),
             f"{name} means the experts of this model, too, whose gate_proj and up_proj are one, "
             f"{experts}.gate_up_proj: half of each expert would be adapted",
             "Name gate_up_proj, too, or shared_experts.down_proj instead of down_proj",
@@ -70,6 +75,7 @@ def _adapter_ranks(lora: LoraSettings, paths: list[str], stacks: list[str]) -> d
     chosen = [path for path in paths if _is_target(lora.target_modules, path)]
     try:
         _check_targets(lora.target_modules, paths=paths, chosen=chosen)
+        _check_expression(lora.target_modules, chosen=chosen, stacks=stacks)
         for setting in ("rank_pattern", "alpha_pattern"):
             _check_patterns(setting, getattr(lora, setting), chosen=chosen)
     except UserError as error:
@@ -175,6 +181,35 @@ def _check_targets(targets: tuple[str, ...] | str, *, paths: list[str], chosen: 
                 f"no linear layer of the model has this name; it has {names}",
                 "Name some of these, or all-linear",
             )
+
+
+def _check_expression(
+    targets: tuple[str, ...] | str, *, chosen: list[str], stacks: list[str]
+) -> None:
+    """Raise `UserError` if a regular expression has a name that only experts have, and matches no
+    expert. One that names other linears alone is right: no expert is trained then.
+    """
+    if not isinstance(targets, str) or not stacks or {*stacks} & {*chosen}:
+        return
+    matched = {name for path in chosen for name in path.split(".")}
+    of_experts = OF_AN_EXPERT.union(*(path.split(".") for path in stacks))
+    missed = sorted(_words(targets) & of_experts - matched)
+    if missed:
+        raise setting_error(
+            "lora.target_modules",
+            targets,
+            f"as a regular expression it names {missed[0]}, but matches the whole path of no "
+            f"expert; a path is {stacks[0]}",
+            "Mend it, or take that name out to train no expert",
+        )
+
+
+def _words(expression: str) -> set[str]:
+    """Return the names in a regular expression, without those that it excludes, as in
+    `(?!.*experts)`, and without its classes, as `\\w`.
+    """
+    wanted = NEGATIVE_LOOKAROUND.sub(" ", expression)
+    return {*re.findall(r"[A-Za-z]\w*", re.sub(r"\\[A-Za-z]", " ", wanted))}
 
 
 def _check_patterns(setting: str, patterns: Mapping[str, float], *, chosen: list[str]) -> None:
