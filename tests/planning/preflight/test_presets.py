@@ -1,8 +1,7 @@
 """The presets: they load, contain only what differs, and fit the GPUs that they name, by
 preflight's own reckoning.
 
-Llamas are written here as the part of their config.json that decides the shape; mixtures of experts
-are described among the shipped models.
+Their models are described among the shipped ones.
 """
 
 import math
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.preflight_examples import llama_shape
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -41,59 +39,31 @@ from workflow.lib.system.units import GIB
 
 PRESETS = sorted((Path(__file__).resolve().parents[3] / "workflow" / "presets").glob("*.yaml"))
 
-POSITIONS = "max_position_embeddings"
 HOST_BYTES = 128 * GIB
 DISK_BYTES = 2**42
-
-LLAMA_3_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-LLAMA_2_70B = {
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
-LLAMA_3_70B = LLAMA_2_70B | {"vocab_size": 128256, "max_position_embeddings": 8192}
-LLAMA_3_405B = {
-    "hidden_size": 16384,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "intermediate_size": 53248,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A preset's model (sizes of a Llama, or a shipped model's name) and the machine that it
-    names.
-    """
+    """The machine that a preset names, and its model by hub id."""
 
-    model: dict[str, int] | str
+    model: str
     num_gpus: int
     card: str
 
 
 PROMISES = {
-    "llama3-8b-1x24gb": Promise(LLAMA_3_8B, 1, "NVIDIA GeForce RTX 4090"),
-    "llama2-70b-2x24gb": Promise(LLAMA_2_70B, 2, "NVIDIA GeForce RTX 4090"),
-    "llama3-70b-8gpu": Promise(LLAMA_3_70B, 8, "NVIDIA GeForce RTX 4090"),
-    "llama3-405b-8x80gb": Promise(LLAMA_3_405B, 8, "NVIDIA H100 80GB HBM3"),
-    "qwen3-30b-a3b-1x24gb": Promise("Qwen3-30B-A3B", 1, "NVIDIA GeForce RTX 4090"),
-    "qwen3-30b-a3b-2x24gb": Promise("Qwen3-30B-A3B", 2, "NVIDIA GeForce RTX 4090"),
-    "gpt-oss-20b-1x16gb": Promise("gpt-oss-20b", 1, "NVIDIA GeForce RTX 4090"),
+    "llama3-8b-1x24gb": Promise(
+        "meta-llama/Meta-Llama-3-8B-Instruct", 1, "NVIDIA GeForce RTX 4090"
+    ),
+    "llama2-70b-2x24gb": Promise("meta-llama/Llama-2-70b-chat-hf", 2, "NVIDIA GeForce RTX 4090"),
+    "llama3-70b-8gpu": Promise(
+        "meta-llama/Meta-Llama-3-70B-Instruct", 8, "NVIDIA GeForce RTX 4090"
+    ),
+    "llama3-405b-8x80gb": Promise("meta-llama/Llama-3.1-405B-Instruct", 8, "NVIDIA H100 80GB HBM3"),
+    "qwen3-30b-a3b-1x24gb": Promise("Qwen/Qwen3-30B-A3B", 1, "NVIDIA GeForce RTX 4090"),
+    "qwen3-30b-a3b-2x24gb": Promise("Qwen/Qwen3-30B-A3B", 2, "NVIDIA GeForce RTX 4090"),
+    "gpt-oss-20b-1x16gb": Promise("openai/gpt-oss-20b", 1, "NVIDIA GeForce RTX 4090"),
 }
 
 
@@ -108,20 +78,11 @@ def only_run(name: str) -> RunConfig:
     return run
 
 
-def shape_of(model: dict[str, int] | str) -> ModelShape:
-    """Return the shape that a Llama's config.json describes, or that of a shipped model."""
-    if isinstance(model, str):
-        known = known_shape(model)
-        assert known is not None
-        return known
-    return llama_shape(
-        layers=model["num_hidden_layers"],
-        hidden=model["hidden_size"],
-        feed_forward=model["intermediate_size"],
-        heads=model["num_attention_heads"],
-        kv_heads=model["num_key_value_heads"],
-        vocab=model["vocab_size"],
-    )
+def shape_of(model: str) -> ModelShape:
+    """Return the shape of a shipped model."""
+    known = known_shape(model)
+    assert known is not None
+    return known
 
 
 def machine_of(promise: Promise) -> Machine:
@@ -138,13 +99,11 @@ def machine_of(promise: Promise) -> Machine:
     )
 
 
-def config_of(model: dict[str, int] | str) -> dict[str, Any]:
-    """Return the config.json of the same model."""
-    if isinstance(model, str):
-        known = known_config(model)
-        assert known is not None
-        return known
-    return {"model_type": "llama", "tie_word_embeddings": False} | model
+def config_of(model: str) -> dict[str, Any]:
+    """Return the config.json of a shipped model."""
+    known = known_config(model)
+    assert known is not None
+    return known
 
 
 def decided(promise: Promise, run: RunConfig, process: RecordingProcess | None = None) -> Decision:
@@ -269,14 +228,13 @@ def test_preset_says_what_preflight_says(name: str) -> None:
 @pytest.mark.parametrize("name", PROMISES)
 def test_preset_asks_for_the_gpus_that_it_names(name: str) -> None:
     assert only_run(name).hardware.gpus == PROMISES[name].num_gpus
-    assert is_hub_id(only_run(name).model.source)
+    assert only_run(name).model.source == PROMISES[name].model
+    assert is_hub_id(PROMISES[name].model)
 
 
 @pytest.mark.parametrize("name", PROMISES)
 def test_rows_of_preset_fit_the_model_positions(name: str) -> None:
-    shape = shape_of(PROMISES[name].model)
-    model = PROMISES[name].model
-    most = shape.max_position_embeddings if isinstance(model, str) else model[POSITIONS]
+    most = shape_of(PROMISES[name].model).max_position_embeddings
     assert only_run(name).data.seq_len <= most
 
 
