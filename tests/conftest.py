@@ -54,7 +54,6 @@ LONGEST_FIRST = (
     "export/test_sharded_models.py",
     "workflow/test_sweep_plan.py",
     "model/test_loss_scale.py",
-    "data/reading/test_reading_bounds.py",
     "stages/test_convert_gguf.py",
     "planning/timing/test_calibration.py",
     "training/test_adapters.py",
