@@ -111,7 +111,7 @@ def differences_by_document(base: Path, device: str = "cuda") -> dict[str, list[
             every = torch.arange(ids.numel(), device=device)
             with torch.no_grad():
                 one, other = (
-                    model(x.to(device) % VOCAB, positions, every, None) for x in (ids, changed)
+                    model.logits(x.to(device) % VOCAB, positions, every) for x in (ids, changed)
                 )
             moved = (one - other).abs().amax(dim=1).split(LENGTHS * 2)
             found[name] = [float(x.max()) for x in moved]

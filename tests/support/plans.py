@@ -20,6 +20,7 @@ def make_plan(**changes: Any) -> Plan:
         "reshard_after_forward": True,
         "offload_embedding": False,
         "offload_layers": 0,
+        "cuda_graphs": False,
         "gpu_memory_bytes": None,
         "compute_dtype": "float32",
         "num_steps": 6,

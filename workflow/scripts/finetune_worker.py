@@ -50,6 +50,7 @@ from workflow.lib.training.expert_load import expert_load
 from workflow.lib.training.failure_causes import explained
 from workflow.lib.training.live_view import View, live_view
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer, peak_bytes
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.products_gate import check_products
 from workflow.lib.training.run_record import Journal, TrainingRun, summarize
 from workflow.lib.training.startup_checks import check_inputs, startup_checks
@@ -202,7 +203,8 @@ def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
     best = open_best(checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
-    trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world)
+    graphs = MicroBatchGraphs(training) if run.plan.cuda_graphs else None
+    trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world, graphs)
     return Course(
         trainer=trainer,
         first_step=resumed.step,
@@ -223,6 +225,7 @@ def with_heldout_loss(metrics: StepMetrics, course: Course) -> StepMetrics:
         return metrics
     course.pulse.phase("held-out loss")
     trainer = course.trainer
+    trainer.release_graphs()
     loss = course.heldout.loss(trainer.training, world=trainer.world, moved=course.pulse.moved)
     return replace(metrics, heldout_loss=loss)
 

@@ -154,6 +154,9 @@ def predict(
     show("%s", render(result, run=args.run))
     attention = training_attention(settings.model, machine, attention_needs(shape))
     show("attention: %s (%s)", attention.name, attention.reason)
+    if settings.hardware.cuda_graphs and machine.device == "cuda":
+        obstacle = decision.chosen.setup.graph_obstacle
+        show("CUDA graphs: %s", f"off ({obstacle})" if obstacle else "on")
     if not decision.fits:
         raise UserError(f"run {args.run} does not fit: {decision.reason}.")
 

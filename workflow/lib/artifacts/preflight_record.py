@@ -41,6 +41,8 @@ class Plan(PreflightRecord):
     """Embedding rows are looked up in host memory."""
     offload_layers: int
     """Decoder layers whose packed weights wait in host memory."""
+    cuda_graphs: bool
+    """Forward and backward of a micro-batch are launched as a CUDA graph."""
     gpu_memory_bytes: int | None
     """Bound on what PyTorch reserves on each GPU; None = no bound."""
     compute_dtype: str

@@ -42,6 +42,7 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 from workflow.lib.training.optimizers import ShardwiseAdam
 from workflow.lib.training.startup_checks import startup_checks
 
@@ -213,7 +214,15 @@ def _train(
     if job.check_bytes:
         seen.checks = startup_checks(model, store, Path(job.base), world)
     optimizer = make_optimizer(model.training, config.train)
-    trainer = Trainer(model.training, optimizer, store, config.train, plan.micro_batch_size, world)
+    trainer = Trainer(
+        model.training,
+        optimizer,
+        store,
+        config.train,
+        plan.micro_batch_size,
+        world,
+        MicroBatchGraphs(model.training) if plan.cuda_graphs else None,
+    )
     count = plan.num_steps
 
     def training_steps(first: int, last: int) -> Iterator[StepMetrics]:

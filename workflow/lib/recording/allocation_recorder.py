@@ -50,7 +50,8 @@ class AllocationRecorder(TorchDispatchMode):
     mode.
     """
 
-    def __init__(self, gpu: RecordedGpu, tape: LayerTape) -> None:
+    def __init__(self, gpu: RecordedGpu, tape: LayerTape, *, streams: int = 1) -> None:
+        """streams: how many multiply, one after the other: captures have one of their own."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._gpu = gpu
@@ -60,6 +61,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[bool] = set()
         self._streams: dict[int, str] = {}
+        self._streams_at_work = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
@@ -156,7 +158,7 @@ class AllocationRecorder(TorchDispatchMode):
         if func.overloadpacket in PRODUCTS and backward not in self._multiplying:
             # cuBLAS takes one for each thread that multiplies: that of forward, and autograd's.
             self._multiplying.add(backward)
-            self._new(WORKSPACE_BYTES, "cublas_workspace")
+            self._new(self._streams_at_work * WORKSPACE_BYTES, "cublas_workspace")
         sizes = workspaces(func, args, result)
         self.tape.free(*[self._new(size, UNNAMED) for size in sizes])
 

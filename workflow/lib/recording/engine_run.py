@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
 from workflow.lib.training.loop import backward, clip_gradients, make_optimizer
+from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.optimizers import ShardwiseAdam
 
 # `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
@@ -95,9 +97,10 @@ def _repeated(request: Request, described: "_Described") -> Tape | None:
 def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> LayerTape:
     """Record a model of these layers alone."""
     gpu, tape = recorded_gpu(), LayerTape()
+    streams = 2 if request.setup.graphed else 1
     with _fake_world(request.setup) as world:
         run = _Run(request, described, numbers, world)
-        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape) as recorder:
+        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape, streams=streams) as recorder:
             run.load(recorder)
             if request.checked:
                 tape.phase(CHECKS)
@@ -105,7 +108,7 @@ def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> L
             tape.phase(LOAD)
             optimizer = make_optimizer(run.training, TrainConfig(optimizer=request.setup.optimizer))
             run.training.train()
-            count = 2 if request.setup.accumulates else 1
+            count = 2 if request.setup.keeps_gradients else 1
             for number in range(STEPS):
                 with _no_garbage():
                     run.step(optimizer, tape, micro_batches=count if number else 1)
@@ -207,7 +210,8 @@ class _Run:
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
-            loss = backward(training, batches, trained_tokens=1, factor=1.0, device=device)
+            run = partial(forward_backward, training)
+            loss = backward(run, batches, trained_tokens=1, factor=1.0, device=device)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
         tape.follows_tensors = True
@@ -297,13 +301,14 @@ def _plan(request: Request) -> Plan:
         nodes=1,
         shard_size=setup.shards,
         micro_batch_size=setup.micro_batch_size,
-        accumulation_steps=2 if setup.accumulates else 1,
+        accumulation_steps=2 if setup.keeps_gradients else 1,
         activation_checkpointing=setup.activation_checkpointing,
         offload_activations=setup.offload_activations,
         offload_window_bytes=request.window_bytes,
         reshard_after_forward=setup.reshard_after_forward,
         offload_embedding=setup.offload_embedding,
         offload_layers=setup.offload_layers,
+        cuda_graphs=setup.graphed,
         gpu_memory_bytes=None,
         compute_dtype=str(DTYPES[setup.compute_bytes]).removeprefix("torch."),
         num_steps=STEPS,

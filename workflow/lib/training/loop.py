@@ -10,8 +10,10 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -42,6 +44,7 @@ from workflow.lib.training.batches import (
     micro_batches,
     process_rows,
 )
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -122,6 +125,8 @@ class Trainer:
     settings: TrainConfig
     micro_batch_size: int
     world: World
+    graphs: MicroBatchGraphs | None = None
+    """What launches micro-batches as CUDA graphs; None: Python launches each kernel."""
 
     def steps(
         self, *, first_step: int, num_steps: int, elapsed_s: float = 0.0
@@ -133,6 +138,24 @@ class Trainer:
         the loss or the gradient is not finite, or the gradient is zero.
         """
         self.training.train()
+        with self._releasing_graphs():
+            yield from self._steps(first_step, num_steps, elapsed_s)
+
+    @contextmanager
+    def _releasing_graphs(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.release_graphs()
+
+    def release_graphs(self) -> None:
+        """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
+        them anew.
+        """
+        if self.graphs is not None:
+            self.graphs.release()
+
+    def _steps(self, first_step: int, num_steps: int, elapsed_s: float) -> Iterator[StepMetrics]:
         batches = self._batches_ahead(range(first_step, num_steps))
         for step in range(first_step, num_steps):
             began = time.monotonic()
@@ -195,12 +218,17 @@ class Trainer:
         origin = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._seed_dropout(rows)  # so that the search drops the same
+            self.release_graphs()
             with self.training.product_types.in_eight_bits():
                 origin = find_origin(self.training, self._made_again(rows), world=self.world)
         check_step(loss, norm, step=rows.step, origin=origin)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         return loss, norm
+
+    def _drop_gradients(self) -> None:
+        """Graphs add to gradients where these were when they were captured."""
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def _gradients(self, rows: StepRows, batches: Iterable[MicroBatch]) -> tuple[float, float]:
         """Make the gradients of a step and begin its update; return its loss and gradient norm.
@@ -212,7 +240,7 @@ class Trainer:
             loss, norm = self._attempt(rows, batches, scale)
             if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
                 return loss, norm
-            self.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             batches = (batch for _, batch in self._made_again(rows))
 
     def _attempt(
@@ -223,7 +251,7 @@ class Trainer:
         products = self.training.product_types.in_eight_bits()
         with self.training.adapters.unchanged(), products:
             loss = backward(
-                self.training,
+                self.graphs or partial(forward_backward, self.training),
                 batches,
                 trained_tokens=rows.trained_tokens,
                 factor=1.0 if scale is None else scale.factor,
@@ -258,7 +286,7 @@ def seed_dropout(seed: int, *, step: int, rank: int) -> None:
 
 
 def backward(
-    training: nn.Module,
+    run: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
     batches: Iterable[MicroBatch],
     *,
     trained_tokens: int,
@@ -267,22 +295,15 @@ def backward(
 ) -> torch.Tensor:
     """Accumulate gradients times `factor` over this process's micro-batches; return its part of the
     loss () float64.
+
+    run: `forward_backward` of the model, or its graphs.
     """
+    exact = torch.full((), factor / trained_tokens, dtype=torch.float64, device=device)
+    slope = exact.float()  # infinite where it is too large for that: the step is repeated
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
-        total += _part(training, batch, trained_tokens=trained_tokens, factor=factor)
-    return total
-
-
-def _part(
-    training: nn.Module, batch: MicroBatch, *, trained_tokens: int, factor: float
-) -> torch.Tensor:
-    """Accumulate a micro-batch's gradients; return its part of the loss (). Its graph goes with
-    this call: it holds hidden states.
-    """
-    part: torch.Tensor = training(batch) / trained_tokens
-    (part if factor == 1.0 else part * factor).backward()
-    return part.detach()
+        total += run(batch, slope)
+    return total / trained_tokens
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:

@@ -36,6 +36,18 @@ class AdapterState:
             self._norms = self._casts = None
 
     @contextmanager
+    def afresh(self) -> Iterator[None]:
+        """Within the block nothing is taken that was kept before, and what is kept there goes with
+        it: a CUDA graph may read no memory but its own.
+        """
+        kept = self._casts, self._norms
+        self._norms, self._casts = {}, None if self.sharded else {}
+        try:
+            yield
+        finally:
+            self._casts, self._norms = kept
+
+    @contextmanager
     def rows_as(self, places: torch.Tensor, *, tokens: int) -> Iterator[None]:
         """Within the block the rows that are computed are parts of the micro-batch's `tokens`
         tokens, which begin at these places (n,): each has a key of its own.

@@ -150,7 +150,7 @@ def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
     return {
         "hidden_states": 2 * _hidden(shape, setup) + _wide_rows(shape, setup),
         "gathered_rows": exchanged_gradients(shape, setup),
-        "new_module_gradients": setup.accumulates * table_slice(shape, setup, width=4),
+        "new_module_gradients": setup.keeps_gradients * table_slice(shape, setup, width=4),
     }
 
 
@@ -191,7 +191,7 @@ def _throughout(shape: ModelShape, setup: Setup) -> Terms:
     """What lies there from the start of forward to the end of backward: gradients of earlier
     micro-batches, and what is made of adapters once a step.
     """
-    earlier = _all_gradients(shape, setup) if setup.accumulates else {}
+    earlier = _all_gradients(shape, setup) if setup.keeps_gradients else {}
     return kept_within_step(shape, setup) | earlier
 
 

@@ -60,6 +60,8 @@ class Setup:
     """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
     trains_embedding: bool = False
     """The same of the embedding, which is then on the device."""
+    cuda_graphs: bool = False
+    """Micro-batches are to be CUDA graphs where they can be."""
 
     @property
     def tokens(self) -> int:
@@ -79,6 +81,43 @@ class Setup:
     def trained_tables(self) -> int:
         """How many of embedding and head are trained whole."""
         return self.trains_head + self.trains_embedding
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
+        obstacles = {
+            "several GPUs exchange weights within a micro-batch": self.processes > 1,
+            "activations wait in host memory": bool(self.offload_activations),
+            "weights of layers wait in host memory": self.offload_layers > 0,
+            "embedding rows come from host memory": self.offload_embedding,
+            "modules are trained whole": self.trained_tables > 0,
+            "DoRA's row norms are made once a step": self.dora,
+            f"attention by {self.attention}": self.attention != "flash",
+        }
+        return next((words for words, there in obstacles.items() if there), None)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether micro-batches are CUDA graphs."""
+        return self.cuda_graphs and self.graph_obstacle is None
+
+    @property
+    def fixed_terms(self) -> dict[str, int]:
+        """What the device adds to every phase, bytes. Captures have a stream of their own, and
+        cuBLAS workspaces for it.
+        """
+        workspace = self.fixed.get("cublas_workspace", 0) * self.graphed
+        return {
+            name: size + (workspace if name == "cublas_workspace" else 0)
+            for name, size in self.fixed.items()
+        }
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients lie there throughout: those of earlier micro-batches, or those that a
+        graph adds to.
+        """
+        return self.accumulates or self.graphed
 
     @property
     def shards(self) -> int:

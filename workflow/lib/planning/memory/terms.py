@@ -71,7 +71,7 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
     c = setup.compute_bytes
     head_dim_bytes = 2 * shape.largest(lambda layer: layer.head_dim) * c  # cosine and sine
-    return dict(setup.fixed) | {
+    return setup.fixed_terms | {
         "nf4_weights": _sharded(shape, setup, "nf4_weights", hosted=False),
         "nf4_scales": _sharded(shape, setup, "nf4_scales", hosted=False),
         "nf4_tables": shape.total(lambda x: len(x.linears)) * sum(map(rounded, CODE_TABLES))

@@ -118,6 +118,7 @@ def _plan(
         reshard_after_forward=setup.reshard_after_forward,
         offload_embedding=setup.offload_embedding,
         offload_layers=setup.offload_layers,
+        cuda_graphs=setup.graphed,
         gpu_memory_bytes=allowed if enforced else None,
         compute_dtype=compute_dtype(run.model, machine),
         num_steps=total_steps(run.train, num_rows=num_rows),

@@ -205,6 +205,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         trains_embedding=shape.embedding in trained,
         optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
+        cuda_graphs=run.hardware.cuda_graphs and cuda,
         fixed={"cublas_workspace": closed_form.CUBLAS_BYTES}
         if cuda
         else {"process": CPU_PROCESS_BYTES},

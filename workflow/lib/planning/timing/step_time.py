@@ -127,6 +127,8 @@ class Work:
     """Frozen weights are multiplied in 8 bits."""
     expert_share: float = 0.0
     """Of all layers: those with experts."""
+    graphed: bool = False
+    """Launched as CUDA graphs."""
 
 
 def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
@@ -176,6 +178,7 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         layers=layers,
         eight_bits=setup.products != COMPUTE_DTYPE,
         expert_share=expert_share,
+        graphed=setup.graphed,
     )
 
 
@@ -268,7 +271,11 @@ def gpu_parts(
 
 
 def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
-    """What Python takes to launch the kernels of a micro-batch."""
+    """What Python takes to launch the kernels of a micro-batch; nothing that counts if they are a
+    graph.
+    """
+    if work.graphed:
+        return 0.0
     sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
     own_s = constants.launch_s * (EIGHT_BIT_LAUNCH if work.eight_bits else 1)
     experts = 1 + (EXPERT_LAUNCH - 1) * work.expert_share

@@ -1,0 +1,59 @@
+"""What CUDA graphs take, and where there are none."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.memory_examples import tiny
+from tests.support.preflight_examples import setup
+from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES, predict
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.timing.step_time import gpu_parts, micro_batch_work
+from workflow.lib.system.gpu_models import parse_gpu
+
+ALONE = {"processes": 1, "attention": "flash", "fixed": {"cublas_workspace": CUBLAS_BYTES}}
+
+
+def graphed(**changes: Any) -> Setup:
+    return setup(**(ALONE | {"cuda_graphs": True} | changes))
+
+
+def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
+    python, graphs = graphed(cuda_graphs=False), graphed()
+    summed = predict(tiny, replace(python, accumulates=True)).phases
+    for name, terms in predict(tiny, graphs).phases.items():
+        assert terms == summed[name] | {"cublas_workspace": 2 * CUBLAS_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("levers", "words"),
+    [
+        ({"processes": 2}, "several GPUs"),
+        ({"offload_activations": True}, "activations wait"),
+        ({"offload_layers": 1}, "weights of layers"),
+        ({"offload_embedding": True}, "embedding rows"),
+        ({"trains_head": True}, "trained whole"),
+        ({"dora": True}, "DoRA"),
+        ({"attention": "flex"}, "attention by flex"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words: str) -> None:
+    refused = graphed(**levers)
+    assert words in str(refused.graph_obstacle)
+    assert not refused.graphed
+    assert graphed().graph_obstacle is None
+    without = replace(refused, cuda_graphs=False)
+    assert predict(tiny, refused).phases == predict(tiny, without).phases
+
+
+def test_graphs_do_not_wait_for_python() -> None:
+    gpu = parse_gpu("H200", setting="hardware.gpu_model")
+    waits = {
+        flag: gpu_parts(micro_batch_work(tiny, graphed(cuda_graphs=flag), trained_share=1.0), gpu)[
+            "waiting_for_python"
+        ]
+        for flag in (False, True)
+    }
+    assert waits[False] > 0 == waits[True]

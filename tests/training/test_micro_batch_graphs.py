@@ -1,0 +1,202 @@
+"""Micro-batches in fixed layouts, captured and replayed; on a CPU a capture is the function
+itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models import adapted, quantized, random_store, tiny_llama
+from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.training.batches import make_batch
+from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
+
+Function = Callable[[], torch.Tensor]
+SLOPE = torch.tensor(0.25)
+
+
+class Captures:
+    """Stands for a GPU's captures, and counts them."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.count, self.replays, self._fails = 0, 0, fails
+
+    def __call__(self, function: Function) -> Replay:
+        self.count += 1
+        if self._fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def replay() -> torch.Tensor:
+            self.replays += 1
+            return function()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    for name, value in (values | address).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture
+def training(base: Path) -> CausalLMForTraining:
+    return adapted(base, r=4)
+
+
+def batch(*, documents: int = 2, trained: int = 5, rows: int = 2) -> MicroBatch:
+    """Rows of SEQ_LEN tokens, of which each has so many documents; `trained` of all are."""
+    draw = np.random.default_rng(documents)
+    length = -(-SEQ_LEN // documents)
+    mask = np.zeros((rows, SEQ_LEN), dtype=bool)
+    mask.reshape(-1)[1 : trained + 1] = True
+    return replace(
+        make_batch(
+            draw.integers(0, 50, (rows, SEQ_LEN)),
+            np.tile(np.arange(SEQ_LEN) % length, (rows, 1)),
+            mask,
+            device=torch.device("cpu"),
+        ),
+        row_keys=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def gradients(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
+    found = {name: param.grad for name, param in trainable_parameters(training).items()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def run(base: Path, captures: Captures | None) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
+    training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
+    graphs = None if captures is None else MicroBatchGraphs(training, lambda: captures)
+    with process_group("cpu", timeout_s=60.0) as world:
+        metrics = list(
+            Trainer(
+                training,
+                make_optimizer(training, config.train),
+                random_store(rows=ROWS, seq_len=SEQ_LEN),
+                config.train,
+                micro_batch_size=2,
+                world=world,
+                graphs=graphs,
+            ).steps(first_step=0, num_steps=STEPS)
+        )
+    params = trainable_parameters(training)
+    return metrics, {name: param.detach().clone() for name, param in params.items()}
+
+
+def test_a_run_by_replays_is_the_run_without(base: Path, one_process: Any) -> None:
+    """Padding of trained positions and of documents changes nothing, nor do kept gradients."""
+    captures = Captures()
+    (plain, weights), (replayed, same_weights) = run(base, None), run(base, captures)
+    assert captures.replays > STEPS * BATCH // 2 / 2
+    for one, other in zip(plain, replayed, strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
+    torch.testing.assert_close(weights, same_weights, rtol=1e-3, atol=1e-5)
+
+
+def test_what_cannot_be_captured_runs_as_ever(
+    base: Path, one_process: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures = Captures(fails=True)
+    (plain, _), (refused, _) = run(base, None), run(base, captures)
+    assert captures.count == 1
+    assert "operation not permitted when stream is capturing)" in caplog.text
+    assert [m.loss for m in refused] == pytest.approx([m.loss for m in plain], rel=1e-5)
+
+
+def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMForTraining) -> None:
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, lambda: captures)
+    for documents in (1, 2, 3, 1, 2):  # 4 and 6 documents have room in one layout
+        graphs(batch(documents=documents), SLOPE)
+    assert (captures.count, captures.replays) == (2, 3)
+
+
+def test_more_documents_than_there_is_room_for_begin_anew(training: CausalLMForTraining) -> None:
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, lambda: captures)
+    expected = [forward_backward(adapted_like(training), batch(documents=n), SLOPE) for n in (2, 9)]
+    for number, documents in ((0, 2), (0, 2), (1, 9), (1, 9), (0, 2)):
+        loss = graphs(batch(documents=documents), SLOPE)
+        torch.testing.assert_close(loss, expected[number])
+    assert captures.count == 2
+
+
+def adapted_like(training: CausalLMForTraining) -> CausalLMForTraining:
+    """The same model: what is added to its gradients is taken away at once."""
+    training.zero_grad(set_to_none=True)
+    return training
+
+
+def test_a_micro_batch_without_a_trained_token_has_no_gradient(
+    training: CausalLMForTraining,
+) -> None:
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, lambda: captures)
+    losses = [graphs(batch(trained=0), SLOPE) for _ in range(2)]
+    assert captures.replays == 1
+    assert not any(losses)
+    assert not any(grad.any() for grad in gradients(training).values())
+
+
+def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> None:
+    graphs = MicroBatchGraphs(training, Captures)
+    for _ in range(2):
+        graphs(batch(), SLOPE)
+    training.zero_grad(set_to_none=True)
+    with pytest.raises(AssertionError, match="gradients that are gone"):
+        graphs(batch(), SLOPE)
+
+
+def test_released_graphs_are_captured_anew(training: CausalLMForTraining) -> None:
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, lambda: captures)
+    for _ in range(2):
+        graphs(batch(), SLOPE)
+    graphs.release()
+    before = gradients(training)
+    graphs(batch(), SLOPE)
+    assert captures.count == 2
+    name = next(key for key in before if "lora_B" in key)
+    torch.testing.assert_close(gradients(training)[name], before[name] * 1.5)
+
+
+def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(
+    training: CausalLMForTraining,
+) -> None:
+    """A cast that was kept lies in memory that is given to others once the step is done."""
+    seen: list[int] = []
+
+    def capture(function: Function) -> Replay:
+        kept = training.adapters.casts()
+        seen.append(len(kept or {}))
+        return function
+
+    graphs = MicroBatchGraphs(training, lambda: capture)
+    with training.adapters.unchanged():
+        kept = training.adapters.casts()
+        assert kept is not None
+        kept["of another micro-batch"] = torch.zeros(())
+        for _ in range(2):
+            graphs(batch(), SLOPE)
+        assert training.adapters.casts() is kept
+    assert seen == [0]

@@ -1,0 +1,209 @@
+"""Micro-batches as CUDA graphs: forward and backward of one are launched at once, so the GPU does
+not wait for Python.
+
+A graph repeats the kernels that were captured, at the addresses and with the shapes of then. So a
+micro-batch is copied into inputs of a fixed `Layout` first: its trained positions and the bounds of
+its documents are padded with what changes nothing. The first micro-batch of a layout runs as ever,
+which compiles and chooses kernels; the second is captured. Nothing may wait for the device during a
+capture, so what would depend on values that only the device knows ends it with an error: then
+graphs are off, and the log says why.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.training_module import CausalLMForTraining
+
+logger = logging.getLogger("workflow")
+
+IGNORED = -100  # a target that torch's cross_entropy leaves out
+SIZES = 4  # of trained tokens at most: each has a graph of its own
+Replay = Callable[[], torch.Tensor]
+Capture = Callable[[Callable[[], torch.Tensor]], Replay]
+
+
+class Layout(NamedTuple):
+    """What a graph is captured for; everything else is copied into its inputs."""
+
+    rows: int
+    trained_tokens: int
+    """Padded."""
+    documents: int
+    """Padded; as many as rows if every row is one document."""
+
+
+def forward_backward(training: nn.Module, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
+    """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
+    loss (). Its autograd graph goes with this call: it holds hidden states.
+    """
+    loss: torch.Tensor = training(batch)
+    loss.backward(slope)
+    return loss.detach()
+
+
+class FixedInputs:
+    """The tensors on the device that the graph of a layout reads."""
+
+    def __init__(self, like: MicroBatch, layout: Layout) -> None:
+        ids, keys = like.input_ids, like.row_keys
+        self.batch = MicroBatch(
+            input_ids=torch.empty_like(ids),
+            position_ids=torch.empty_like(ids),
+            positions=ids.new_empty(layout.trained_tokens),
+            targets=ids.new_empty(layout.trained_tokens),
+            bounds=(like.bounds[0].new_empty(layout.documents + 1), ids.shape[1]),
+            row_keys=None if keys is None else torch.empty_like(keys),
+        )
+
+    def fill(self, batch: MicroBatch) -> None:
+        """Copy a micro-batch into them. What pads it is no target, and documents without a token at
+        the end.
+        """
+        fixed = self.batch
+        fixed.input_ids.copy_(batch.input_ids)
+        fixed.position_ids.copy_(batch.position_ids)
+        _padded_(fixed.positions, batch.positions, 0)
+        _padded_(fixed.targets, batch.targets, IGNORED)
+        _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
+        if fixed.row_keys is not None and batch.row_keys is not None:
+            fixed.row_keys.copy_(batch.row_keys)
+
+
+def _padded_(target: torch.Tensor, values: torch.Tensor, padding: int) -> None:
+    target[: len(values)].copy_(values)
+    target[len(values) :].fill_(padding)
+
+
+class CudaCapture:
+    """Captures functions into CUDA graphs that share their memory: only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Replay:
+        """Capture what `function` launches; return what launches it again and returns the same
+        tensor, with new values. Raises `RuntimeError` for what cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.stream(torch.cuda.current_stream())
+        # Other threads copy rows and checkpoints meanwhile, which is none of a capture's business.
+        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = function()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class MicroBatchGraphs:
+    """Runs a model's micro-batches as graphs, one for each layout; is called like
+    `forward_backward`.
+    """
+
+    def __init__(
+        self, training: CausalLMForTraining, make_capture: Callable[[], Capture] = CudaCapture
+    ) -> None:
+        self._training, self._make_capture = training, make_capture
+        self._documents = 0
+        """Documents of the layouts of packed rows."""
+        self._inputs: dict[Layout, FixedInputs] = {}
+        """Of layouts that have run once."""
+        self._captured: dict[Layout, Replay] = {}
+        self._capture: Capture | None = None
+        self._slope: torch.Tensor | None = None
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        """What the graphs add to."""
+        self.off: str | None = None
+        """Why there are no more graphs, in words; None: there are."""
+
+    def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
+        """Do what `forward_backward` does."""
+        if self.off is not None:
+            return forward_backward(self._training, batch, slope)
+        layout = self._layout(batch)
+        known = layout in self._inputs
+        if not known:
+            self._inputs[layout] = FixedInputs(batch, layout)
+        inputs = self._inputs[layout]
+        inputs.fill(batch)
+        if known and self._ready(layout, inputs, slope):
+            assert self._slope is not None
+            self._slope.copy_(slope)
+            return self._captured[layout]().clone()
+        return forward_backward(self._training, inputs.batch, slope)
+
+    def release(self) -> None:
+        """Forget the graphs, and give back the memory that they hold."""
+        held = self._capture is not None
+        self._captured.clear()
+        self._gradients.clear()
+        self._capture = None
+        if held and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _layout(self, batch: MicroBatch) -> Layout:
+        rows, seq_len = batch.input_ids.shape
+        tokens, longest = rows * seq_len, batch.bounds[1]
+        chunk = next(self._training.head_loss.chunks(tokens)).stop
+        unit = _whole_units(-(-tokens // SIZES), chunk)
+        trained = _whole_units(max(1, len(batch.positions)), unit)
+        documents = len(batch.bounds[0]) - 1
+        if longest < seq_len or documents != rows:
+            documents = self._capacity(documents, rows)
+        return Layout(rows, trained, documents)
+
+    def _capacity(self, documents: int, rows: int) -> int:
+        """Return how many documents a layout has room for: twice those of the first packed
+        micro-batch or more, and more than rows, as which it would be taken for one without packing.
+        """
+        if max(documents, rows + 1) > self._documents:
+            self.release()  # packed layouts of before will not come again
+            self._inputs = {key: x for key, x in self._inputs.items() if key.documents == rows}
+            self._documents = 2 * max(documents, rows)
+        return self._documents
+
+    def _ready(self, layout: Layout, inputs: FixedInputs, slope: torch.Tensor) -> bool:
+        """Whether there is a graph of this layout; captures it if not."""
+        if layout not in self._captured:
+            try:
+                self._captured[layout] = self._new_graph(inputs, slope)
+            except RuntimeError as error:
+                self._turn_off(error)
+                return False
+        assert all(param.grad is grad for param, grad in self._gradients), (
+            "a graph would add to gradients that are gone"
+        )
+        return True
+
+    def _new_graph(self, inputs: FixedInputs, slope: torch.Tensor) -> Replay:
+        if self._capture is None:
+            self._capture = self._make_capture()
+            self._slope = torch.empty_like(slope)
+            trained = (p for p in self._training.parameters() if p.requires_grad)
+            self._gradients = [(param, param.grad) for param in trained]
+        fixed_slope = self._slope
+        assert fixed_slope is not None
+        with self._training.adapters.afresh():
+            return self._capture(
+                lambda: forward_backward(self._training, inputs.batch, fixed_slope)
+            )
+
+    def _turn_off(self, error: RuntimeError) -> None:
+        self.release()
+        self._inputs.clear()
+        self.off = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "CUDA graphs are off from here on: a micro-batch cannot be captured (%s)", self.off
+        )
+
+
+def _whole_units(count: int, unit: int) -> int:
+    """Return `count` rounded up to whole units."""
+    return -(-count // unit) * unit
