@@ -62,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(
-    base: Path, kind: str
+    base: Path, one_gpu: int, kind: str
 ) -> None:
     found = {
         graphed: run_distributed(trained, base, KINDS[kind], graphed, "varlen", world_size=1)[0]

@@ -5,6 +5,7 @@ model.
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from workflow.lib.recording.request import Request
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import backward
+from workflow.lib.training.micro_batch_graphs import forward_backward
 
 ROWS, SEQ_LEN = 2, 64
 ATTENTION_ONLY = SEVEN[:4]
@@ -150,7 +152,8 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path
             left.append(seen.now - sum(grad.untyped_storage().nbytes() for grad in gradients))
 
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
-        backward(training, taken(), trained_tokens=9, factor=1.0, device=torch.device("cpu"))
+        run = partial(forward_backward, training)
+        backward(run, taken(), trained_tokens=9, factor=1.0, device=torch.device("cpu"))
     hidden_size = training.peft_model.get_base_model().config.hidden_size
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 

@@ -112,6 +112,7 @@ def test_plan_is_what_finetune_reads(stage: Stage) -> None:
         "offload_window_bytes": None,
         "offload_embedding": False,
         "offload_layers": 0,
+        "cuda_graphs": False,
         "gpu_memory_bytes": None,
         "compute_dtype": "float32",
         "num_steps": 10,  # 37 rows, 3 epochs, 12 a step

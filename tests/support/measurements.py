@@ -34,7 +34,7 @@ MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
 # moments and weights that are decoded were there at other times.
 AS_NOW = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 # Since these one process casts its adapters once a step; dropout and DoRA are computed by nodes.
-CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513"}
+CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 
 
 @dataclass(frozen=True)

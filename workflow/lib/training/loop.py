@@ -11,7 +11,6 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
@@ -138,24 +137,6 @@ class Trainer:
         the loss or the gradient is not finite, or the gradient is zero.
         """
         self.training.train()
-        with self._releasing_graphs():
-            yield from self._steps(first_step, num_steps, elapsed_s)
-
-    @contextmanager
-    def _releasing_graphs(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.release_graphs()
-
-    def release_graphs(self) -> None:
-        """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
-        them anew.
-        """
-        if self.graphs is not None:
-            self.graphs.release()
-
-    def _steps(self, first_step: int, num_steps: int, elapsed_s: float) -> Iterator[StepMetrics]:
         batches = self._batches_ahead(range(first_step, num_steps))
         for step in range(first_step, num_steps):
             began = time.monotonic()
@@ -180,6 +161,14 @@ class Trainer:
                 elapsed_s=elapsed_s,
                 repeats=None if scale is None else scale.repeats,
             )
+        self.release_graphs()
+
+    def release_graphs(self) -> None:
+        """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
+        them anew.
+        """
+        if self.graphs is not None:
+            self.graphs.release()
 
     def _batches_ahead(self, steps: range) -> Iterator[MicroBatch]:
         """Yield this process's micro-batches of all steps; the next one is being made meanwhile."""

@@ -63,7 +63,8 @@ class ShardwiseAdam(torch.optim.Optimizer):
 
         Moments are made at once, so that a checkpoint can be read into them.
         """
-        super().__init__(params.values(), {"lr": lr})
+        # foreach: gradients that stay are set to zero at once, while the device waits
+        super().__init__(params.values(), {"lr": lr, "foreach": True})
         self.count = torch.zeros((), dtype=torch.int64)
         self._begun = False
         self._params = dict(params)
