@@ -160,8 +160,8 @@ class MicroBatchGraphs:
         return Layout(rows, trained, documents)
 
     def _capacity(self, documents: int, rows: int) -> int:
-        """Return how many documents a layout has room for: twice those of the first packed
-        micro-batch or more, and more than rows, as which it would be taken for one without packing.
+        """Return how many documents a layout of packed rows has room for: twice those of its first
+        micro-batch, or more. As many as rows would mean that each row is one document.
         """
         if max(documents, rows + 1) > self._documents:
             self.release()  # packed layouts of before will not come again

@@ -103,14 +103,11 @@ class Setup:
 
     @property
     def fixed_terms(self) -> dict[str, int]:
-        """What the device adds to every phase, bytes. Captures have a stream of their own, and
-        cuBLAS workspaces for it.
+        """What the device adds to every phase, bytes. cuBLAS has workspaces for each stream, and
+        graphs are captured on one of their own.
         """
-        workspace = self.fixed.get("cublas_workspace", 0) * self.graphed
-        return {
-            name: size + (workspace if name == "cublas_workspace" else 0)
-            for name, size in self.fixed.items()
-        }
+        streams = 2 if self.graphed else 1
+        return {name: streams * size for name, size in self.fixed.items()}
 
     @property
     def keeps_gradients(self) -> bool:
