@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.config_file import read_bounded, text_part
 from workflow.lib.model.architecture.shipped_shapes import known_config, nearest_models
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.settings.config import NOT_VALID, RunConfig, load_config, merge
@@ -220,8 +220,8 @@ def run_settings(request: Request, *, device: str) -> RunConfig:
 
 
 def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
-    """Return the config.json of the measured shape; raises `UserError` if there is no such
-    model.
+    """Return the config.json of the measured shape: of a multimodal model, that of its decoder,
+    since random bases hold no other part. Raises `UserError` if there is no such model.
     """
     path = Path(sizes.model) / "config.json"
     config = read_bounded(path) if path.is_file() else known_config(sizes.model)
@@ -233,4 +233,4 @@ def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
             "benchmark.model", sizes.model, reason, unexpanded(sizes.model) + change
         )
     changed = {"num_hidden_layers": sizes.layers, "vocab_size": sizes.vocab_size}
-    return config | {key: value for key, value in changed.items() if value is not None}
+    return text_part(config) | {key: value for key, value in changed.items() if value is not None}
