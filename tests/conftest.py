@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.canaries import CANARIES
+from tests.support.preloaded_python import VARIABLE, start_server
 from tests.support.shared import current_test, made_once
 from tests.support.workflow_project import LONG, Project, make_project
 
@@ -68,8 +69,10 @@ LONGEST_FIRST = (
 
 def pytest_configure() -> None:
     """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all
-    that they start.
+    that they start. One server of preloaded stages serves all processes of the session.
     """
+    if VARIABLE not in os.environ:
+        start_server()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -2,7 +2,6 @@
 search's closed form says of it, what it counts as, and what is left at the end.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.recording.term_names import MAKERS
 
@@ -60,12 +59,6 @@ STAY = {
     "fetched_layers",
     "inputs",
 }
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[RecordingProcess]:
-    with recording_process() as started:
-        yield started
 
 
 def chosen(**levers: Any) -> Setup:

@@ -4,8 +4,8 @@ what a dry run costs.
 status, output = forked_run(["--dry-run", "all"], folder=root, environment=dict(os.environ))
 
 What is forked knows nothing of a workflow and calls the function that the command `snakemake`
-calls; it starts the jobs of a real run as that does. Runs that get signals are started as a user
-starts them (`Project.start`).
+calls; it starts the jobs of a real run as that does, by the interpreter `python`. Runs that get
+signals are started as a user starts them (`Project.start`).
 """
 
 import gc
@@ -24,22 +24,25 @@ import psutil  # type: ignore[import-untyped]
 
 
 class Request(NamedTuple):
-    """A run: arguments, working directory, environment, and the file for what a user would see."""
+    """A run: arguments, working directory, environment, the interpreter of its jobs, and the file
+    for what a user would see.
+    """
 
     arguments: list[str]
     folder: str
     environment: dict[str, str]
+    python: str
     output: str
 
 
 def forked_run(
-    arguments: list[str], *, folder: Path, environment: dict[str, str]
+    arguments: list[str], *, folder: Path, environment: dict[str, str], python: str = sys.executable
 ) -> tuple[int, str]:
     """Return exit status, and standard output and error together. A test that is stopped meanwhile
     ends the run and all it started.
     """
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
-        request = Request(arguments, str(folder), environment, file.name)
+        request = Request(arguments, str(folder), environment, python, file.name)
         server = _running_server()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -110,6 +113,7 @@ def become(request: Request) -> None:
     search = request.environment.get("PYTHONPATH")
     sys.path[:0] = [request.folder, *(search.split(os.pathsep) if search else [])]
     sys.argv = ["snakemake", *request.arguments]
+    sys.executable = request.python
 
 
 if __name__ == "__main__":

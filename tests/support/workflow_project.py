@@ -25,6 +25,7 @@ import yaml
 
 from tests.support.dry_runs import forked_run
 from tests.support.models import tiny_llama
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.settings.config import merge
 
@@ -118,7 +119,7 @@ class Project:
 
     def variables(self) -> dict[str, str]:
         """Return the environment that Snakemake runs in."""
-        return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.environment
+        return os.environ | SETTLED | self.environment
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start Snakemake in a process group of its own, as a shell does."""
@@ -133,9 +134,14 @@ class Project:
         )
 
     def snakemake(self, *arguments: str) -> Finished:
-        """Run Snakemake to its end."""
+        """Run Snakemake to its end; it and its jobs are forked from processes that have imported
+        their packages.
+        """
         options = self.command(*arguments)[3:]  # without `python -m snakemake`
-        return Finished(*forked_run(options, folder=self.root, environment=self.variables()))
+        done = forked_run(
+            options, folder=self.root, environment=self.variables(), python=preloaded_python()
+        )
+        return Finished(*done)
 
     def run(self, *arguments: str) -> Finished:
         """Run Snakemake and expect success."""
