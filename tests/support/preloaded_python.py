@@ -4,15 +4,16 @@ most of what a stage of a tiny model takes.
 start_server()                       # once in a session of tests; light until it is asked
 subprocess.run([preloaded_python(), "-m", "workflow.scripts.evaluate_run", ...])
 
-The command hands its arguments, folder, environment and streams to a server, which forks; it passes
-signals on, and ends as the fork ends. Every fork imports the workflow's own modules, so they may be
-of any checkout. What is no stage, and a stage in whose environment packages would be imported
-otherwise, is run by the interpreter itself.
+The command hands its arguments, folder, environment and open files to a server, which forks; it
+passes signals on, and ends as the fork ends. Every fork imports the workflow's own modules, so they
+may be of any checkout. What a stage starts by multiprocessing is forked too. All else, and a stage
+in whose environment packages would be imported otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups or the death of processes needs a stage that is
 started as a user starts it: `Project.start` does.
 """
 
+import fcntl
 import gc
 import importlib
 import json
@@ -32,8 +33,10 @@ from typing import Any, NoReturn
 
 VARIABLE = "PRELOADED_PYTHON"  # path of the command
 STAGE = "workflow.scripts."
+SPAWNED = "from multiprocessing.spawn import "
 SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "__init__.py"
 PACKAGES = (
+    "multiprocessing.spawn",
     "pydantic",
     "pyarrow.parquet",
     "matplotlib.pyplot",
@@ -55,6 +58,7 @@ READ_AT_IMPORT = (
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SETTLED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the environment of tests' stages
 REFUSED = b"no"
+MOST_FILES, FREE = 64, 500  # open files that are handed over; numbers from here on are in no use
 
 
 def preloaded_python() -> str:
@@ -87,9 +91,11 @@ def start_server() -> None:
 
 def ask(folder: Path, arguments: list[str]) -> NoReturn:
     """Have the server run `python *arguments`, and end as that ends."""
-    if arguments[:1] == ["-m"] and arguments[1].startswith(STAGE):
+    if any(word.startswith((STAGE, SPAWNED)) for word in arguments[1:3]):
+        files = _inherited()
         request = {
             "arguments": arguments,
+            "files": files,
             "folder": str(Path.cwd()),
             "environment": dict(os.environ),
             "parent": os.getppid(),
@@ -97,14 +103,23 @@ def ask(folder: Path, arguments: list[str]) -> NoReturn:
         }
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(folder / "socket"))
-            answer = _answer(connection, json.dumps(request).encode())
+            answer = _answer(connection, json.dumps(request).encode(), files)
         if answer != REFUSED:
             _end_as(int(answer))
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _answer(connection: socket.socket, request: bytes) -> bytes:
-    socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+def _inherited() -> list[int]:
+    """Return the numbers of the files that this process was given."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one of this listing is closed
+            found += [int(path.name)] * os.get_inheritable(int(path.name))
+    return sorted(found)
+
+
+def _answer(connection: socket.socket, request: bytes, files: list[int]) -> bytes:
+    socket.send_fds(connection, [len(request).to_bytes(8, "big")], files)
     connection.sendall(request)
     before = {
         number: signal.signal(number, lambda n, _: connection.sendall(bytes([n])))
@@ -135,16 +150,15 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection = listening.accept()[0]
         with suppress(EOFError):
-            request, streams = _receive(connection)
+            request, files = _receive(connection)
             if _imported_alike(request["environment"], variables):
                 _import_packages()
                 if os.fork() == 0:
                     listening.close()
-                    _run(request, streams, connection)
+                    _run(request, files, connection)
             else:
                 connection.sendall(REFUSED)
-            for stream in streams:
-                os.close(stream)
+            _close(files)
         connection.close()
         _reap()
     shutil.rmtree(folder)
@@ -159,12 +173,12 @@ def _reap() -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return a request and its streams."""
-    length, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    """Return a request and its files, under other numbers."""
+    length, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
     text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
     if not text:
         raise EOFError
-    return json.loads(text), streams
+    return json.loads(text), files
 
 
 def _imported_alike(one: dict[str, str], other: dict[str, str]) -> bool:
@@ -183,14 +197,18 @@ def _import_packages() -> None:
         gc.enable()
 
 
-def _run(request: dict[str, Any], streams: list[int], connection: socket.socket) -> None:
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _run(request: dict[str, Any], files: list[int], connection: socket.socket) -> None:
     """Run a stage in one more fork, and wait for it."""
     child = os.fork()
     if child == 0:
         connection.close()
-        _become(request, streams)
-    for stream in streams:
-        os.close(stream)
+        _become(request, files)
+    _close(files)
     _watch(child, connection)
 
 
@@ -210,7 +228,7 @@ def _watch(child: int, connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
+def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     """Be a process as the command's would be."""
     os.setpgid(0, 0)
     os.chdir(request["folder"])
@@ -219,9 +237,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
     # torchrun's workers end where their parent is another one
     if os.environ.get("FINETUNE_LAUNCHER") == str(request["parent"]):
         os.environ["FINETUNE_LAUNCHER"] = str(os.getppid())
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    _number(files, request["files"])
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -229,10 +245,30 @@ def _become(request: dict[str, Any], streams: list[int]) -> NoReturn:
     search = os.environ.get("PYTHONPATH")
     sys.path[:0] = [request["folder"], *(search.split(os.pathsep) if search else [])]
     sys.executable = os.environ.get(VARIABLE, sys.executable)
-    _, module, *arguments = request["arguments"]
-    sys.argv = ["-m", *arguments]  # as it is while Python looks for the module
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
+    _enter(request["arguments"])
     sys.exit()
+
+
+def _number(files: list[int], numbers: list[int]) -> None:
+    """Give files the numbers that they had in the command."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FREE) for file in files]
+    _close(files)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+    _close(moved)
+
+
+def _enter(arguments: list[str]) -> None:
+    """Run what `python *arguments` runs."""
+    if "-m" in arguments:
+        _, module, *rest = arguments
+        sys.argv = ["-m", *rest]  # as it is while Python looks for the module
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        place = arguments.index("-c")
+        sys.argv = ["-c", *arguments[place + 2 :]]
+        exec(arguments[place + 1], {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import pytest
 from tests.support.preloaded_python import SETTLED, preloaded_python
 
 PROBE = """
-import json, os, signal, sys, time
+import json, multiprocessing, os, signal, sys, time
+
+def tell(sending):
+    sending.send(["torch" in sys.modules, os.getcwd()])
 
 def leave(number, frame):
     print("told", number, flush=True)
@@ -26,6 +29,13 @@ if __name__ == "__main__":
         time.sleep(600)
     if sys.argv[1:] == ["die"]:
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1:] == ["spawn"]:
+        receiving, sending = multiprocessing.Pipe(duplex=False)
+        spawned = multiprocessing.get_context("spawn").Process(target=tell, args=(sending,))
+        spawned.start()
+        print(*receiving.recv())
+        spawned.join()
+        sys.exit(spawned.exitcode)
     names = ("PROBE", "OMP_NUM_THREADS")
     print("on standard error", file=sys.stderr)
     print(json.dumps({
@@ -99,6 +109,11 @@ def test_what_is_no_stage_is_run_by_the_interpreter() -> None:
 def test_death_by_a_signal_is_the_commands_own(checkout: Path) -> None:
     status, _, _ = run(checkout, preloaded_python(), "die", variables=environment())
     assert status == -signal.SIGKILL
+
+
+def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout: Path) -> None:
+    done = run(checkout, preloaded_python(), "spawn", variables=environment())
+    assert done == (0, f"True {checkout}\n", "")
 
 
 def waiting(checkout: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
