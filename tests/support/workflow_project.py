@@ -24,9 +24,7 @@ import psutil  # type: ignore[import-untyped]
 import yaml
 
 from tests.support.dry_runs import forked_run
-from tests.support.models import tiny_llama
 from tests.support.preloaded_python import SETTLED, preloaded_python
-from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from workflow.lib.settings.config import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -218,6 +216,10 @@ def make_project(root: Path, **changes: Any) -> Project:
     """Write a tiny model with its tokenizer, 60 training and 12 held-out rows, and
     `config.yaml`.
     """
+    # They import torch, which not every session of tests needs.
+    from tests.support.models import tiny_llama
+    from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
+
     tiny_llama(root / "model", vocab_size=VOCAB_SIZE)
     tiny_tokenizer(root / "model")
     write_rows(root / "data" / "train.jsonl", first=0, rows=60)
