@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.canaries import CANARIES
+from tests.support.preloaded_python import VARIABLE, start_server
 from tests.support.shared import current_test, made_once
 from tests.support.workflow_project import LONG, Project, make_project
 
@@ -28,30 +29,30 @@ LONGEST_FIRST = (
     "workflow/test_slurm.py",
     "docs/test_readme.py",
     "planning/preflight/test_presets.py",
-    "workflow/test_run.py",
     "recording/test_engine_run.py",
     "planning/preflight/test_what_if.py",
     "recording/test_repeat_layers.py",
-    "workflow/test_multimodal_run.py",
     "training/test_families.py",
-    "workflow/test_errors.py",
     "training/test_eight_bit_training.py",
     "training/test_launch.py",
     "training/test_checkpoint.py",
     "training/modules_to_save/test_stock_peft.py",
     "training/test_loop.py",
-    "workflow/test_dag.py",
     "recording/test_measured.py",
-    "stages/test_evaluate_run.py",
-    "workflow/test_mixture_run.py",
+    "workflow/test_dag.py",
+    "workflow/test_errors.py",
     "system/test_nodes.py",
     "training/modules_to_save/test_run_forms.py",
     "workflow/test_hub_run.py",
-    "stages/test_download_source.py",
+    "workflow/test_run.py",
     "evaluation/test_lm_eval_by_hand.py",
-    "stages/test_benchmark_run.py",
-    "stages/test_finetune.py",
     "export/test_sharded_models.py",
+    "workflow/test_multimodal_run.py",
+    "stages/test_finetune.py",
+    "stages/test_evaluate_run.py",
+    "stages/test_download_source.py",
+    "workflow/test_mixture_run.py",
+    "stages/test_benchmark_run.py",
     "workflow/test_sweep_plan.py",
     "model/test_loss_scale.py",
     "stages/test_convert_gguf.py",
@@ -68,8 +69,10 @@ LONGEST_FIRST = (
 
 def pytest_configure() -> None:
     """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all
-    that they start.
+    that they start. One server of preloaded stages serves all processes of the session.
     """
+    if VARIABLE not in os.environ:
+        start_server()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

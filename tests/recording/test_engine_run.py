@@ -2,13 +2,14 @@
 search's closed form says of it, what it counts as, and what is left at the end.
 """
 
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.preflight_examples import setup
+from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.closed_form import predict
@@ -16,7 +17,7 @@ from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.recording.term_names import MAKERS
 
@@ -62,20 +63,18 @@ STAY = {
 }
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[RecordingProcess]:
-    with recording_process() as started:
-        yield started
-
-
 def chosen(**levers: Any) -> Setup:
     return setup(**({"fused_layers": True, "micro_batch_size": 2} | levers))
 
 
-def recorded(process: RecordingProcess, config: dict[str, Any], levers: Setup) -> Tape:
-    shape = describe_config(config, origin=Path("model"))
-    window = offload_window(shape, levers)
-    return process.record(Request(config, levers, window, checked=False))
+@cache
+def shape() -> ModelShape:
+    return describe_config(LLAMA, origin=Path("model"))
+
+
+def recorded(process: RecordingProcess, levers: Setup) -> Tape:
+    window = offload_window(shape(), levers)
+    return process.record(Request(LLAMA, levers, window, checked=False))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,9 @@ def test_closed_form_says_what_the_engine_asks_for(
 ) -> None:
     """And every tensor is released but those that stay, and has a term that is explained."""
     asked = chosen(**levers)
-    shape, tape = describe_config(LLAMA, origin=Path("model")), recorded(process, LLAMA, asked)
+    tape = recorded(process, asked)
     found = replay(tape)
-    above = predict(shape, asked).peak_bytes / found.allocated_bytes - 1
+    above = predict(shape(), asked).peak_bytes / found.allocated_bytes - 1
     assert -CLOSE < above < (MOST if levers in LOOSE else CLOSE)
     assert sum(found.terms.values()) == found.allocated_bytes <= found.reserved_bytes
     assert found.allocated_bytes == found.phases[found.peak_phase] == max(found.phases.values())
@@ -146,13 +145,13 @@ def left(tape: Tape) -> set[int]:
 
 def test_tensors_are_named_by_the_code_that_makes_them(process: RecordingProcess) -> None:
     levers = {"offload_layers": 2, "offload_activations": 4, "accumulates": True}
-    named = {*recorded(process, LLAMA, chosen(**levers, trains_embedding=True)).terms}
+    named = {*recorded(process, chosen(**levers, trains_embedding=True)).terms}
     assert {*MAKERS.values()} <= named
 
 
 def test_recording_is_the_same_each_time(process: RecordingProcess) -> None:
     """Down to the order of events: nothing in it is left to how threads take turns."""
     asked = chosen(processes=3, activation_checkpointing=2)
-    first, second = (recorded(process, LLAMA, asked) for _ in range(2))
+    first, second = (recorded(process, asked) for _ in range(2))
     assert [*first.events] == [*second.events]
     assert [*first.sizes] == [*second.sizes]

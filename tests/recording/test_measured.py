@@ -2,7 +2,6 @@
 it.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
-from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.system.units import GIB
 
@@ -35,12 +34,6 @@ KINDS = (
     ("offloaded_five", "e854bc4"),
 )
 LARGEST_ALLOCATED_ERROR, LARGEST_RESERVED_ERROR = 0.001, 0.015
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[RecordingProcess]:
-    with recording_process() as found:
-        yield found
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind))

@@ -27,7 +27,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import saved_activations
-from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.training.batches import make_batch
@@ -67,12 +67,6 @@ class Recorder(TorchDispatchMode):
     def _remove(self, key: int, num_bytes: int) -> None:
         self._there.discard(key)
         self.now -= num_bytes
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[RecordingProcess]:
-    with recording_process() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The tape of a model whose layers are repeated against that of the model with all its layers."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.layer_tape import LayerTape
-from workflow.lib.recording.recording_process import RecordingProcess, recording_process
+from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
 from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import representatives
@@ -36,12 +35,6 @@ GEMMA = LLAMA | {
 MOST_OF_NORMS = 4096  # bytes of a tensor with a norm of every adapter's gradient
 SHORTER_NORMS = 512  # bytes of the allocator: the norms of fewer adapters' gradients
 PAGE = 2 * 2**20  # of the allocator, for small tensors
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[RecordingProcess]:
-    with recording_process() as started:
-        yield started
 
 
 def large(tape: Tape) -> Counter[int]:

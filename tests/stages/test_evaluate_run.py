@@ -1,7 +1,5 @@
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,6 @@ from workflow.lib.system.files import (
     write_json,
 )
 
-ROOT = Path(__file__).parents[2]
 MEASURED = ["original", "base", "tuned", "merged"]
 
 
@@ -47,27 +44,17 @@ def folder(tmp_path_factory):
 
 
 def evaluate(folder: Path, output: Path, settings: EvaluateConfig):
-    """Start the stage as Snakemake does."""
+    """Run the stage."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     arguments = command_line(folder, output, settings)
-    return subprocess.run(
-        [sys.executable, "-m", "workflow.scripts.evaluate_run", *arguments],
-        cwd=ROOT,
-        env=environment(output),
-        capture_output=True,
-        text=True,
-    )
+    return forked_stage("evaluate_run", *arguments, environment=environment)
 
 
 def refused(folder: Path, output: Path, settings: EvaluateConfig) -> str:
     """Expect the stage to end by a message; return what it said."""
-    arguments = command_line(folder, output, settings)
-    done = forked_stage("evaluate_run", *arguments, environment=environment(output))
+    done = evaluate(folder, output, settings)
     assert done.returncode == 1, done.stderr
     return done.stderr
-
-
-def environment(output: Path) -> dict[str, str]:
-    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output / "hf")}
 
 
 def command_line(folder: Path, output: Path, settings: EvaluateConfig) -> list[str]:

@@ -3,14 +3,17 @@ what a dry run costs.
 
 status, output = forked_run(["--dry-run", "all"], folder=root, environment=dict(os.environ))
 
-What is forked knows nothing of a workflow and calls the function that the command `snakemake`
-calls; it starts the jobs of a real run as that does. Runs that get signals are started as a user
-starts them (`Project.start`).
+What is forked calls the function that the command `snakemake` calls; it starts the jobs of a real
+run as that does, by the interpreter `python`. Of a workflow it knows the modules that the rules of
+this repository import, and forgets them where it runs another. Runs that get signals are started as
+a user starts them (`Project.start`).
 """
 
 import gc
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,24 +25,38 @@ from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
+LOADED_LATE = (  # by Snakemake and by the workflow, in every run
+    "pydantic",
+    "snakemake.report.html_reporter",
+    "snakemake.storage",
+    "snakemake_storage_plugin_s3",
+)
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMPORT = re.compile(r"^from (workflow\.\S+) import", re.MULTILINE)
+
 
 class Request(NamedTuple):
-    """A run: arguments, working directory, environment, and the file for what a user would see."""
+    """A run: arguments, working directory, environment, the interpreter of its jobs, and the file
+    for what a user would see.
+    """
 
     arguments: list[str]
     folder: str
     environment: dict[str, str]
+    python: str
     output: str
 
 
 def forked_run(
-    arguments: list[str], *, folder: Path, environment: dict[str, str]
+    arguments: list[str], *, folder: Path, environment: dict[str, str], python: str = sys.executable
 ) -> tuple[int, str]:
     """Return exit status, and standard output and error together. A test that is stopped meanwhile
     ends the run and all it started.
     """
     with tempfile.NamedTemporaryFile("r", suffix=".txt") as file:
-        request = Request(arguments, str(folder), environment, file.name)
+        request = Request(arguments, str(folder), environment, python, file.name)
         server = _running_server()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -70,8 +87,8 @@ def _running_server() -> "subprocess.Popen[str]":
 
 @cache
 def _server() -> "subprocess.Popen[str]":
-    """Start this file, which ends with this process; -I: it is to find no workflow. In a session of
-    its own, so that no signal for others reaches it.
+    """Start this file, which ends with this process, in a session of its own: no signal for others
+    reaches it. -I: nothing of the environment decides what it imports.
     """
     return subprocess.Popen(
         [sys.executable, "-I", __file__],
@@ -87,6 +104,7 @@ def serve(requests: Iterator[str]) -> None:
     gc.disable()
     from snakemake.cli import main
 
+    import_late()
     gc.freeze()  # a collection in a fork would copy all of it
     gc.enable()
     for line in requests:
@@ -96,6 +114,21 @@ def serve(requests: Iterator[str]) -> None:
             main()  # which exits
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def import_late() -> None:
+    """Import what every run imports after its start."""
+    sys.path.insert(0, str(REPOSITORY))
+    rules = [file.read_text(encoding="utf-8") for file in REPOSITORY.glob("workflow/rules/*.smk")]
+    for module in (*LOADED_LATE, *IMPORT.findall("".join(rules))):
+        importlib.import_module(module)
+    sys.path.pop(0)
+
+
+def forget_workflow() -> None:
+    """Let the modules of a workflow be imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "workflow"]:
+        del sys.modules[name]
 
 
 def become(request: Request) -> None:
@@ -109,7 +142,10 @@ def become(request: Request) -> None:
     os.dup2(output, 2)
     search = request.environment.get("PYTHONPATH")
     sys.path[:0] = [request.folder, *(search.split(os.pathsep) if search else [])]
+    if str(REPOSITORY / "Snakefile") not in request.arguments:
+        forget_workflow()
     sys.argv = ["snakemake", *request.arguments]
+    sys.executable = request.python
 
 
 if __name__ == "__main__":

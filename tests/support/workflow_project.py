@@ -24,8 +24,7 @@ import psutil  # type: ignore[import-untyped]
 import yaml
 
 from tests.support.dry_runs import forked_run
-from tests.support.models import tiny_llama
-from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.settings.config import merge
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -118,7 +117,7 @@ class Project:
 
     def variables(self) -> dict[str, str]:
         """Return the environment that Snakemake runs in."""
-        return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | self.environment
+        return os.environ | SETTLED | self.environment
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start Snakemake in a process group of its own, as a shell does."""
@@ -133,9 +132,14 @@ class Project:
         )
 
     def snakemake(self, *arguments: str) -> Finished:
-        """Run Snakemake to its end."""
+        """Run Snakemake to its end; it and its jobs are forked from processes that have imported
+        their packages.
+        """
         options = self.command(*arguments)[3:]  # without `python -m snakemake`
-        return Finished(*forked_run(options, folder=self.root, environment=self.variables()))
+        done = forked_run(
+            options, folder=self.root, environment=self.variables(), python=preloaded_python()
+        )
+        return Finished(*done)
 
     def run(self, *arguments: str) -> Finished:
         """Run Snakemake and expect success."""
@@ -212,6 +216,10 @@ def make_project(root: Path, **changes: Any) -> Project:
     """Write a tiny model with its tokenizer, 60 training and 12 held-out rows, and
     `config.yaml`.
     """
+    # They import torch, which not every session of tests needs.
+    from tests.support.models import tiny_llama
+    from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
+
     tiny_llama(root / "model", vocab_size=VOCAB_SIZE)
     tiny_tokenizer(root / "model")
     write_rows(root / "data" / "train.jsonl", first=0, rows=60)

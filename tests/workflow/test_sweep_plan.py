@@ -12,18 +12,15 @@ FEW, MANY = 40, 160
 
 # Counts functions of Python that are called, as a time says more of what else the machine does.
 COUNTED = """
-import sys
+from cProfile import Profile
 from snakemake.cli import main
-calls = 0
-def see(frame, event, argument):
-    global calls
-    calls += event == "call"
-sys.setprofile(see)
+profile = Profile(builtins=False)
+profile.enable()
 try:
     main()
 finally:
-    sys.setprofile(None)
-    print("calls:", calls)
+    profile.disable()
+    print("calls:", sum(function.callcount for function in profile.getstats()))
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.recordings import forked_recordings
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.benchmark.cases import model_config, requests, run_settings
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -21,11 +22,7 @@ from workflow.lib.model.architecture.shipped_shapes import known_config, known_s
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.recording.recording_process import (
-    PlanRecorder,
-    RecordingProcess,
-    recording_process,
-)
+from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import (
     Config,
     RunConfig,
@@ -127,7 +124,7 @@ def decided(promise: Promise, run: RunConfig, process: RecordingProcess | None =
 @cache
 def decisions() -> dict[str, Decision]:
     """Return what preflight decides for each preset."""
-    with recording_process() as process:
+    with forked_recordings() as process:
         return {name: decided(PROMISES[name], only_run(name), process) for name in PROMISES}
 
 

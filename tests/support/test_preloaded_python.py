@@ -1,0 +1,143 @@
+"""The command that runs stages in forks runs them as the interpreter would."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.support.preloaded_python import SETTLED, preloaded_python
+
+PROBE = """
+import json, multiprocessing, os, signal, sys, time
+
+def tell(sending):
+    sending.send(["torch" in sys.modules, os.getcwd()])
+
+def leave(number, frame):
+    print("told", number, flush=True)
+    sys.exit(7)
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["wait"]:
+        signal.signal(signal.SIGTERM, leave)
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    if sys.argv[1:] == ["die"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1:] == ["spawn"]:
+        receiving, sending = multiprocessing.Pipe(duplex=False)
+        spawned = multiprocessing.get_context("spawn").Process(target=tell, args=(sending,))
+        spawned.start()
+        print(*receiving.recv())
+        spawned.join()
+        sys.exit(spawned.exitcode)
+    names = ("PROBE", "OMP_NUM_THREADS")
+    print("on standard error", file=sys.stderr)
+    print(json.dumps({
+        "preloaded": "torch" in sys.modules,
+        "argv": sys.argv[1:],
+        "file": __file__,
+        "folder": os.getcwd(),
+        "read": sys.stdin.read(),
+        "environment": [os.environ.get(name) for name in names],
+    }))
+    sys.exit(int(os.environ.get("PROBE", 0)))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose one stage tells how it was started."""
+    root = tmp_path_factory.mktemp("checkout")
+    scripts = root / "workflow" / "scripts"
+    scripts.mkdir(parents=True)
+    for folder in (scripts.parent, scripts):
+        (folder / "__init__.py").touch()
+    (scripts / "probe.py").write_text(PROBE)
+    return root
+
+
+def command(python: str, *arguments: str) -> list[str]:
+    return [python, "-m", "workflow.scripts.probe", *arguments]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return os.environ | SETTLED | changes
+
+
+def run(
+    checkout: Path, python: str, *arguments: str, variables: Mapping[str, str]
+) -> tuple[int, str, str]:
+    done = subprocess.run(
+        command(python, *arguments),
+        cwd=checkout,
+        env=variables,
+        input="a line",
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout: Path) -> None:
+    variables = environment(PROBE="3", OMP_NUM_THREADS="2")
+    one = run(checkout, preloaded_python(), "an 'argument'", variables=variables)
+    other = run(checkout, sys.executable, "an 'argument'", variables=variables)
+    assert '"preloaded": true' in one[1]
+    assert one == (3, other[1].replace("false", "true"), "on standard error\n")
+    assert other[0] == 3
+
+
+def test_stage_in_whose_environment_packages_are_imported_otherwise_is_not_forked(
+    checkout: Path, tmp_path: Path
+) -> None:
+    variables = environment(HF_HOME=str(tmp_path))
+    assert '"preloaded": false' in run(checkout, preloaded_python(), variables=variables)[1]
+
+
+def test_what_is_no_stage_is_run_by_the_interpreter() -> None:
+    code = "import sys; print('torch' in sys.modules)"
+    done = subprocess.run([preloaded_python(), "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_death_by_a_signal_is_the_commands_own(checkout: Path) -> None:
+    status, _, _ = run(checkout, preloaded_python(), "die", variables=environment())
+    assert status == -signal.SIGKILL
+
+
+def test_what_a_stage_starts_by_multiprocessing_is_forked_too(checkout: Path) -> None:
+    done = run(checkout, preloaded_python(), "spawn", variables=environment())
+    assert done == (0, f"True {checkout}\n", "")
+
+
+def waiting(checkout: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
+    """Start a stage that waits; return the command and the stage."""
+    process = subprocess.Popen(
+        command(preloaded_python(), "wait"),
+        cwd=checkout,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, psutil.Process(int(process.stdout.readline()))
+
+
+def test_signal_to_the_command_is_one_to_the_stage(checkout: Path) -> None:
+    process, _ = waiting(checkout)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert (process.returncode, output) == (7, f"told {int(signal.SIGTERM)}\n")
+
+
+def test_stage_does_not_outlive_its_command(checkout: Path) -> None:
+    process, stage = waiting(checkout)
+    process.kill()
+    process.communicate()  # until nobody has the pipe
+    assert not stage.is_running() or stage.wait(timeout=60) is None
