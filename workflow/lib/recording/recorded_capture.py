@@ -1,4 +1,4 @@
-"""The capture of a CUDA graph on the recorded GPU: what it allocates comes from memory of its own."""
+"""The capture of a CUDA graph on the recorded GPU, which allocates in a pool of its own."""
 
 from collections.abc import Callable
 
