@@ -11,7 +11,7 @@ import pytest
 from tests.support.preflight_examples import setup
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
-from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.allocation_tape import COMPUTE, EMPTY_CACHE, Tape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.explanations import EXPLANATIONS
 from workflow.lib.planning.memory.offload_terms import offload_window
@@ -95,6 +95,7 @@ def recorded(process: RecordingProcess, levers: Setup) -> Tape:
         ALONE | KEPT,
         ALONE | {"activation_checkpointing": 2},
         ALONE | {"fused_layers": False},
+        ALONE | {"cuda_graphs": True},
         ALONE | {"attention": "sdpa"},
         ALONE | {"attention": "eager"},
         ALONE | {"double_quant": False},
@@ -130,6 +131,7 @@ def test_closed_form_says_what_the_engine_asks_for(
     assert found.allocated_bytes == found.phases[found.peak_phase] == max(found.phases.values())
     assert set(tape.terms) <= set(EXPLANATIONS)
     stay = STAY | ({"saved_activations"} if asked.products in ("float8", "int8") else set())
+    stay |= {"lora_gradients"} if asked.graphed else set()
     assert {tape.terms[x] for x in left(tape) if tape.sizes[x] > FEW_NUMBERS} <= stay
 
 
@@ -147,6 +149,24 @@ def test_tensors_are_named_by_the_code_that_makes_them(process: RecordingProcess
     levers = {"offload_layers": 2, "offload_activations": 4, "accumulates": True}
     named = {*recorded(process, chosen(**levers, trains_embedding=True)).terms}
     assert {*MAKERS.values()} <= named
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_captured_micro_batch_takes_memory_of_its_own(
+    process: RecordingProcess, accumulates: bool
+) -> None:
+    """It is the second one; its activations are all in a pool of their own, and none is left."""
+    asked = chosen(**ALONE | KEPT, cuda_graphs=True, accumulates=accumulates)
+    tape = recorded(process, LLAMA, asked)
+    begin = tape.events.index(EMPTY_CACHE)
+    assert tape.events.count(EMPTY_CACHE) == 1
+    assert tape.events[:begin].count("forward") == tape.events[begin:].count("forward") == 1
+    streams: dict[str, set[str]] = {"before": set(), "after": set()}
+    for index, event in enumerate(tape.events):
+        if isinstance(event, int) and event >= 0 and tape.terms[event] == "saved_activations":
+            streams["before" if index < begin else "after"].add(tape.streams[event])
+    assert streams == {"before": {COMPUTE}, "after": {"beside_0"}}
+    assert not {tape.terms[x] for x in left(tape)} & {"saved_activations", "adapter_casts"}
 
 
 def test_recording_is_the_same_each_time(process: RecordingProcess) -> None:

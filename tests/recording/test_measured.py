@@ -27,6 +27,8 @@ KINDS = (
     ("no_recomputation", "2986d7a"),
     ("graphs_kept", "fe03f01"),
     ("graphs_float8", "fe03f01"),
+    ("graphs_1b", "fe03f01"),
+    ("graphs_moe", "fe03f01"),
     ("wide_float8_offloaded", "0223b86"),
     ("batch_2_mostly_offloaded", "79c85ae"),
     ("hsdp", "78128dc"),

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def measured_at(speed: float) -> dict[str, Any]:
 
 
 def several(args: argparse.Namespace, asked: dict[str, Request]) -> Iterator[BenchmarkRow]:
-    return benchmark_run.several(args, asked, num_gpus=0, enough_time=True)
+    return benchmark_run.several(args, asked, partial(prepare, num_gpus=0), enough_time=True)
 
 
 def speed_of(row: BenchmarkRow) -> float:

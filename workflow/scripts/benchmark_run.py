@@ -19,8 +19,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from workflow.lib.benchmark.cases import Request, requests
 from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
 from workflow.lib.benchmark.prediction import Prepared, model_flops_per_token, prepare
 from workflow.lib.benchmark.random_base import write_random_base
+from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.config import load_benchmark, merge
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.errors import UserError
@@ -83,16 +85,18 @@ def main(args: argparse.Namespace) -> None:
     for key in [key for key in wanted if rows.get(key, {}).get("status") in FINAL]:
         logger.info("%s: measured before", wanted.pop(key).label)
     started, longest_s = time.monotonic(), 0.0
-    for keys in starts(wanted, together=args.together):
-        began = time.monotonic()
-        enough_time = args.time_limit_s - (began - started) > longest_s
-        asked = {key: wanted[key] for key in keys}
-        for row in several(args, asked, num_gpus=len(gpus), enough_time=enough_time):
-            rows[row.key] = row.as_json()
-            logger.info("%s: %s", wanted[row.key].label, summary_words(row))
-        write_jsonl(args.output, rows.values())
-        shutil.rmtree(kept_folder(args), ignore_errors=True)
-        longest_s = max(longest_s, time.monotonic() - began)
+    with recording_process() as recordings:
+        prepared = partial(prepare, num_gpus=len(gpus), recordings=recordings)
+        for keys in starts(wanted, together=args.together):
+            began = time.monotonic()
+            enough_time = args.time_limit_s - (began - started) > longest_s
+            asked = {key: wanted[key] for key in keys}
+            for row in several(args, asked, prepared, enough_time=enough_time):
+                rows[row.key] = row.as_json()
+                logger.info("%s: %s", wanted[row.key].label, summary_words(row))
+            write_jsonl(args.output, rows.values())
+            shutil.rmtree(kept_folder(args), ignore_errors=True)
+            longest_s = max(longest_s, time.monotonic() - began)
 
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
@@ -150,16 +154,22 @@ def wanted_requests(args: argparse.Namespace, *, num_gpus: int) -> list[Request]
 
 
 def several(
-    args: argparse.Namespace, wanted: Mapping[str, Request], *, num_gpus: int, enough_time: bool
+    args: argparse.Namespace,
+    wanted: Mapping[str, Request],
+    prepared: Callable[[Request], Prepared],
+    *,
+    enough_time: bool,
 ) -> Iterator[BenchmarkRow]:
-    """Yield the row of every request, measured or with the cause why not."""
+    """Yield the row of every request, measured or with the cause why not; prepared: plans and
+    predicts one.
+    """
     ready: dict[str, Prepared] = {}
     for key, request in wanted.items():
         obstacle = None if enough_time else Obstacle("not_run", "not run: out of time")
         obstacle = obstacle or _not_installed(request)
         if obstacle is None:
             try:
-                ready[key] = prepare(request, num_gpus=num_gpus)
+                ready[key] = prepared(request)
             except UserError as error:
                 obstacle = Obstacle("failed", first_line(error))
         if obstacle is not None:

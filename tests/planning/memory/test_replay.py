@@ -58,6 +58,23 @@ def test_limit_below_what_is_reserved_is_served_by_giving_back_free_pages() -> N
     assert tight.reserved_bytes <= free.reserved_bytes - PAGE
 
 
+def test_capture_takes_pages_of_its_own_after_free_ones_went_back() -> None:
+    """A first micro-batch of 30 MiB (2 pages) goes back; the captured one takes 2 pages, which the
+    update afterwards cannot use: it needs 2 more.
+    """
+    tape = Tape()
+    tape.phase("forward")
+    tape.free(tape.new(30 * MIB, "layer_workspace"))
+    tape.empty_cache()
+    tape.free(tape.new(30 * MIB, "layer_workspace", "graphs"))
+    assert replay(tape).reserved_bytes == 2 * PAGE
+    tape.phase("optimizer_step")
+    tape.free(tape.new(30 * MIB, "layer_workspace"))
+    found = replay(tape)
+    assert (found.reserved_bytes, found.allocated_bytes) == (4 * PAGE, 30 * MIB)
+    assert set(found.phases) == {"forward", "optimizer_step"}
+
+
 @pytest.mark.parametrize("missing", [MIB, 30 * MIB])
 def test_limit_below_what_is_allocated_is_lacking(missing: int) -> None:
     limit = replay(training()).allocated_bytes - missing

@@ -61,6 +61,11 @@ PROMISES = {
     "qwen3-30b-a3b-1x24gb": Promise("Qwen/Qwen3-30B-A3B", 1, "NVIDIA GeForce RTX 4090"),
     "qwen3-30b-a3b-2x24gb": Promise("Qwen/Qwen3-30B-A3B", 2, "NVIDIA GeForce RTX 4090"),
     "gpt-oss-20b-1x16gb": Promise("openai/gpt-oss-20b", 1, "NVIDIA GeForce RTX 4090"),
+    "gpt-oss-120b-4x24gb": Promise("openai/gpt-oss-120b", 4, "NVIDIA GeForce RTX 4090"),
+    "glm-4.5-air-4x24gb": Promise("zai-org/GLM-4.5-Air", 4, "NVIDIA GeForce RTX 4090"),
+    "mixtral-8x7b-2x24gb": Promise(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1", 2, "NVIDIA GeForce RTX 4090"
+    ),
 }
 
 

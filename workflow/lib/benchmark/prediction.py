@@ -1,11 +1,11 @@
 """A measurement before it is made: the run that it is, what preflight plans and predicts for it,
 and its work in FLOP.
 
-Preflight's own decision gives the plan, so a lever that it knows needs nothing here. Nothing here
-imports torch.
+Preflight's own decision gives the plan and its verdict the memory, so a lever that it knows needs
+nothing here. Nothing here imports torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.checks import check_tokens, read_machine
 from workflow.lib.planning.preflight.decision import decide
 from workflow.lib.planning.preflight.forecast import forecast
 from workflow.lib.planning.token_counts import TokenCounts
+from workflow.lib.recording.recording_process import PlanRecorder, RecordingProcess
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
@@ -47,9 +49,14 @@ class Prepared:
     """None for a peer."""
 
 
-def prepare(request: Request, *, num_gpus: int) -> Prepared:
+def prepare(
+    request: Request, *, num_gpus: int, recordings: RecordingProcess | None = None
+) -> Prepared:
     """Plan and predict a request on this machine; raises `UserError` if it cannot run here,
     whatever its memory.
+
+    recordings: predict what GPUs hold of our engine by a recording, as preflight does, and not by
+    the closed form.
     """
     device = "cuda" if request.sizes.device == "auto" and num_gpus > 0 else "cpu"
     if device == "cuda" and request.processes > num_gpus:
@@ -62,9 +69,14 @@ def prepare(request: Request, *, num_gpus: int) -> Prepared:
     check_tokens(tokens, run, shape)
     machine = read_machine(run.hardware)
     cap_bytes = _cap_bytes(request, machine)
-    decision = decide(run, shape, machine, tokens, disk_free_bytes=None)
-    forecasted = forecast(decision, run, shape, machine, tokens)
     is_ours = request.peer is None
+    record = None
+    if is_ours and recordings is not None:
+        checked = request.sizes.check_bytes
+        record = PlanRecorder(recordings, config, shape, checked=checked)
+    capped = _capped(machine, run, cap_bytes)
+    decision = decide(run, shape, capped, tokens, disk_free_bytes=None, record=record)
+    forecasted = forecast(decision, run, shape, machine, tokens)
     return Prepared(
         request=request,
         run=run,
@@ -107,6 +119,15 @@ def _cap_bytes(request: Request, machine: Machine) -> int | None:
             "Lower it, or set it to null",
         )
     return int(cap * GIB)
+
+
+def _capped(machine: Machine, run: RunConfig, cap_bytes: int | None) -> Machine:
+    """Return the machine as one of whose GPUs PyTorch may take no more than `cap_bytes`."""
+    if cap_bytes is None:
+        return machine
+    limits = budget(run.hardware, machine)
+    outside = limits.outside_allocator_bytes + limits.margin_bytes
+    return replace(machine, gpu_bytes=cap_bytes + outside)
 
 
 def imagined_tokens(request: Request, shape: ModelShape) -> TokenCounts:

@@ -50,8 +50,7 @@ class AllocationRecorder(TorchDispatchMode):
     mode.
     """
 
-    def __init__(self, gpu: RecordedGpu, tape: LayerTape, *, streams: int = 1) -> None:
-        """streams: how many multiply, one after the other: captures have one of their own."""
+    def __init__(self, gpu: RecordedGpu, tape: LayerTape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._gpu = gpu
@@ -59,9 +58,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._gathered: dict[int, list[_Storage]] = {}
         """What an operation has written by `out=`, by the first of its storages."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._multiplying: set[bool] = set()
+        self._multiplying: set[tuple[int, bool]] = set()
         self._streams: dict[int, str] = {}
-        self._streams_at_work = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
@@ -155,10 +153,12 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
         backward = torch._C._current_graph_task_id() != NO_TASK
-        if func.overloadpacket in PRODUCTS and backward not in self._multiplying:
-            # cuBLAS takes one for each thread that multiplies: that of forward, and autograd's.
-            self._multiplying.add(backward)
-            self._new(self._streams_at_work * WORKSPACE_BYTES, "cublas_workspace")
+        multiplying = (self._gpu.current_stream().stream_id, backward)
+        if func.overloadpacket in PRODUCTS and multiplying not in self._multiplying:
+            # cuBLAS takes one for each stream, and for each thread that multiplies: that of
+            # forward, and autograd's.
+            self._multiplying.add(multiplying)
+            self._new(WORKSPACE_BYTES, "cublas_workspace")
         sizes = workspaces(func, args, result)
         self.tape.free(*[self._new(size, UNNAMED) for size in sizes])
 

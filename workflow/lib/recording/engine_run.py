@@ -39,6 +39,7 @@ from workflow.lib.quantization.nf4_checkpoint import quantizable_linears
 from workflow.lib.recording.allocation_recorder import AllocationRecorder
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.phases import Phases
+from workflow.lib.recording.recorded_capture import RecordedCapture
 from workflow.lib.recording.recorded_gpu import recorded_gpu
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
 from workflow.lib.recording.request import Request
@@ -49,7 +50,7 @@ from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
 from workflow.lib.training.loop import backward, clip_gradients, make_optimizer
-from workflow.lib.training.micro_batch_graphs import forward_backward
+from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseAdam
 
 # `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
@@ -97,10 +98,9 @@ def _repeated(request: Request, described: "_Described") -> Tape | None:
 def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> LayerTape:
     """Record a model of these layers alone."""
     gpu, tape = recorded_gpu(), LayerTape()
-    streams = 2 if request.setup.graphed else 1
     with _fake_world(request.setup) as world:
         run = _Run(request, described, numbers, world)
-        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape, streams=streams) as recorder:
+        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape) as recorder:
             run.load(recorder)
             if request.checked:
                 tape.phase(CHECKS)
@@ -108,10 +108,11 @@ def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> L
             tape.phase(LOAD)
             optimizer = make_optimizer(run.training, TrainConfig(optimizer=request.setup.optimizer))
             run.training.train()
-            count = 2 if request.setup.keeps_gradients else 1
+            count = 2 if request.setup.accumulates else 1
+            first = count if request.setup.graphed else 1  # what is captured has run before
             for number in range(STEPS):
                 with _no_garbage():
-                    run.step(optimizer, tape, micro_batches=count if number else 1)
+                    run.step(optimizer, tape, micro_batches=count if number else first)
             tape.end()
     return tape
 
@@ -170,6 +171,7 @@ class _Run:
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
+        self._graphs: MicroBatchGraphs | None = None
 
     def load(self, recorder: AllocationRecorder) -> None:
         """Allocate what training builds, without values."""
@@ -185,6 +187,9 @@ class _Run:
             self._laid_out.offloaded_layers.allocate_()
         if self._setup.offload_embedding:
             self.training.rows_of = self._embedding_rows
+        if self._setup.graphed:
+            capture = partial(RecordedCapture, recorder.tape)
+            self._graphs = MicroBatchGraphs(self.training, capture)
         Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
@@ -210,7 +215,7 @@ class _Run:
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
-            run = partial(forward_backward, training)
+            run = self._graphs or partial(forward_backward, training)
             loss = backward(run, batches, trained_tokens=1, factor=1.0, device=device)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
@@ -220,7 +225,7 @@ class _Run:
         dist.all_reduce(loss)
         optimizer.begin(unless=~(loss.isfinite() & norm.isfinite() & (norm > 0)))
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=self._graphs is None)
 
     def _batch(self, rows: int) -> MicroBatch:
         """Rows of one document each, all of whose tokens are trained; on the device."""

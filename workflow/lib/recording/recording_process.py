@@ -61,14 +61,21 @@ class PlanRecorder:
     """Records plans of one model, for preflight's verdict; each once, whoever asks."""
 
     def __init__(
-        self, process: RecordingProcess, config: Mapping[str, Any], shape: ModelShape
+        self,
+        process: RecordingProcess,
+        config: Mapping[str, Any],
+        shape: ModelShape,
+        *,
+        checked: bool = True,
     ) -> None:
-        """config: the model's config.json."""
+        """config: the model's config.json; checked: after the start-up checks."""
         self._process, self._config, self._shape = process, config, shape
+        self._checked = checked
 
     def __call__(self, setup: Setup) -> Tape:
         """Return what a process of the plan asks of a GPU's allocator; raises as
         `RecordingProcess.record` does.
         """
-        request = Request(self._config, setup, offload_window(self._shape, setup))
+        window = offload_window(self._shape, setup)
+        request = Request(self._config, setup, window, checked=self._checked)
         return kept_or_made(request, lambda: self._process.record(request))

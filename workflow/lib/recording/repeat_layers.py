@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE, Tape
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.some_layers import EDGE, stand_ins, surroundings
 
@@ -128,7 +128,9 @@ class _Repetition:
         """Write the events of a layer, which are those of its stand-in."""
         old_layer = layer if layer == NONE else self._stand_ins[layer]
         for event in part.layers.get(old_layer, ()):
-            if isinstance(event, str):
+            if event == EMPTY_CACHE:
+                self._new.empty_cache()
+            elif isinstance(event, str):
                 self._new.phase(event)
             elif event < 0:
                 self._release(~event, old_layer, layer)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.layers.nf4_linear import NF4Linear
-from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, EMPTY_CACHE, LOAD, Tape
 
 UNNAMED = "layer_workspace"
 SCALES = ("absmax", "nested_absmax")
@@ -92,7 +92,7 @@ def name_terms(tape: Tape) -> None:
     phase = LOAD
     for event in tape.events:
         if isinstance(event, str):
-            phase = event
+            phase = phase if event == EMPTY_CACHE else event
         elif event >= 0:
             made[event] = phase
         else:

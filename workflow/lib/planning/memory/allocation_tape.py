@@ -6,13 +6,14 @@ A tensor is a number. A tape is recorded from the engine (`lib/recording`) and r
 
 COMPUTE = "compute"  # the stream of all but communication
 LOAD, CHECKS = "load", "check"  # phases before the first step
+EMPTY_CACHE = "empty_cache"  # an event: free pages go back to the GPU
 STEPS = 2
 """That are recorded: the second is the first that begins as all others do."""
 
 
 class Tape:
     """Events in their order: a tensor's number where it is made, its complement where it is
-    released, a phase's name.
+    released, a phase's name where it begins, `EMPTY_CACHE`.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,10 @@ class Tape:
     def phase(self, name: str) -> None:
         """What follows belongs to this phase."""
         self._add(name)
+
+    def empty_cache(self) -> None:
+        """Give free pages back to the GPU, as `torch.cuda.empty_cache` does."""
+        self._add(EMPTY_CACHE)
 
     def new(self, num_bytes: float, term: str, stream: str = COMPUTE) -> int:
         """Make a tensor; return its number."""

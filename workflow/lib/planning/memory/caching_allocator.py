@@ -114,11 +114,21 @@ class CachingAllocator:
         block.used = False
         _give_back(block)
 
+    def empty_cache(self) -> None:
+        """Give all whole pages of free blocks back to the GPU."""
+        for pool in self._pools.values():
+            for _, address in list(pool.free):
+                block = pool.at[address]
+                start = -(-address // pool.page) * pool.page
+                stop = (address + block.size) // pool.page * pool.page
+                if start < stop:
+                    self._unmap(block, start, stop)
+
     def _grown(self, pool: _Pool, size: int) -> Block:
         """Return a free block of at least `size` bytes for which pages were taken."""
         asked = _asked(size)
         if self._limit is not None and self.reserved + asked > self._limit:
-            self._unmap_free_pages()
+            self.empty_cache()
             self.lacking = max(self.lacking, self.reserved + asked - self._limit)
         block = _first_room(pool, size)
         if not block.mapped:
@@ -141,16 +151,6 @@ class CachingAllocator:
         self.reserved += block.size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return _give_back(block)
-
-    def _unmap_free_pages(self) -> None:
-        """Give all whole pages of free blocks back to the GPU."""
-        for pool in self._pools.values():
-            for _, address in list(pool.free):
-                block = pool.at[address]
-                start = -(-address // pool.page) * pool.page
-                stop = (address + block.size) // pool.page * pool.page
-                if start < stop:
-                    self._unmap(block, start, stop)
 
     def _unmap(self, block: Block, start: int, stop: int) -> None:
         pool = block.pool

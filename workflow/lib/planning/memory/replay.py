@@ -9,7 +9,7 @@ a moment. It gives the verdict on one plan.
 from dataclasses import dataclass
 from itertools import islice
 
-from workflow.lib.planning.memory.allocation_tape import CHECKS, LOAD, Tape
+from workflow.lib.planning.memory.allocation_tape import CHECKS, EMPTY_CACHE, LOAD, Tape
 from workflow.lib.planning.memory.caching_allocator import Block, CachingAllocator, rounded
 from workflow.lib.planning.memory.terms import Terms
 
@@ -38,7 +38,9 @@ def replay(tape: Tape, *, limit_bytes: int | None = None) -> Replay:
     blocks: dict[int, Block] = {}
     phases, phase, moment = {LOAD: 0}, LOAD, 0
     for index, event in enumerate(tape.events):
-        if isinstance(event, str):
+        if event == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif isinstance(event, str):
             phase = event
             phases.setdefault(phase, 0)
         elif event < 0:

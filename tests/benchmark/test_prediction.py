@@ -1,0 +1,89 @@
+"""What is predicted for a case on GPUs that are only imagined: what preflight's verdict says."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from workflow.lib.benchmark import prediction
+from workflow.lib.benchmark.cases import Request, requests
+from workflow.lib.benchmark.prediction import Prepared, prepare
+from workflow.lib.planning.machine import imagined_machine
+from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.recording import recording_process as recordings
+from workflow.lib.recording.request import Request as Recorded
+from workflow.lib.settings.config import load_benchmark
+from workflow.lib.system.gpu_models import parse_gpu
+from workflow.lib.system.units import GIB
+
+SIZES = {"seq_len": 1024, "micro_batch_size": 4, "check_bytes": False, "processes": [2]}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[recordings.RecordingProcess]:
+    with recordings.recording_process() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = imagined_machine(2, parse_gpu("H200", setting="gpus"))
+    monkeypatch.setattr(prediction, "read_machine", lambda _: machine)
+
+
+def request_of(case: str, **sizes: Any) -> Request:
+    (found,) = requests(
+        load_benchmark({"benchmark": SIZES | {"cases": [case]} | sizes}), num_gpus=2
+    )
+    return found
+
+
+def prepared(process: recordings.RecordingProcess, case: str, **sizes: Any) -> Prepared:
+    return prepare(request_of(case, **sizes), num_gpus=2, recordings=process)
+
+
+def test_predicted_memory_is_that_of_the_recording(process: recordings.RecordingProcess) -> None:
+    found = prepared(process, "flash")
+    assert found.setup is not None
+    assert found.predicted is not None
+    record = recordings.PlanRecorder(process, found.config, found.shape, checked=False)
+    peaks = replay(record(found.setup))
+    assert found.predicted.peak_bytes == peaks.allocated_bytes
+    assert found.predicted.reserved_bytes == peaks.reserved_bytes
+    assert found.predicted.phases == peaks.phases
+    closed = prepare(request_of("flash"), num_gpus=2).predicted
+    assert closed is not None
+    assert closed.peak_bytes != found.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_recording_is_made_after_the_checks_that_the_case_makes(checked: bool) -> None:
+    """What cannot be recorded is predicted by the closed form."""
+    asked: list[Recorded] = []
+
+    class Refusing:
+        def record(self, request: Recorded) -> Tape:
+            asked.append(request)
+            raise NotRecordedError("this model cannot be recorded")
+
+    found = prepared(cast(Any, Refusing()), "flash", seq_len=992, check_bytes=checked)
+    closed = prepare(request_of("flash", seq_len=992), num_gpus=2)
+    assert [request.checked for request in asked] == [checked]
+    assert found.predicted == closed.predicted
+
+
+def test_cap_bounds_what_is_predicted_to_be_reserved(process: recordings.RecordingProcess) -> None:
+    sizes = {"model": "meta-llama/Llama-3.2-1B", "layers": 6, "micro_batch_size": 1}
+    free = prepared(process, "flash", **sizes, check_bytes=True).predicted
+    assert free is not None
+    cap = (free.peak_bytes + free.reserved_bytes) / 2 / GIB
+    capped = prepared(process, "flash", **sizes, check_bytes=True, memory_cap_gib=cap).predicted
+    assert capped is not None
+    assert capped.peak_bytes == free.peak_bytes
+    assert capped.reserved_bytes <= cap * GIB < free.reserved_bytes
+
+
+def test_other_software_is_not_predicted(process: recordings.RecordingProcess) -> None:
+    assert prepared(process, "trl_fsdp2").predicted is None
