@@ -18,6 +18,8 @@ from transformers import PretrainedConfig
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.trained_modules import trained_parts
 
+IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
+
 
 @dataclass(frozen=True)
 class OutputHead:

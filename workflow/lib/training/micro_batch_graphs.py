@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.chunked_loss import IGNORED
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 
 logger = logging.getLogger("workflow")
 
-IGNORED = -100  # a target that torch's cross_entropy leaves out
 SIZES = 4  # of trained tokens at most: each has a graph of its own
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
