@@ -48,7 +48,8 @@ from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
-from workflow.lib.training.loop import backward, clip_gradients, make_optimizer
+from workflow.lib.training.gradients import LossSum, clip_gradients
+from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -211,10 +212,12 @@ class _Run:
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             run = partial(forward_backward, training)
-            loss = backward(run, batches, trained_tokens=1, factor=1.0, device=device)
+            losses = LossSum(run, trained_tokens=1, factor=1.0, device=device)
+            losses.add(batches)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
         tape.follows_tensors = True
+        loss = losses.value()
         sum_copies_(training)
         norm = clip_gradients(optimizer, max_norm=1.0)
         dist.all_reduce(loss)

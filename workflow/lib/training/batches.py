@@ -30,6 +30,22 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
     return costs
 
 
+class RowCosts:
+    """The attention costs of a store's rows, each computed when a step first takes the row."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+        self._known = np.full(store.num_rows, -1, dtype=np.int64)
+
+    def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the costs (rows,) of these rows."""
+        new = rows[self._known[rows] < 0]
+        if len(new):
+            self._known[new] = attention_costs(self._store.position_ids[new])
+        costs: npt.NDArray[np.int64] = self._known[rows]
+        return costs
+
+
 def process_rows(
     rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
 ) -> npt.NDArray[np.int64]:
