@@ -39,7 +39,7 @@ def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) ->
         numerics = Numerics(torch.bfloat16, attention, levers.get("products", "compute_dtype"))
         model = build_training_model(base, config, plan, world, numerics=numerics)
         capture = CudaCapture if graphed == "yes" else lambda: lambda function: function
-        graphs = None if graphed == "no" else MicroBatchGraphs(model.training, capture)
+        graphs = None if graphed == "no" else MicroBatchGraphs(model.training, world, capture)
         store = random_store(rows=ROWS, seq_len=SEQ_LEN)
         optimizer = make_optimizer(model.training, config.train)
         trainer = Trainer(model.training, optimizer, store, config.train, 2, world, graphs)

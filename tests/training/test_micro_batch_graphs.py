@@ -13,7 +13,7 @@ import torch
 
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -23,6 +23,8 @@ from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, f
 
 Function = Callable[[], torch.Tensor]
 SLOPE = torch.tensor(0.25)
+NOTHING: Any = None
+ALONE = World(0, 1, torch.device("cpu"), NOTHING, NOTHING)
 
 
 class Captures:
@@ -86,8 +88,8 @@ def gradients(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
 
 def run(base: Path, captures: Captures | None) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
     training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
-    graphs = None if captures is None else MicroBatchGraphs(training, lambda: captures)
     with process_group("cpu", timeout_s=60.0) as world:
+        graphs = None if captures is None else MicroBatchGraphs(training, world, lambda: captures)
         metrics = list(
             Trainer(
                 training,
@@ -125,7 +127,7 @@ def test_what_cannot_be_captured_runs_as_ever(
 
 def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for documents in (1, 2, 3, 1, 2):  # 4 and 6 documents have room in one layout
         graphs(batch(documents=documents), SLOPE)
     assert (captures.count, captures.replays) == (2, 3)
@@ -133,7 +135,7 @@ def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMFor
 
 def test_more_documents_than_there_is_room_for_begin_anew(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     expected = [forward_backward(adapted_like(training), batch(documents=n), SLOPE) for n in (2, 9)]
     for number, documents in ((0, 2), (0, 2), (1, 9), (1, 9), (0, 2)):
         loss = graphs(batch(documents=documents), SLOPE)
@@ -151,7 +153,7 @@ def test_a_micro_batch_without_a_trained_token_has_no_gradient(
     training: CausalLMForTraining,
 ) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     losses = [graphs(batch(trained=0), SLOPE) for _ in range(2)]
     assert captures.replays == 1
     assert not any(losses)
@@ -159,7 +161,7 @@ def test_a_micro_batch_without_a_trained_token_has_no_gradient(
 
 
 def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> None:
-    graphs = MicroBatchGraphs(training, Captures)
+    graphs = MicroBatchGraphs(training, ALONE, Captures)
     for _ in range(2):
         graphs(batch(), SLOPE)
     training.zero_grad(set_to_none=True)
@@ -169,7 +171,7 @@ def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> N
 
 def test_released_graphs_are_captured_anew(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for _ in range(2):
         graphs(batch(), SLOPE)
     graphs.release()
@@ -191,7 +193,7 @@ def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(
         seen.append(len(kept or {}))
         return function
 
-    graphs = MicroBatchGraphs(training, lambda: capture)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: capture)
     with training.adapters.unchanged():
         kept = training.adapters.casts()
         assert kept is not None

@@ -9,6 +9,7 @@ All functions that communicate are collective over `group`, the processes that s
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -142,12 +143,26 @@ class SlicedCrossEntropy(LinearCrossEntropy):
     def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
         super().__init__(head)
         self._group = group
+        self._equal_rows = False
+
+    def chunk_rows(self) -> int:
+        """Return the rows of this process in a chunk."""
+        return chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+
+    @contextmanager
+    def equal_rows(self) -> Iterator[None]:
+        """Within the block all processes have equally many rows, so none asks the others."""
+        self._equal_rows = True
+        try:
+            yield
+        finally:
+            self._equal_rows = False
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk of the loss of `num_rows` rows. Collective."""
         # every process takes part in every chunk, so all make as many as the one with most rows
-        num_rows = largest_count(num_rows)
-        size = chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+        num_rows = num_rows if self._equal_rows else largest_count(num_rows)
+        size = self.chunk_rows()
         for start in range(0, num_rows, size):
             yield slice(start, min(start + size, num_rows))
 

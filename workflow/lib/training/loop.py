@@ -217,6 +217,7 @@ class Trainer:
             chain.from_iterable(self._rows_of(step).groups for step in steps),
             device=self.world.device,
             look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
+            stay_on_host=self.graphs is not None,  # these copy them where a graph reads them
         )
 
     @cached_property
