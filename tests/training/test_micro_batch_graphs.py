@@ -2,7 +2,6 @@
 itself.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.captures import ALONE, Captures, Function
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
-from workflow.lib.distributed.world import World, process_group
+from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -21,28 +21,7 @@ from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
 
-Function = Callable[[], torch.Tensor]
 SLOPE = torch.tensor(0.25)
-NOTHING: Any = None
-ALONE = World(0, 1, torch.device("cpu"), NOTHING, NOTHING)
-
-
-class Captures:
-    """Stands for a GPU's captures, and counts them."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        self.count, self.replays, self._fails = 0, 0, fails
-
-    def __call__(self, function: Function) -> Replay:
-        self.count += 1
-        if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            return function()
-
-        return replay
 
 
 @pytest.fixture(scope="module")
