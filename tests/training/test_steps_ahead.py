@@ -97,12 +97,15 @@ def test_experts_rows_are_counted_with_the_step_that_they_belong_to(tmp_path: Pa
 
 
 def diverged(base: Path, place: str, graphs: bool) -> str:
-    """Train with a layer that gives NaN from the second step on; return the message."""
-    training, passes = adapted(base, r=4), [0]
-    training.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    """Train with a layer that gives NaN for the rows of the second step alone; return the
+    message.
+    """
+    training, rows = adapted(base, r=4), list[torch.Tensor]()
+    training.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].input_ids.clone()))
 
     def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if passes[0] <= MICRO_BATCHES:
+        of_second_step = rows[MICRO_BATCHES : 2 * MICRO_BATCHES]
+        if not any(torch.equal(rows[-1], ids) for ids in of_second_step):
             return None
         if place == "forward":
             return output * math.nan
