@@ -112,6 +112,33 @@ def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMFor
     assert (captures.count, captures.replays) == (2, 3)
 
 
+def test_graphs_make_room_for_a_layout_that_python_launches(training: CausalLMForTraining) -> None:
+    """Both would not fit where one is planned for. They are captured anew when they are needed."""
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    for documents, count in ((1, 0), (1, 1), (2, 1), (1, 2), (2, 3), (1, 3)):
+        graphs(batch(documents=documents), SLOPE)
+        assert captures.count == count
+
+
+def test_embedding_rows_of_each_micro_batch_are_those_that_a_graph_reads(base: Path) -> None:
+    training = adapted(base, r=4)
+    table = torch.randn(50, training.peft_model.get_base_model().config.hidden_size)
+    training.rows_of = lambda ids: table[ids]
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    losses = []
+    for number in range(3):
+        plain = batch()
+        ids = (plain.input_ids + number) % 50
+        looked_up = replace(plain, input_ids=ids, embedded=table[ids.flatten()])
+        losses.append((graphs(looked_up, SLOPE), forward_backward(training, looked_up, SLOPE)))
+    assert captures.replays == 2
+    for replayed, expected in losses:
+        torch.testing.assert_close(replayed, expected)
+    assert losses[1][0] != losses[2][0]
+
+
 def test_more_documents_than_there_is_room_for_begin_anew(training: CausalLMForTraining) -> None:
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
