@@ -116,8 +116,8 @@ def test_graphs_make_room_for_a_layout_that_python_launches(training: CausalLMFo
     """Both would not fit where one is planned for. They are captured anew when they are needed."""
     captures = Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
-    for documents, count in ((1, 0), (1, 1), (2, 1), (1, 2), (2, 3), (1, 3)):
-        graphs(batch(documents=documents), SLOPE)
+    for rows, count in ((2, 0), (2, 1), (1, 1), (2, 2), (1, 3), (2, 3)):
+        graphs(batch(documents=1, rows=rows), SLOPE)
         assert captures.count == count
 
 
