@@ -31,7 +31,7 @@ from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.training.batches import make_batch
-from workflow.lib.training.loop import backward
+from workflow.lib.training.gradients import LossSum
 from workflow.lib.training.micro_batch_graphs import forward_backward
 
 ROWS, SEQ_LEN = 2, 64
@@ -147,7 +147,7 @@ def test_nothing_of_a_micro_batch_is_held_after_its_backward(folders: tuple[Path
 
     with Recorder([*training.parameters(), *training.buffers()]) as seen:
         run = partial(forward_backward, training)
-        backward(run, taken(), trained_tokens=9, factor=1.0, device=torch.device("cpu"))
+        LossSum(run, trained_tokens=9, factor=1.0, device=torch.device("cpu")).add(taken())
     hidden_size = training.peft_model.get_base_model().config.hidden_size
     assert max(left) < ROWS * SEQ_LEN * hidden_size  # half a hidden state in bf16
 

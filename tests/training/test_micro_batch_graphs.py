@@ -2,7 +2,6 @@
 itself.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.captures import ALONE, Captures, Function
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
 from workflow.lib.distributed.world import process_group
@@ -21,26 +21,7 @@ from workflow.lib.training.batches import make_batch
 from workflow.lib.training.loop import StepMetrics, Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, Replay, forward_backward
 
-Function = Callable[[], torch.Tensor]
 SLOPE = torch.tensor(0.25)
-
-
-class Captures:
-    """Stands for a GPU's captures, and counts them."""
-
-    def __init__(self, *, fails: bool = False) -> None:
-        self.count, self.replays, self._fails = 0, 0, fails
-
-    def __call__(self, function: Function) -> Replay:
-        self.count += 1
-        if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-        def replay() -> torch.Tensor:
-            self.replays += 1
-            return function()
-
-        return replay
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +67,8 @@ def gradients(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
 
 def run(base: Path, captures: Captures | None) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
     training, config = adapted(base, r=4), settings(max_grad_norm=CLIP)
-    graphs = None if captures is None else MicroBatchGraphs(training, lambda: captures)
     with process_group("cpu", timeout_s=60.0) as world:
+        graphs = None if captures is None else MicroBatchGraphs(training, world, lambda: captures)
         metrics = list(
             Trainer(
                 training,
@@ -125,15 +106,42 @@ def test_what_cannot_be_captured_runs_as_ever(
 
 def test_each_layout_is_captured_at_its_second_micro_batch(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for documents in (1, 2, 3, 1, 2):  # 4 and 6 documents have room in one layout
         graphs(batch(documents=documents), SLOPE)
     assert (captures.count, captures.replays) == (2, 3)
 
 
+def test_graphs_make_room_for_a_layout_that_python_launches(training: CausalLMForTraining) -> None:
+    """Both would not fit where one is planned for. They are captured anew when they are needed."""
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    for rows, count in ((2, 0), (2, 1), (1, 1), (2, 2), (1, 3), (2, 3)):
+        graphs(batch(documents=1, rows=rows), SLOPE)
+        assert captures.count == count
+
+
+def test_embedding_rows_of_each_micro_batch_are_those_that_a_graph_reads(base: Path) -> None:
+    training = adapted(base, r=4)
+    table = torch.randn(50, training.peft_model.get_base_model().config.hidden_size)
+    training.rows_of = lambda ids: table[ids]
+    captures = Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    losses = []
+    for number in range(3):
+        plain = batch()
+        ids = (plain.input_ids + number) % 50
+        looked_up = replace(plain, input_ids=ids, embedded=table[ids.flatten()])
+        losses.append((graphs(looked_up, SLOPE), forward_backward(training, looked_up, SLOPE)))
+    assert captures.replays == 2
+    for replayed, expected in losses:
+        torch.testing.assert_close(replayed, expected)
+    assert losses[1][0] != losses[2][0]
+
+
 def test_more_documents_than_there_is_room_for_begin_anew(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     expected = [forward_backward(adapted_like(training), batch(documents=n), SLOPE) for n in (2, 9)]
     for number, documents in ((0, 2), (0, 2), (1, 9), (1, 9), (0, 2)):
         loss = graphs(batch(documents=documents), SLOPE)
@@ -151,7 +159,7 @@ def test_a_micro_batch_without_a_trained_token_has_no_gradient(
     training: CausalLMForTraining,
 ) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     losses = [graphs(batch(trained=0), SLOPE) for _ in range(2)]
     assert captures.replays == 1
     assert not any(losses)
@@ -159,7 +167,7 @@ def test_a_micro_batch_without_a_trained_token_has_no_gradient(
 
 
 def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> None:
-    graphs = MicroBatchGraphs(training, Captures)
+    graphs = MicroBatchGraphs(training, ALONE, Captures)
     for _ in range(2):
         graphs(batch(), SLOPE)
     training.zero_grad(set_to_none=True)
@@ -169,7 +177,7 @@ def test_gradients_that_are_gone_are_noticed(training: CausalLMForTraining) -> N
 
 def test_released_graphs_are_captured_anew(training: CausalLMForTraining) -> None:
     captures = Captures()
-    graphs = MicroBatchGraphs(training, lambda: captures)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
     for _ in range(2):
         graphs(batch(), SLOPE)
     graphs.release()
@@ -191,7 +199,7 @@ def test_nothing_that_was_made_of_adapters_before_is_read_by_a_graph(
         seen.append(len(kept or {}))
         return function
 
-    graphs = MicroBatchGraphs(training, lambda: capture)
+    graphs = MicroBatchGraphs(training, ALONE, lambda: capture)
     with training.adapters.unchanged():
         kept = training.adapters.casts()
         assert kept is not None

@@ -203,7 +203,7 @@ def continued(checkpoints: Path, run: TrainingRun, pulse: Pulse) -> Course:
     best = open_best(checkpoints, settings, journal.rows, world=world)
     if resumed.step:
         logger.info("continuing after step %d of %d", resumed.step, num_steps)
-    graphs = MicroBatchGraphs(training) if run.plan.cuda_graphs else None
+    graphs = MicroBatchGraphs(training, world) if run.plan.cuda_graphs else None
     trainer = Trainer(training, optimizer, run.store, settings, micro_batch_size, world, graphs)
     return Course(
         trainer=trainer,

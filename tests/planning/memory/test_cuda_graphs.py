@@ -29,10 +29,9 @@ def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("levers", "words"),
     [
-        ({"processes": 2}, "several GPUs"),
+        ({"processes": 16, "nodes": 2}, "machines exchange"),
         ({"offload_activations": True}, "activations wait"),
         ({"offload_layers": 1}, "weights of layers"),
-        ({"offload_embedding": True}, "embedding rows"),
         ({"trains_head": True}, "trained whole"),
         ({"dora": True}, "DoRA"),
         ({"attention": "flex"}, "attention by flex"),
@@ -46,6 +45,13 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words
     assert graphed().graph_obstacle is None
     without = replace(refused, cuda_graphs=False)
     assert predict(tiny, refused).phases == predict(tiny, without).phases
+
+
+@pytest.mark.parametrize("levers", [{"processes": 2}, {"offload_embedding": True}], ids=str)
+def test_several_gpus_of_a_machine_have_graphs_and_so_have_looked_up_embeddings(
+    levers: dict[str, Any],
+) -> None:
+    assert graphed(**levers).graphed
 
 
 def test_graphs_do_not_wait_for_python() -> None:

@@ -221,7 +221,7 @@ def _train(
         config.train,
         plan.micro_batch_size,
         world,
-        MicroBatchGraphs(model.training) if plan.cuda_graphs else None,
+        MicroBatchGraphs(model.training, world) if plan.cuda_graphs else None,
     )
     count = plan.num_steps
 

@@ -9,6 +9,7 @@ All functions that communicate are collective over `group`, the processes that s
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,12 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     exchanged_rows,
     vocabulary_slices,
 )
-from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
+from workflow.lib.model.chunked_loss import (
+    IGNORED,
+    LinearCrossEntropy,
+    OutputHead,
+    TrainedHead,
+)
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.device_types import GPUS
@@ -31,7 +37,6 @@ from workflow.lib.system.device_types import GPUS
 # Named anew in torch 2.13; the old names warn there.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-NOBODY = -1  # the target of a row that is only padding
 
 
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -138,12 +143,26 @@ class SlicedCrossEntropy(LinearCrossEntropy):
     def __init__(self, head: OutputHead, group: dist.ProcessGroup) -> None:
         super().__init__(head)
         self._group = group
+        self._equal_rows = False
+
+    def chunk_rows(self) -> int:
+        """Return the rows of this process in a chunk."""
+        return chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+
+    @contextmanager
+    def equal_rows(self) -> Iterator[None]:
+        """Within the block all processes have equally many rows, so none asks the others."""
+        self._equal_rows = True
+        try:
+            yield
+        finally:
+            self._equal_rows = False
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk of the loss of `num_rows` rows. Collective."""
         # every process takes part in every chunk, so all make as many as the one with most rows
-        num_rows = largest_count(num_rows)
-        size = chunk_rows(self._group.size(), vocab_size=self.head.vocab_size)
+        num_rows = num_rows if self._equal_rows else largest_count(num_rows)
+        size = self.chunk_rows()
         for start in range(0, num_rows, size):
             yield slice(start, min(start + size, num_rows))
 
@@ -166,19 +185,19 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         """
         count, group = rows.stop - rows.start, self._group
         own_states = _padded(hidden[rows], count, fill=0)
-        all_targets = _gathered(_padded(targets[rows], count, fill=NOBODY), group)
+        all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
         states = _gathered(own_states, group)
         leaf, logits = self.leaf_and_logits(states, trained)
         assert isinstance(self.head.module, SlicedHead)
         columns = _TargetColumns(all_targets, local_range(self.head.module.weight))
         log_sums, chosen = _over_slices(logits.detach(), columns, group)
-        losses = (log_sums - chosen).masked_fill(all_targets == NOBODY, 0.0)
+        losses = (log_sums - chosen).masked_fill(all_targets == IGNORED, 0.0)
         loss = losses[group.rank() * count :][:count].sum()
         if not torch.is_grad_enabled():
             return loss, None
         slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
         columns.subtract_one_(slope)
-        slope.masked_fill_((all_targets == NOBODY)[:, None], 0.0)
+        slope.masked_fill_((all_targets == IGNORED)[:, None], 0.0)
         part = torch.autograd.grad(logits, leaf, slope)[0]
         if trained is not None:
             part = trained.backward(states, part)

@@ -8,6 +8,7 @@ before the product (TRL's chunked_nll).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
 from workflow.lib.model.trained_modules import trained_parts
+
+IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,17 @@ class LinearCrossEntropy(nn.Module):
         )
         return loss
 
+    def chunk_rows(self) -> int:
+        """Return the rows of a chunk."""
+        return chunk_rows(1, vocab_size=self.head.vocab_size)
+
+    def equal_rows(self) -> AbstractContextManager[None]:
+        """Within the block all processes have equally many rows, so none asks the others."""
+        return nullcontext()
+
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk of the loss of `num_rows` rows."""
-        size = chunk_rows(1, vocab_size=self.head.vocab_size)
+        size = self.chunk_rows()
         # The head runs even for no rows: FSDP counts on it.
         for start in range(0, max(1, num_rows), size):
             yield slice(start, start + size)

@@ -49,7 +49,8 @@ from workflow.lib.settings.config import LoraSettings, TrainConfig
 from workflow.lib.system.compute_choice import FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
-from workflow.lib.training.loop import backward, clip_gradients, make_optimizer
+from workflow.lib.training.gradients import LossSum, clip_gradients
+from workflow.lib.training.loop import make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -189,7 +190,7 @@ class _Run:
             self.training.rows_of = self._embedding_rows
         if self._setup.graphed:
             capture = partial(RecordedCapture, recorder.tape)
-            self._graphs = MicroBatchGraphs(self.training, capture)
+            self._graphs = MicroBatchGraphs(self.training, self._world, capture)
         Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
@@ -200,7 +201,7 @@ class _Run:
         self.training.eval()
         tape.follows_tensors = False
         with forward_only(self.training):
-            self.training(self._batch(1))
+            self.training(self._batch(1).to(self._world.device))
             tape.layer = NONE
         recorder.note_resized()
         for number, unit in enumerate(self._laid_out.units):
@@ -213,13 +214,17 @@ class _Run:
         """Take a step as `loop.Trainer` does."""
         training, device = self.training, self._world.device
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
+        if self._graphs is None:  # graphs copy them to the device
+            batches = (batch.to(device) for batch in batches)
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             run = self._graphs or partial(forward_backward, training)
-            loss = backward(run, batches, trained_tokens=1, factor=1.0, device=device)
+            losses = LossSum(run, trained_tokens=1, factor=1.0, device=device)
+            losses.add(batches)
             tape.layer = NONE  # what was made of adapters is freed now, of all layers
         tape.phase("optimizer_step")
         tape.follows_tensors = True
+        loss = losses.value()
         sum_copies_(training)
         norm = clip_gradients(optimizer, max_norm=1.0)
         dist.all_reduce(loss)
@@ -228,7 +233,7 @@ class _Run:
         optimizer.zero_grad(set_to_none=self._graphs is None)
 
     def _batch(self, rows: int) -> MicroBatch:
-        """Rows of one document each, all of whose tokens are trained; on the device."""
+        """Rows of one document each, all of whose tokens are trained; in host memory."""
         ids = torch.zeros(rows, self._setup.seq_len, dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
@@ -240,7 +245,7 @@ class _Run:
         )
         if self._setup.offload_embedding:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
-        return batch.to(self._world.device)
+        return batch
 
     def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (n, hidden) of ids (n,), as they come from host memory."""

@@ -30,6 +30,22 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
     return costs
 
 
+class RowCosts:
+    """The attention costs of a store's rows, each computed when a step first takes the row."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+        self._known = np.full(store.num_rows, -1, dtype=np.int64)
+
+    def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the costs (rows,) of these rows."""
+        new = rows[self._known[rows] < 0]
+        if len(new):
+            self._known[new] = attention_costs(self._store.position_ids[new])
+        costs: npt.NDArray[np.int64] = self._known[rows]
+        return costs
+
+
 def process_rows(
     rows: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], *, rank: int, size: int
 ) -> npt.NDArray[np.int64]:
@@ -61,11 +77,13 @@ def micro_batches(
     *,
     device: torch.device,
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    stay_on_host: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield a micro-batch on `device` for each group of rows; the next one is being made
     meanwhile.
 
-    look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,).
+    look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
+    yield them in page-locked host memory instead.
     """
 
     def load(group: RowGroup) -> MicroBatch:
@@ -75,15 +93,18 @@ def micro_batches(
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
         return batch.pinned() if device.type == "cuda" else batch
 
+    def placed(batch: MicroBatch) -> MicroBatch:
+        # copied by the computing stream: the step that uses it comes after it in the queue
+        return batch if stay_on_host else batch.to(device)
+
     ahead: Future[MicroBatch] | None = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as thread:
         for group in groups:
             current, ahead = ahead, thread.submit(load, group)
             if current is not None:
-                # copied by the computing stream: the step that uses it comes after it in the queue
-                yield current.result().to(device)
+                yield placed(current.result())
         if ahead is not None:
-            yield ahead.result().to(device)
+            yield placed(ahead.result())
 
 
 def stored_batch(store: TokenStore, rows: npt.NDArray[np.int64]) -> MicroBatch:

@@ -17,12 +17,22 @@ def routed_rows(model: nn.Module, world: World) -> list[torch.Tensor]:
     """
     counts = []
     for experts in _experts(model):
-        routed = experts.routed
+        routed = experts.routed if experts.routed_before is None else experts.routed_before
         own = torch.zeros(experts.num_experts, dtype=torch.int64) if routed is None else routed
         counts.append(own.cpu().clone())
     for layer in counts:
         dist.all_reduce(layer, group=world.io_group)
     return counts
+
+
+@torch.no_grad()
+def note_finished_steps_(model: nn.Module, *, more_follows: bool) -> None:
+    """Have `routed_rows` count what has run until now, and if `more_follows` nothing of what runs
+    until this is called again: that belongs to a step which is not finished.
+    """
+    for experts in _experts(model):
+        routed = experts.routed if more_follows else None
+        experts.routed_before = None if routed is None else routed.clone()
 
 
 def restore_routed_rows_(model: nn.Module, rows: list[torch.Tensor], world: World) -> None:

@@ -46,6 +46,9 @@ DEFAULTS = {  # unless the user has set them
     # Growing segments waste 2.5% where fixed ones waste 10%; `closed_form.ALLOCATOR_SLACK` counts
     # on it.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # Else NCCL registers the buffers of collectives in CUDA graphs, which fails with expandable
+    # segments: Megatron-LM refuses the two together.
+    "NCCL_GRAPH_REGISTER": "0",
     "TORCH_FR_BUFFER_SIZE": "200",  # collectives in the flight recorder
 }
 

@@ -4,32 +4,34 @@ Loss of a step = sum over its trained tokens of -log p, divided by their number 
 micro-batches and processes. That number is known beforehand on every process (data order is a pure
 function), so each micro-batch's backward is already scaled, and gradients are summed over
 processes.
+
+Where micro-batches are CUDA graphs, the first one of the next step is launched before the host
+waits for the loss and the gradient norm of the step before it. So the device has work while metrics
+are written and the next update is prepared. It changes gradients alone: weights, moments and counts
+are those of the step whose metrics are yielded.
 """
 
 import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.loss_scale import LossScale, loss_scale_of
+from workflow.lib.model.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -38,11 +40,13 @@ from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import short_hash
 from workflow.lib.training.batches import (
+    RowCosts,
     RowGroup,
-    attention_costs,
     micro_batches,
     process_rows,
 )
+from workflow.lib.training.expert_load import note_finished_steps_
+from workflow.lib.training.gradients import LossSum, clip_gradients
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs, forward_backward
 from workflow.lib.training.nonfinite import find_origin
 from workflow.lib.training.optimizers import ShardwiseAdam
@@ -112,6 +116,36 @@ class StepRows:
 
 
 @dataclass(frozen=True)
+class StepUnderWay:
+    """A step of which some micro-batches have run, or none."""
+
+    rows: StepRows
+    batches: Iterator[MicroBatch]
+    """Those of this process that have not run."""
+    loss: LossSum
+
+
+class OnTheWay:
+    """Numbers of the device on their way to the host, in the order of the device's work."""
+
+    def __init__(self, *numbers: torch.Tensor) -> None:
+        on_device = torch.stack([number.double() for number in numbers])
+        self._cuda = on_device.is_cuda
+        self._there = torch.cuda.Event() if self._cuda else None
+        self._values = torch.empty_like(on_device, device="cpu", pin_memory=self._cuda)
+        self._values.copy_(on_device, non_blocking=True)
+        if self._there is not None:
+            self._there.record()
+
+    def arrived(self) -> list[float]:
+        """Wait for them. What the device was asked for later goes on meanwhile."""
+        if self._there is not None:
+            self._there.synchronize()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
 class Trainer:
     """What takes steps: a model and its optimizer, over tokens, on this process among others.
 
@@ -137,16 +171,21 @@ class Trainer:
         the loss or the gradient is not finite, or the gradient is zero.
         """
         self.training.train()
+        self._drop_gradients()  # of a step that was begun and not finished
         batches = self._batches_ahead(range(first_step, num_steps))
+        ahead: StepUnderWay | None = None
         for step in range(first_step, num_steps):
             began = time.monotonic()
-            rows = self._rows_of(step)
+            under_way = ahead or self._begun(step, batches)
             rate = learning_rate(self.settings, step=step, num_steps=num_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            loss, norm = self._update(rows, islice(batches, len(rows.groups)))
+            result = self._finished(under_way)
+            ahead = self._begun_ahead(range(step + 1, num_steps), batches)
+            loss, norm = self._judged(under_way.rows, result, ahead)
             seconds = time.monotonic() - began
             elapsed_s += seconds
+            rows = under_way.rows
             tokens = len(rows.numbers) * self.store.seq_len
             scale = loss_scale_of(self.training)
             yield StepMetrics(
@@ -178,7 +217,12 @@ class Trainer:
             chain.from_iterable(self._rows_of(step).groups for step in steps),
             device=self.world.device,
             look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
+            stay_on_host=self.graphs is not None,  # these copy them where a graph reads them
         )
+
+    @cached_property
+    def _row_costs(self) -> RowCosts:
+        return RowCosts(self.store)
 
     def _rows_of(self, step: int) -> StepRows:
         """Return the rows of a step, a pure function of settings and process."""
@@ -188,7 +232,7 @@ class Trainer:
             seed=self.settings.seed,
             step=step,
         )
-        costs = attention_costs(self.store.position_ids[numbers])
+        costs = self._row_costs.of(numbers)
         own_numbers = process_rows(numbers, costs, rank=self.world.rank, size=self.world.size)
         size = self.micro_batch_size
         parts = [own_numbers[start : start + size] for start in range(0, len(own_numbers), size)]
@@ -198,64 +242,99 @@ class Trainer:
         trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
         return StepRows(step, numbers, groups, trained_tokens)
 
-    def _update(self, rows: StepRows, batches: Iterable[MicroBatch]) -> tuple[float, float]:
-        """Take one step; return its loss and its gradient norm before clipping.
+    def _begun(self, step: int, batches: Iterator[MicroBatch]) -> "StepUnderWay":
+        """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
+        rows = self._rows_of(step)
+        return self._under_way(rows, islice(batches, len(rows.groups)))
 
-        batches: this process's part of the step. Nothing is updated if `check_step` raises.
-        """
-        loss, norm = self._gradients(rows, batches)
-        origin = None
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._seed_dropout(rows)  # so that the search drops the same
-            self.release_graphs()
-            with self.training.product_types.in_eight_bits():
-                origin = find_origin(self.training, self._made_again(rows), world=self.world)
-        check_step(loss, norm, step=rows.step, origin=origin)
-        self.optimizer.step()
-        self._drop_gradients()
-        return loss, norm
-
-    def _drop_gradients(self) -> None:
-        """Graphs add to gradients where these were when they were captured."""
-        self.optimizer.zero_grad(set_to_none=self.graphs is None)
-
-    def _gradients(self, rows: StepRows, batches: Iterable[MicroBatch]) -> tuple[float, float]:
-        """Make the gradients of a step and begin its update; return its loss and gradient norm.
-
-        In float16 they may overflow; they are made once more then, with a smaller loss scale.
-        """
+    def _under_way(
+        self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
+    ) -> "StepUnderWay":
         scale = loss_scale_of(self.training)
-        while True:
-            loss, norm = self._attempt(rows, batches, scale)
-            if scale is None or not math.isfinite(loss) or not scale.must_repeat(norm):
-                return loss, norm
-            self._drop_gradients()
-            batches = (batch for _, batch in self._made_again(rows))
-
-    def _attempt(
-        self, rows: StepRows, batches: Iterable[MicroBatch], scale: LossScale | None
-    ) -> tuple[float, float]:
-        """Forward, backward, clip, and begin the update; return loss and gradient norm."""
+        plainly = partial(forward_backward, self.training)
+        loss = LossSum(
+            (self.graphs if by_graphs else None) or plainly,
+            trained_tokens=rows.trained_tokens,
+            factor=1.0 if scale is None else scale.factor,
+            device=self.world.device,
+        )
         self._seed_dropout(rows)
-        products = self.training.product_types.in_eight_bits()
-        with self.training.adapters.unchanged(), products:
-            loss = backward(
-                self.graphs or partial(forward_backward, self.training),
-                batches,
-                trained_tokens=rows.trained_tokens,
-                factor=1.0 if scale is None else scale.factor,
-                device=self.world.device,
-            )
+        return StepUnderWay(rows, batches, loss)
+
+    def _begun_ahead(self, steps: range, batches: Iterator[MicroBatch]) -> "StepUnderWay | None":
+        """Launch the first micro-batch of the first of these steps; None if there is none, or where
+        it has to wait for the host: without graphs, and where the host decides whether a step is
+        updated or repeated.
+        """
+        host_decides = loss_scale_of(self.training) or not self.optimizer.device_decides
+        possible = len(steps) > 0 and self.graphs is not None and not host_decides
+        note_finished_steps_(self.training, more_follows=possible)
+        if not possible:
+            return None
+        self._drop_gradients()
+        under_way = self._begun(steps[0], batches)
+        self._run(under_way, count=1)
+        return under_way
+
+    def _run(self, under_way: "StepUnderWay", *, count: int | None = None) -> None:
+        """Run the next `count` micro-batches of a step, all that are left if None."""
+        with self.training.adapters.unchanged(), self.training.product_types.in_eight_bits():
+            under_way.loss.add(islice(under_way.batches, count))
+
+    def _finished(self, under_way: "StepUnderWay") -> "OnTheWay":
+        """Run what is left of a step, clip its gradients, and begin its update; return its loss and
+        its gradient norm before clipping.
+        """
+        self._run(under_way)
+        loss, scale = under_way.loss.value(), loss_scale_of(self.training)
         sum_copies_(self.training)
         if scale is not None:
             scale.unscale_(self.training)
         norm = clip_gradients(self.optimizer, max_norm=self.settings.max_grad_norm)
         dist.all_reduce(loss)  # all processes judge the step by the same numbers, so alike
-        # The device itself decides whether it updates. So the update is queued before `float` has
-        # the host wait for the step, and the device need not wait for the host.
+        # The device itself decides whether it updates. So the update is queued before the host
+        # waits for the step, and the device need not wait for the host.
         healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
         self.optimizer.begin(unless=~healthy)
-        return float(loss), float(norm)
+        return OnTheWay(loss, norm)
+
+    def _judged(
+        self, rows: StepRows, result: "OnTheWay", ahead: "StepUnderWay | None"
+    ) -> tuple[float, float]:
+        """Complete a step, and return its loss and its gradient norm. Nothing is updated if
+        `check_step` raises.
+
+        In float16 gradients may overflow; they are made once more then, with a smaller loss scale.
+        """
+        loss, norm = result.arrived()
+        scale = loss_scale_of(self.training)
+        while scale is not None and math.isfinite(loss) and scale.must_repeat(norm):
+            self._drop_gradients()
+            batches = (batch for _, batch in self._made_again(rows))
+            loss, norm = self._finished(self._under_way(rows, batches)).arrived()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        origin = None if finite else self._origin(rows, gradients_are_there=ahead is None)
+        check_step(loss, norm, step=rows.step, origin=origin)
+        self.optimizer.step()
+        if ahead is None:
+            self._drop_gradients()
+        return loss, norm
+
+    def _origin(self, rows: StepRows, *, gradients_are_there: bool) -> str:
+        """Return where the step's first value that is not finite arose. Collective."""
+        self.release_graphs()
+        if not gradients_are_there:  # the weights are those of the step: it was not updated
+            self.optimizer.zero_grad()
+            batches = (batch for _, batch in self._made_again(rows))
+            self._run(self._under_way(rows, batches, by_graphs=False))
+            sum_copies_(self.training)
+        self._seed_dropout(rows)  # so that the search drops the same
+        with self.training.product_types.in_eight_bits():
+            return find_origin(self.training, self._made_again(rows), world=self.world)
+
+    def _drop_gradients(self) -> None:
+        """Graphs add to gradients where these were when they were captured."""
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def _seed_dropout(self, rows: StepRows) -> None:
         seed_dropout(self.settings.seed, step=rows.step, rank=self.world.rank)
@@ -272,60 +351,6 @@ def seed_dropout(seed: int, *, step: int, rank: int) -> None:
     state. The adapters' dropout has numbers of its own (`adapter_dropout`).
     """
     torch.manual_seed(int(short_hash(["dropout", seed, step, rank]), 16))
-
-
-def backward(
-    run: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
-    batches: Iterable[MicroBatch],
-    *,
-    trained_tokens: int,
-    factor: float,
-    device: torch.device,
-) -> torch.Tensor:
-    """Accumulate gradients times `factor` over this process's micro-batches; return its part of the
-    loss () float64.
-
-    run: `forward_backward` of the model, or its graphs.
-    """
-    exact = torch.full((), factor / trained_tokens, dtype=torch.float64, device=device)
-    slope = exact.float()  # infinite where it is too large for that: the step is repeated
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for batch in batches:
-        total += run(batch, slope)
-    return total / trained_tokens
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, *, max_norm: float | None) -> torch.Tensor:
-    """Scale the gradients to a norm of at most `max_norm`; return the norm before. Collective.
-
-    They stay as they are if `max_norm` is None, or if the norm is not finite: `find_origin` reads
-    them then.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    groups = _by_mesh(params)
-    norms = [_total_norm(group) for group in groups]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    if max_norm is not None:
-        bounded = norm.where(norm.isfinite(), 0.0)  # the device decides, and no host waits for it
-        for group in groups:
-            clip_grads_with_norm_(group, max_norm, bounded)
-    return norm
-
-
-def _by_mesh(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters that are cut over the same processes together: of others torch takes no
-    common norm.
-    """
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for param in params:
-        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    return list(groups.values())
-
-
-def _total_norm(params: list[nn.Parameter]) -> torch.Tensor:
-    """Return the norm of all gradients together (). Collective: each process has its shards'."""
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def check_step(loss: float, norm: float, *, step: int, origin: str | None = None) -> None:

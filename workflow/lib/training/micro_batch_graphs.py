@@ -7,6 +7,10 @@ its documents are padded with what changes nothing. The first micro-batch of a l
 which compiles and chooses kernels; the second is captured. Nothing may wait for the device during a
 capture, so what would depend on values that only the device knows ends it with an error: then
 graphs are off, and the log says why.
+
+Collectives are captured with the rest: FSDP2 begins and ends every micro-batch with shards alone,
+and its streams join the capturing one. All processes of a run must run the same graph then, so they
+agree on every layout, and on whether a capture has failed for any of them.
 """
 
 import logging
@@ -16,19 +20,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.distributed.agreement import any_of_all, largest_of_all
+from workflow.lib.distributed.world import World
+from workflow.lib.model.chunked_loss import IGNORED
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
 
 logger = logging.getLogger("workflow")
 
-IGNORED = -100  # a target that torch's cross_entropy leaves out
 SIZES = 4  # of trained tokens at most: each has a graph of its own
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
 
 class Layout(NamedTuple):
-    """What a graph is captured for; everything else is copied into its inputs."""
+    """What a graph is captured for, the same on all processes; everything else is copied into its
+    inputs.
+    """
 
     rows: int
     trained_tokens: int
@@ -49,34 +57,44 @@ def forward_backward(training: nn.Module, batch: MicroBatch, slope: torch.Tensor
 class FixedInputs:
     """The tensors on the device that the graph of a layout reads."""
 
-    def __init__(self, like: MicroBatch, layout: Layout) -> None:
-        ids, keys = like.input_ids, like.row_keys
+    def __init__(self, like: MicroBatch, layout: Layout, device: torch.device) -> None:
+        def empty(values: torch.Tensor, *shape: int) -> torch.Tensor:
+            return torch.empty(shape or values.shape, dtype=values.dtype, device=device)
+
+        (bounds, _), keys, rows = like.bounds, like.row_keys, like.embedded
         self.batch = MicroBatch(
-            input_ids=torch.empty_like(ids),
-            position_ids=torch.empty_like(ids),
-            positions=ids.new_empty(layout.trained_tokens),
-            targets=ids.new_empty(layout.trained_tokens),
-            bounds=(like.bounds[0].new_empty(layout.documents + 1), ids.shape[1]),
-            row_keys=None if keys is None else torch.empty_like(keys),
+            input_ids=empty(like.input_ids),
+            position_ids=empty(like.position_ids),
+            positions=empty(like.positions, layout.trained_tokens),
+            targets=empty(like.targets, layout.trained_tokens),
+            bounds=(empty(bounds, layout.documents + 1), like.input_ids.shape[1]),
+            embedded=None if rows is None else empty(rows),
+            row_keys=None if keys is None else empty(keys),
         )
 
     def fill(self, batch: MicroBatch) -> None:
-        """Copy a micro-batch into them. What pads it is no target, and documents without a token at
-        the end.
+        """Copy a micro-batch into them, without waiting for it. What pads it is no target, and
+        documents without a token at the end.
         """
         fixed = self.batch
-        fixed.input_ids.copy_(batch.input_ids)
-        fixed.position_ids.copy_(batch.position_ids)
+        _padded_(fixed.input_ids, batch.input_ids)
+        _padded_(fixed.position_ids, batch.position_ids)
         _padded_(fixed.positions, batch.positions, 0)
         _padded_(fixed.targets, batch.targets, IGNORED)
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
-        if fixed.row_keys is not None and batch.row_keys is not None:
-            fixed.row_keys.copy_(batch.row_keys)
+        _padded_(fixed.embedded, batch.embedded)
+        _padded_(fixed.row_keys, batch.row_keys)
 
 
-def _padded_(target: torch.Tensor, values: torch.Tensor, padding: int) -> None:
-    target[: len(values)].copy_(values)
-    target[len(values) :].fill_(padding)
+def _padded_(
+    target: torch.Tensor | None, values: torch.Tensor | None, padding: int | None = None
+) -> None:
+    if target is None or values is None:
+        assert target is values, "only some micro-batches have it"
+        return
+    target[: len(values)].copy_(values, non_blocking=True)
+    if padding is not None:
+        target[len(values) :].fill_(padding)
 
 
 class CudaCapture:
@@ -104,13 +122,16 @@ class CudaCapture:
 
 class MicroBatchGraphs:
     """Runs a model's micro-batches as graphs, one for each layout; is called like
-    `forward_backward`.
+    `forward_backward`, with micro-batches in host memory. Calls are collective.
     """
 
     def __init__(
-        self, training: CausalLMForTraining, make_capture: Callable[[], Capture] = CudaCapture
+        self,
+        training: CausalLMForTraining,
+        world: World,
+        make_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
-        self._training, self._make_capture = training, make_capture
+        self._training, self._world, self._make_capture = training, world, make_capture
         self._documents = 0
         """Documents of the layouts of packed rows."""
         self._inputs: dict[Layout, FixedInputs] = {}
@@ -126,22 +147,26 @@ class MicroBatchGraphs:
     def __call__(self, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
         """Do what `forward_backward` does."""
         if self.off is not None:
-            return forward_backward(self._training, batch, slope)
+            return forward_backward(self._training, batch.to(self._world.device), slope)
         layout = self._layout(batch)
         known = layout in self._inputs
         if not known:
-            self._inputs[layout] = FixedInputs(batch, layout)
+            self._inputs[layout] = FixedInputs(batch, layout, self._world.device)
+            self.release()  # launched by Python it needs the memory that graphs hold
         inputs = self._inputs[layout]
         inputs.fill(batch)
-        if known and self._ready(layout, inputs, slope):
-            assert self._slope is not None
-            self._slope.copy_(slope)
-            return self._captured[layout]().clone()
-        return forward_backward(self._training, inputs.batch, slope)
+        with self._training.head_loss.equal_rows():
+            if known and self._ready(layout, inputs, slope):
+                assert self._slope is not None
+                self._slope.copy_(slope)
+                return self._captured[layout]().clone()
+            return forward_backward(self._training, inputs.batch, slope)
 
     def release(self) -> None:
         """Forget the graphs, and give back the memory that they hold."""
         held = self._capture is not None
+        if held and torch.cuda.is_available():
+            torch.cuda.synchronize()  # one may run
         self._captured.clear()
         self._gradients.clear()
         self._capture = None
@@ -151,13 +176,15 @@ class MicroBatchGraphs:
     def _layout(self, batch: MicroBatch) -> Layout:
         rows, seq_len = batch.input_ids.shape
         tokens, longest = rows * seq_len, batch.bounds[1]
-        chunk = next(self._training.head_loss.chunks(tokens)).stop
-        unit = _whole_units(-(-tokens // SIZES), chunk)
-        trained = _whole_units(max(1, len(batch.positions)), unit)
+        unit = _whole_units(-(-tokens // SIZES), self._training.head_loss.chunk_rows())
         documents = len(batch.bounds[0]) - 1
-        if longest < seq_len or documents != rows:
-            documents = self._capacity(documents, rows)
-        return Layout(rows, trained, documents)
+        packed = longest < seq_len or documents != rows
+        trained, packed_documents = largest_of_all(
+            [max(1, len(batch.positions)), documents if packed else 0], world=self._world
+        )
+        if packed_documents:
+            documents = self._capacity(packed_documents, rows)
+        return Layout(rows, _whole_units(trained, unit), documents)
 
     def _capacity(self, documents: int, rows: int) -> int:
         """Return how many documents a layout of packed rows has room for: twice those of its first
@@ -172,10 +199,14 @@ class MicroBatchGraphs:
     def _ready(self, layout: Layout, inputs: FixedInputs, slope: torch.Tensor) -> bool:
         """Whether there is a graph of this layout; captures it if not."""
         if layout not in self._captured:
+            failure = None
             try:
                 self._captured[layout] = self._new_graph(inputs, slope)
             except RuntimeError as error:
-                self._turn_off(error)
+                failure = str(error).strip().partition("\n")[0]
+            failure = any_of_all(failure, world=self._world)
+            if failure is not None:
+                self._turn_off(failure)
                 return False
         assert all(param.grad is grad for param, grad in self._gradients), (
             "a graph would add to gradients that are gone"
@@ -195,12 +226,12 @@ class MicroBatchGraphs:
                 lambda: forward_backward(self._training, inputs.batch, fixed_slope)
             )
 
-    def _turn_off(self, error: RuntimeError) -> None:
+    def _turn_off(self, reason: str) -> None:
         self.release()
         self._inputs.clear()
-        self.off = str(error).strip().partition("\n")[0]
+        self.off = reason
         logger.warning(
-            "CUDA graphs are off from here on: a micro-batch cannot be captured (%s)", self.off
+            "CUDA graphs are off from here on: a micro-batch cannot be captured (%s)", reason
         )
 
 

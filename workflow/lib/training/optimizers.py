@@ -63,8 +63,7 @@ class ShardwiseAdam(torch.optim.Optimizer):
 
         Moments are made at once, so that a checkpoint can be read into them.
         """
-        # foreach: gradients that stay are set to zero at once, while the device waits
-        super().__init__(params.values(), {"lr": lr, "foreach": True})
+        super().__init__(params.values(), {"lr": lr})
         self.count = torch.zeros((), dtype=torch.int64)
         self._begun = False
         self._params = dict(params)
@@ -93,16 +92,31 @@ class ShardwiseAdam(torch.optim.Optimizer):
                 state[scales] = buffers[moment][: len(state[scales])]
         return buffers
 
+    @property
+    def device_decides(self) -> bool:
+        """Whether the device itself can leave an update: torch's own can be told so."""
+        return isinstance(self._inner, _TorchAdamW)
+
     def begin(self, *, unless: torch.Tensor) -> None:
-        """Start the update where the device can be told to leave it: torch's own, so that the
-        device need not wait for the host.
+        """Start the update where the device decides on it, so that it need not wait for the host.
 
         unless: () bool on the device. `step` completes the update; without it nothing has happened
         if `unless` is true.
         """
-        self._begun = isinstance(self._inner, _TorchAdamW)
+        self._begun = self.device_decides
         if self._begun:
             self._update(unless)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients, or set them to zero where they are: this process's shards of them,
+        by one launch.
+        """
+        if set_to_none:
+            super().zero_grad()
+            return
+        gradients = [local(p.grad) for p in self._params.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every shard that has a gradient, if `begin` has not."""

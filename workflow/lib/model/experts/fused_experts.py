@@ -51,6 +51,8 @@ class FusedExperts(nn.Module):
         self.num_experts, self.activation = stacks[self._names[0]].num_experts, activation
         self.routed: torch.Tensor | None = None
         """(experts,) int64: rows that each expert got in training, recomputed ones too."""
+        self.routed_before: torch.Tensor | None = None
+        """The same without those of a step that is under way; None: there is none."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

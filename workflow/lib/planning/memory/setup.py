@@ -47,6 +47,8 @@ class Setup:
     """Fused norms and feed-forwards, where the family has such."""
     offload_activations: bool | int = False
     """What backward needs waits in host memory: all of it, or that of so many layers."""
+    nodes: int = 1
+    """Machines that share the processes equally."""
     replicas: int = 1
     """Copies of the model, each sharded over its own part of the processes."""
     offload_embedding: bool = False
@@ -86,10 +88,9 @@ class Setup:
     def graph_obstacle(self) -> str | None:
         """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
         obstacles = {
-            "several GPUs exchange weights within a micro-batch": self.processes > 1,
+            "machines exchange data within a micro-batch": self.nodes > 1,
             "activations wait in host memory": bool(self.offload_activations),
             "weights of layers wait in host memory": self.offload_layers > 0,
-            "embedding rows come from host memory": self.offload_embedding,
             "modules are trained whole": self.trained_tables > 0,
             "DoRA's row norms are made once a step": self.dora,
             f"attention by {self.attention}": self.attention != "flash",

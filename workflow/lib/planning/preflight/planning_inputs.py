@@ -196,6 +196,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         attention=attention_kind(
             training_attention(run.model, machine, attention_needs(shape)).name
         ),
+        nodes=machine.nodes,
         replicas=machine.processes
         // shard_size(run.hardware.shard_size, processes=machine.processes),
         offload_embedding=offloads_embedding(
