@@ -1,4 +1,4 @@
-"""What the kernels of experts must compute, on any device, each followed by what the CPU's loop over
+"""What the kernels of experts must compute, on any device, followed by what the CPU's loop over
 experts computes of the same values in fp32.
 """
 
@@ -60,7 +60,8 @@ def products(
             part = torch.zeros(num_tokens * TOP_K, columns + 16, dtype=dtype, device=device)
             given = {"update": moved, "bias": bias.to(device), "out": part[:, 8 : columns + 8]}
             yield rows_product(other, there, here, **given), with_all
-            assert not part[:, :8].any() and not part[:, columns + 8 :].any()
+            assert not part[:, :8].any()
+            assert not part[:, columns + 8 :].any()
         wide = bias_products(other, weights[:, 0].contiguous().to(device), here)
         yield wide, bias_products(one, weights[:, 0].float(), plain)
 
