@@ -2,11 +2,15 @@
 experts computes of the same values in fp32.
 """
 
+import copy
+import itertools
 from collections.abc import Iterator
 
 import torch
 
+from tests.support.stacks import packed_stack
 from workflow.lib.model.experts import grouped_kernels
+from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
 from workflow.lib.model.experts.gates import ACTIVATIONS, Gate
 from workflow.lib.model.experts.grouped_products import (
     bias_products,
@@ -14,7 +18,8 @@ from workflow.lib.model.experts.grouped_products import (
     rows_product,
     weights_product,
 )
-from workflow.lib.model.experts.routing import Routing, Rows, Update
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.model.layers.eight_bits.products import FORMATS
 
 EXPERTS, TOP_K = 6, 2
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -53,13 +58,15 @@ def products(
         other = Rows(rows.to(device), by_token)
         across = weights.transpose(1, 2).contiguous().to(device).transpose(1, 2)
         for there in (weights.to(device), across):
-            alone = rows_product(one, weights.float(), plain)
-            yield rows_product(other, there, here), alone
-            with_all = rows_product(one, weights.float(), plain, update=update, bias=bias.float())
+            alone = rows_product(one, Weights(weights.float()), plain)
+            yield rows_product(other, Weights(there), here), alone
+            with_all = rows_product(
+                one, Weights(weights.float()), plain, update=update, bias=bias.float()
+            )
             moved = Update(low.to(device), small.to(device), 0.75)
             part = torch.zeros(num_tokens * TOP_K, columns + 16, dtype=dtype, device=device)
             given = {"update": moved, "bias": bias.to(device), "out": part[:, 8 : columns + 8]}
-            yield rows_product(other, there, here, **given), with_all
+            yield rows_product(other, Weights(there), here, **given), with_all
             assert not part[:, :8].any()
             assert not part[:, columns + 8 :].any()
         wide = bias_products(other, weights[:, 0].contiguous().to(device), here)
@@ -108,3 +115,46 @@ def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pa
             *there, weights.to(device), here.order, activation=name
         )
         yield from zip((*there, of_weights), exact, strict=True)
+
+
+def float8_products(
+    *, width: int, columns: int, num_tokens: int, device: str, interpreted: bool
+) -> Pairs:
+    """Yield slices of an NF4 stack that kernels decode to float8, rows and columns, and products
+    with them.
+
+    interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
+    what is still to be rounded.
+    """
+    draw = torch.Generator().manual_seed(4)
+    form = FORMATS["float8"]
+    plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))
+    stack = copy.deepcopy(plain_stack).to(device)
+    low = torch.randn(num_tokens * TOP_K, 16, generator=draw)
+    ways = (
+        (row_weights, grouped_kernels.decode_rows, width, columns - 64),
+        (column_weights, grouped_kernels.decode_columns, columns, width - 64),
+    )
+    for by_token, (make, decode, size, stop) in itertools.product((False, True), ways):
+        here, plain = routings(num_tokens, device=device)
+        num_rows = num_tokens * (1 if by_token else TOP_K)
+        rows = torch.randn(num_rows, size, generator=draw)
+        expected = make(plain_stack, 64, stop, form=form, dtype=torch.float32)
+        assert expected.scales is not None
+        scales = expected.scales.to(device)
+        kind = torch.float32 if interpreted else form.dtype
+        values = decode(stack, 64, stop, scales=scales, dtype=kind).to(form.dtype)
+        made = Weights(values, scales)
+        yield values.float(), expected.values.float()
+        small = torch.randn(EXPERTS, stop - 64, 16, generator=draw)
+        yield (
+            rows_product(
+                operand(Rows(rows.to(device), by_token), form), made, here,
+                update=Update(low.to(device), small.to(device), 0.75),
+                out=torch.empty(len(low), stop - 64, device=device),
+            ),
+            rows_product(
+                operand(Rows(rows, by_token), form), expected, plain,
+                update=Update(low, small, 0.75), out=torch.empty(len(low), stop - 64),
+            ),
+        )  # fmt: skip

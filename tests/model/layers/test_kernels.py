@@ -86,7 +86,7 @@ for one, other in int8_products(device="cpu"):
 """
 EXPERTS = """
 import torch
-from tests.support.expert_kernel_cases import gates, products, sums
+from tests.support.expert_kernel_cases import float8_products, gates, products, sums
 there = {"dtype": torch.float32, "device": "cpu"}
 for case in (
     products(width=96, columns=200, rank=3, num_tokens=150, **there),
@@ -94,6 +94,7 @@ for case in (
     sums(columns=150, rank=3, num_tokens=150, **there),
     sums(columns=20, rank=70, num_tokens=5, **there),
     gates(width=1100, num_tokens=5, **there),
+    float8_products(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
 ):
     for ours, expected in case:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)

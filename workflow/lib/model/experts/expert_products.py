@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.experts.decoded_weights import (
+    column_weights,
+    form_of_experts,
+    operand,
+    row_weights,
+)
 from workflow.lib.model.experts.grouped_products import (
     ROW_UNIT,
     rows_product,
     weights_product,
 )
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
-from workflow.lib.model.experts.routing import Routing, Rows, Update
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.device_types import GPUS
 
@@ -84,21 +90,23 @@ def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> to
 
 def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
     """Return A x (R, r) of rows (R, in); None without adapter."""
-    return stack.adapter and rows_product(rows, stack.adapter.a, routing)
+    return stack.adapter and rows_product(rows, Weights(stack.adapter.a), routing)
 
 
 def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Return y (R, out) of rows (R, in), for low = A x."""
-    dtype = rows.values.dtype
+    base, dtype = stack.base, rows.values.dtype
+    form = form_of_experts(base.product_types.forward)
+    given = operand(rows, form)
     y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
-    for start, stop in stack.base.row_slices(dtype):
+    for start, stop in base.row_slices(form.dtype if form else dtype):
         update = None
         if stack.adapter is not None:
             assert low is not None
             update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
         rows_product(
-            rows,
-            stack.base.dequantize_rows(start, stop, dtype),
+            given,
+            row_weights(base, start, stop, form=form, dtype=dtype),
             routing,
             update=update,
             bias=None if stack.bias is None else stack.bias[:, start:stop],
@@ -111,7 +119,7 @@ def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | N
     """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
     if stack.adapter is None:
         return None
-    of_low = rows_product(grad, stack.adapter.b.transpose(1, 2), routing)
+    of_low = rows_product(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
     return of_low.mul_(stack.adapter.scale)
 
 
@@ -119,15 +127,17 @@ def input_gradient(
     stack: Stack, grad: Rows, of_low: torch.Tensor | None, routing: Routing
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
-    dtype = grad.values.dtype
-    of_rows = grad.values.new_empty(len(routing.order), stack.base.in_features)
-    for start, stop in stack.base.column_slices(dtype):
+    base, dtype = stack.base, grad.values.dtype
+    form = form_of_experts(base.product_types.backward)
+    given = operand(grad, form)
+    of_rows = grad.values.new_empty(len(routing.order), base.in_features)
+    for start, stop in base.column_slices(form.dtype if form else dtype):
         update = None
         if stack.adapter is not None:
             assert of_low is not None
             update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
-        weights = stack.base.dequantize_columns(start, stop, dtype).transpose(1, 2)
-        rows_product(grad, weights, routing, update=update, out=of_rows[:, start:stop])
+        weights = column_weights(base, start, stop, form=form, dtype=dtype)
+        rows_product(given, weights, routing, update=update, out=of_rows[:, start:stop])
         del weights  # before the next slice is decoded
     return of_rows
 

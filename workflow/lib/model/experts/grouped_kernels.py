@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from workflow.lib.model.experts.routing import Routing, Rows, Update
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.device_types import RECORDED
 
 TILE_ROWS = 128  # of a program
@@ -21,6 +22,7 @@ SUM_TILE = {"columns": 128, "depth": 64}
 SUM_WARPS, SUM_STAGES = 4, 3
 PROGRAM_ELEMENTS, WARPS = 1024, 4
 TABLE_TILES = 32  # of a program that looks for their experts
+DECODED_BLOCKS, DECODED_ROWS = 64, 128  # of a program
 MOST_RANKS = 64  # of an adapter that a program has at a time
 
 if kernels.INSTALLED:
@@ -37,9 +39,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-WIDE, NARROW = Tile(256, 64, 8, 3), Tile(128, 32, 4, 3)
+WIDE, NARROW = Tile(256, 64, 8, 4), Tile(128, 32, 4, 3)
 """For a block's shared memory of at least `WIDE_BYTES`, and for less or 32-bit values."""
-WIDE_BYTES = 160 * 1024
+WIDE_EIGHT_BITS = Tile(256, 128, 8, 3)
+WIDE_BYTES = 200 * 1024
 FEW = {columns: Tile(columns, 64, 4, 4) for columns in (16, 32, 64)}
 """For few outputs: an adapter's rank."""
 
@@ -70,19 +73,19 @@ def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
 def rows_product(
     out: torch.Tensor,
     rows: Rows,
-    weights: torch.Tensor,
+    weights: Weights,
     routing: Routing,
     *,
     update: Update | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Fill `out` (R, out), whose columns are contiguous, with x W^T of each row x and its expert's
-    W of `weights` (experts, out, in), and + the update, and + the bias (experts, out); return it.
+    W, and + the update, and + the bias (experts, out); return it.
     """
     assert routing.tiles is not None
     values, num_columns = rows.values.contiguous(), out.shape[1]
     width, num_tiles = values.shape[1], routing.tiles.shape[1]
-    low, small, scale = update or (values, weights, 1.0)  # pointers that are not read, else
+    low, small, scale = update or (values, weights.values, 1.0)  # pointers that are not read, else
     rank = low.shape[1] if update else 0
     tile = _tile(num_columns, values)
     added = values if bias is None else bias
@@ -91,13 +94,15 @@ def rows_product(
         (num_tiles * -(-num_columns // tile.columns),),
         out,
         values,
-        weights,
+        weights.values,
         routing.order,
         routing.tiles,
         routing.ends,
         low.contiguous() if update else low,
         small,
         added,
+        values if rows.scales is None else rows.scales,
+        values if weights.scales is None else weights.scales,
         num_columns,
         width,
         rank,
@@ -105,13 +110,14 @@ def rows_product(
         routing.top_k,
         out.stride(0),
         values.stride(0),
-        *weights.stride(),
+        *weights.values.stride(),
         *small.stride(),
         added.stride(0),
         scale,
         by_token=rows.by_token,
         updated=update is not None,
         biased=bias is not None,
+        scaled=weights.scales is not None,
         even=width % tile.depth == 0 and num_columns % tile.columns == 0,
         rows=TILE_ROWS,
         columns=tile.columns,
@@ -128,10 +134,10 @@ def _tile(num_columns: int, values: torch.Tensor) -> Tile:
     few = max(16, _power_of_two(num_columns))
     if values.itemsize == 2 and few in FEW:
         return FEW[few]
-    if values.device.type == "cuda" and values.itemsize == 2:
+    if values.device.type == "cuda" and values.itemsize <= 2:
         properties = torch.cuda.get_device_properties(values.device)
         if getattr(properties, "shared_memory_per_block_optin", 0) >= WIDE_BYTES:
-            return WIDE
+            return WIDE if values.itemsize == 2 else WIDE_EIGHT_BITS
     return NARROW
 
 
@@ -191,6 +197,55 @@ def gated_backward_(
     # As for `kernels.act_and_mul_backward_`: a second backward is refused.
     increment_version((grad, up))
     return of_weights
+
+
+def decode_rows(
+    base: NF4Stack, start: int, stop: int, *, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return rows `start` to `stop` of all experts (experts, stop - start, in), divided by their
+    `scales` (experts,) fp32, in a type of 8 bits.
+    """
+    block, width = base.spec.block_size, base.in_features
+    shape = (base.num_experts, stop - start, width)
+    out = torch.empty(shape, dtype=dtype, device=scales.device)
+    num_blocks = out.numel() // block
+    runs = (x * width // block for x in (start, stop - start, base.expert_rows))
+    _launch(
+        "decode_rows", (-(-num_blocks // DECODED_BLOCKS),), out, *_stored(base), scales,
+        num_blocks, *runs, blocks=DECODED_BLOCKS, num_warps=WARPS // 2, **_coding(base),
+    )  # fmt: skip
+    return out
+
+
+def decode_columns(
+    base: NF4Stack, start: int, stop: int, *, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return columns `start` to `stop` of all experts in the same way, transposed: (experts, stop -
+    start, out).
+    """
+    block = base.spec.block_size
+    shape = (base.num_experts, stop - start, base.expert_rows)
+    out = torch.empty(shape, dtype=dtype, device=scales.device)
+    grid = (-(-base.expert_rows // DECODED_ROWS), (stop - start) // block, base.num_experts)
+    _launch(
+        "decode_columns", grid, out, *_stored(base), scales,
+        base.expert_rows, base.in_features // block, start // block,
+        rows=DECODED_ROWS, num_warps=WARPS, **_coding(base),
+    )  # fmt: skip
+    return out
+
+
+def _stored(base: NF4Stack) -> tuple[torch.Tensor, ...]:
+    """Return what a stack's blocks are decoded from."""
+    data = base.nf4_data()
+    nested = data.absmax if data.nested_absmax is None else data.nested_absmax
+    return (data.packed, data.absmax, nested, data.code, data.nested_code, data.offset)
+
+
+def _coding(base: NF4Stack) -> dict[str, Any]:
+    # As for `kernels.dequantize_nf4`: products and sums are not contracted.
+    double = base.spec.double_quant
+    return {"block_size": base.spec.block_size, "double": double, "enable_fp_fusion": False}
 
 
 def _power_of_two(number: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.experts import grouped_kernels
-from workflow.lib.model.experts.routing import Routing, Rows, Update
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers import kernels
 from workflow.lib.system.device_types import GPUS
 
@@ -54,23 +54,26 @@ def summed_by_token(
 
 def rows_product(
     rows: Rows,
-    weights: torch.Tensor,
+    weights: Weights,
     routing: Routing,
     *,
     update: Update | None = None,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of `weights` (experts, out, in)
-    of the row's expert; and + the update and + the bias (experts, out).
+    """Return x W^T (R, out) of each row x (in,) of `rows`, with W of the row's expert; and +
+    the update and + the bias (experts, out).
 
-    out: where it is written, if not to a new tensor; its columns are contiguous.
+    out: where it is written, if not to a new tensor of the rows' type; its columns are contiguous.
     """
     if out is None:
-        out = weights.new_empty(len(routing.order), weights.shape[1])
+        out = rows.values.new_empty(len(routing.order), weights.values.shape[1])
     if routing.tiles is not None:
         return grouped_kernels.rows_product(out, rows, weights, routing, update=update, bias=bias)
-    _products(out, _sorted(rows, routing), weights, routing)
+    if weights.scales is None:
+        _products(out, _sorted(rows, routing), weights.values, routing)
+    else:
+        _scaled_products(out, rows, weights, routing)
     if update is not None:
         of_low = torch.empty_like(out, memory_format=torch.contiguous_format)
         _products(of_low, update.low, update.small, routing)
@@ -84,7 +87,7 @@ def bias_products(rows: Rows, bias: torch.Tensor, routing: Routing) -> torch.Ten
     """
     if routing.tiles is not None:
         products = torch.empty(len(routing.order), 1, dtype=torch.float32, device=bias.device)
-        rows_product(rows, bias[:, None], routing, out=products)
+        rows_product(rows, Weights(bias[:, None]), routing, out=products)
     else:
         products = (_sorted(rows, routing) * bias[routing.experts]).sum(1, dtype=torch.float32)
     return products.view(-1)[routing.places]
@@ -122,6 +125,17 @@ def _products(
         return
     for expert, (start, stop) in enumerate(_ranges(routing)):
         torch.mm(rows[start:stop], transposed[expert], out=out[start:stop])
+
+
+def _scaled_products(out: torch.Tensor, rows: Rows, weights: Weights, routing: Routing) -> None:
+    """The same of values in 8 bits, on a CPU in fp32."""
+    assert rows.scales is not None
+    assert weights.scales is not None
+    exact = Rows(rows.values.float() * rows.scales, rows.by_token)
+    scaled = weights.values.float() * weights.scales[:, None, None]
+    total = torch.empty_like(out, dtype=torch.float32)
+    _products(total, _sorted(exact, routing), scaled, routing)
+    out.copy_(total)
 
 
 def _sorted(rows: Rows, routing: Routing) -> torch.Tensor:

@@ -43,6 +43,19 @@ class Rows(NamedTuple):
     values: torch.Tensor
     """(R, width), or (T, width) if `by_token`."""
     by_token: bool = False
+    scales: torch.Tensor | None = None
+    """Of values in 8 bits: what each row is multiplied by, fp32."""
+
+
+class Weights(NamedTuple):
+    """The weights of all experts, as one product uses them."""
+
+    values: torch.Tensor
+    """(experts, out, in), of any strides."""
+    scales: torch.Tensor | None = None
+    """Of values in 8 bits, as the rows then are: what each expert's are multiplied by (experts,)
+    fp32.
+    """
 
 
 class Update(NamedTuple):

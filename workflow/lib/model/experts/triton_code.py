@@ -8,6 +8,7 @@ are as large as the worst routing needs, and programs without work end at once.
 import triton
 import triton.language as tl
 
+from workflow.lib.model.layers.eight_bits.triton_code import _block_scales, _decoded
 from workflow.lib.model.layers.triton_kernels import _act
 
 
@@ -44,6 +45,8 @@ def rows_product(
     low,
     small,
     bias,
+    x_scales,
+    weight_scales,
     num_columns,
     width,
     rank,
@@ -62,6 +65,7 @@ def rows_product(
     by_token: tl.constexpr,
     updated: tl.constexpr,
     biased: tl.constexpr,
+    scaled: tl.constexpr,
     even: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -71,7 +75,8 @@ def rows_product(
     """A tile of x W^T: `rows` rows of one expert, `columns` of its outputs.
 
     by_token: a row of x is a token's, and the place of a row says whose. updated: the sum begins
-    with scale * low small^T. even: `width` and `num_columns` are whole tiles.
+    with scale * low small^T. scaled: x and W are multiplied by a scale of the row and one of the
+    expert. even: `width` and `num_columns` are whole tiles.
     """
     column_tiles = tl.cdiv(num_columns, columns)
     tile = tl.program_id(0) // column_tiles
@@ -105,6 +110,11 @@ def rows_product(
             )
             total = tl.dot(one, other, total, input_precision="ieee")
         total *= scale
+    if scaled:
+        row_scale = tl.load(x_scales + source)[:, None]
+        expert_scale = tl.load(weight_scales + expert)
+        # What is there already is multiplied with the rest in the end. Neither scale is 0.
+        total = total / row_scale / expert_scale
     place = tl.arange(0, depth)
     left = x + source[:, None] * x_stride + place[None, :]
     right = (
@@ -124,6 +134,8 @@ def rows_product(
         total = tl.dot(one, other, total, input_precision="ieee")
         left += depth
         right += depth * weight_depth
+    if scaled:
+        total = total * row_scale * expert_scale
     if biased:
         added = tl.load(bias + expert * bias_stride + column, mask=in_width, other=0.0)
         total += added.to(tl.float32)[None, :]
@@ -228,3 +240,71 @@ def gated_backward(
         tl.store(up + lower_at, (slope * upper * derivative).to(dtype), mask=inside)
         tl.store(up + lower_at + width, (slope * value).to(dtype), mask=inside)
     tl.store(of_weights + place, tl.sum(total, 0))
+
+
+@triton.jit
+def decode_rows(
+    out,
+    packed,
+    absmax,
+    nested_absmax,
+    code,
+    nested_code,
+    offset,
+    scales,
+    num_blocks,
+    first,
+    length,
+    stride,
+    block_size: tl.constexpr,
+    double: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """`blocks` blocks of some rows of all experts, divided by their expert's scale: `length` blocks
+    from each of `first`, `first` + `stride`, and so on.
+    """
+    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    inside = block < num_blocks
+    expert = block // length
+    stored = first + expert * stride + block % length
+    scale = _block_scales(absmax, nested_absmax, nested_code, offset, stored, inside, double)
+    scale = tl.div_rn(scale, tl.load(scales + expert, mask=inside, other=1.0))
+    kind: tl.constexpr = out.dtype.element_ty
+    high, low = _decoded(packed, code, stored, scale, inside, kind, block_size)
+    at = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    tl.store(out + at, tl.interleave(high, low), mask=inside[:, None])
+
+
+@triton.jit
+def decode_columns(
+    out,
+    packed,
+    absmax,
+    nested_absmax,
+    code,
+    nested_code,
+    offset,
+    scales,
+    expert_rows,
+    row_blocks,
+    first,
+    block_size: tl.constexpr,
+    double: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """One block of each of `rows` rows of an expert, written along the rows: of some columns, which
+    begin with the block `first`. As `eight_bits.triton_code.decode_transposed`.
+    """
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    expert = tl.program_id(2).to(tl.int64)
+    inside = row < expert_rows
+    block = (expert * expert_rows + row) * row_blocks + first + tl.program_id(1)
+    scale = _block_scales(absmax, nested_absmax, nested_code, offset, block, inside, double)
+    scale = tl.div_rn(scale, tl.zeros_like(scale) + tl.load(scales + expert))
+    kind: tl.constexpr = out.dtype.element_ty
+    even, odd = _decoded(packed, code, block, scale, inside, kind, block_size)
+    columns = tl.num_programs(1) * block_size
+    feature = tl.program_id(1) * block_size + 2 * tl.arange(0, block_size // 2)
+    at = (expert * columns + feature[None, :]) * expert_rows + row[:, None]
+    tl.store(out + at, even, mask=inside[:, None])
+    tl.store(out + at + expert_rows, odd, mask=inside[:, None])
