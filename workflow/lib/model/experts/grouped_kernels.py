@@ -37,13 +37,15 @@ class Tile(NamedTuple):
     """Of the width that is summed over, at a time."""
     warps: int
     stages: int
+    parts: int = 1
+    """Of the `TILE_ROWS`, for as many programs."""
 
 
 WIDE, NARROW = Tile(256, 64, 8, 4), Tile(128, 32, 4, 3)
 """For a block's shared memory of at least `WIDE_BYTES`, and for less or 32-bit values."""
 WIDE_EIGHT_BITS = Tile(256, 128, 8, 3)
 WIDE_BYTES = 200 * 1024
-FEW = {columns: Tile(columns, 64, 4, 4) for columns in (16, 32, 64)}
+FEW = {columns: Tile(columns, 64, 4, 4, parts=2) for columns in (16, 32, 64)}
 """For few outputs: an adapter's rank."""
 
 
@@ -91,7 +93,7 @@ def rows_product(
     added = values if bias is None else bias
     _launch(
         "rows_product",
-        (num_tiles * -(-num_columns // tile.columns),),
+        (num_tiles * tile.parts * -(-num_columns // tile.columns),),
         out,
         values,
         weights.values,
@@ -119,7 +121,8 @@ def rows_product(
         biased=bias is not None,
         scaled=weights.scales is not None,
         even=width % tile.depth == 0 and num_columns % tile.columns == 0,
-        rows=TILE_ROWS,
+        rows=TILE_ROWS // tile.parts,
+        parts=tile.parts,
         columns=tile.columns,
         depth=tile.depth,
         ranks=min(MOST_RANKS, max(16, _power_of_two(rank or 1))),

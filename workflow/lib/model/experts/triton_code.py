@@ -68,23 +68,29 @@ def rows_product(
     scaled: tl.constexpr,
     even: tl.constexpr,
     rows: tl.constexpr,
+    parts: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
     ranks: tl.constexpr,
 ):
-    """A tile of x W^T: `rows` rows of one expert, `columns` of its outputs.
+    """A tile of x W^T: `rows` rows of one expert, one of `parts` parts of a tile of the table, and
+    `columns` of its outputs.
 
     by_token: a row of x is a token's, and the place of a row says whose. updated: the sum begins
     with scale * low small^T. scaled: x and W are multiplied by a scale of the row and one of the
     expert. even: `width` and `num_columns` are whole tiles.
     """
     column_tiles = tl.cdiv(num_columns, columns)
-    tile = tl.program_id(0) // column_tiles
+    part = tl.program_id(0) // column_tiles
+    tile = part // parts
     expert = tl.load(tiles + tile).to(tl.int64)
     if expert < 0:
         return
     last = tl.load(ends + expert) - 1
-    row = tl.load(tiles + num_tiles + tile) + tl.arange(0, rows)
+    first = tl.load(tiles + num_tiles + tile) + part % parts * rows
+    if first > last:
+        return
+    row = first + tl.arange(0, rows)
     inside = row <= last
     # Rows behind the last are computed as the last one again, and not stored.
     row = tl.minimum(row, last).to(tl.int64)
