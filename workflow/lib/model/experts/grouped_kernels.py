@@ -18,6 +18,7 @@ from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.device_types import RECORDED
 
 TILE_ROWS = 128  # of a program
+HALVES = True  # of tiles are computed where an expert has no more rows
 SUM_TILE = {"columns": 128, "depth": 64}
 SUM_WARPS, SUM_STAGES = 4, 3
 PROGRAM_ELEMENTS, WARPS = 1024, 4
@@ -123,6 +124,7 @@ def rows_product(
         even=width % tile.depth == 0 and num_columns % tile.columns == 0,
         rows=TILE_ROWS // tile.parts,
         parts=tile.parts,
+        halves=HALVES and tile.parts == 1,
         columns=tile.columns,
         depth=tile.depth,
         ranks=min(MOST_RANKS, max(16, _power_of_two(rank or 1))),

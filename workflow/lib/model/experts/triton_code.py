@@ -69,12 +69,13 @@ def rows_product(
     even: tl.constexpr,
     rows: tl.constexpr,
     parts: tl.constexpr,
+    halves: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
     ranks: tl.constexpr,
 ):
     """A tile of x W^T: `rows` rows of one expert, one of `parts` parts of a tile of the table, and
-    `columns` of its outputs.
+    `columns` of its outputs. halves: half as many rows where no more are there.
 
     by_token: a row of x is a token's, and the place of a row says whose. updated: the sum begins
     with scale * low small^T. scaled: x and W are multiplied by a scale of the row and one of the
@@ -90,6 +91,36 @@ def rows_product(
     first = tl.load(tiles + num_tiles + tile) + part % parts * rows
     if first > last:
         return
+    column_start = tl.program_id(0) % column_tiles * columns
+    if halves and last - first < rows // 2:
+        _rows_tile(
+            out, x, weights, order, low, small, bias, x_scales, weight_scales,
+            num_columns, width, rank, top_k, out_stride, x_stride,
+            weight_expert, weight_column, weight_depth, small_expert, small_column, small_rank,
+            bias_stride, scale, expert, first, last, column_start,
+            by_token, updated, biased, scaled, even, columns, depth, ranks, rows // 2,
+        )  # fmt: skip
+    else:
+        _rows_tile(
+            out, x, weights, order, low, small, bias, x_scales, weight_scales,
+            num_columns, width, rank, top_k, out_stride, x_stride,
+            weight_expert, weight_column, weight_depth, small_expert, small_column, small_rank,
+            bias_stride, scale, expert, first, last, column_start,
+            by_token, updated, biased, scaled, even, columns, depth, ranks, rows,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rows_tile(
+    out, x, weights, order, low, small, bias, x_scales, weight_scales,
+    num_columns, width, rank, top_k, out_stride, x_stride,
+    weight_expert, weight_column, weight_depth, small_expert, small_column, small_rank,
+    bias_stride, scale, expert, first, last, column_start,
+    by_token: tl.constexpr, updated: tl.constexpr, biased: tl.constexpr, scaled: tl.constexpr,
+    even: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, ranks: tl.constexpr,
+    rows: tl.constexpr,
+):  # fmt: skip
+    """The tile of `rows` rows from `first` on of an expert whose last row is `last`."""
     row = first + tl.arange(0, rows)
     inside = row <= last
     # Rows behind the last are computed as the last one again, and not stored.
@@ -97,7 +128,7 @@ def rows_product(
     source = row
     if by_token:
         source = tl.load(order + row) // top_k
-    column = tl.program_id(0) % column_tiles * columns + tl.arange(0, columns)
+    column = column_start + tl.arange(0, columns)
     in_width = column < num_columns
     total = tl.zeros((rows, columns), dtype=tl.float32)
     if updated:
