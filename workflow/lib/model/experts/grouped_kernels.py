@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 WIDE, NARROW = Tile(256, 64, 8, 4), Tile(128, 32, 4, 3)
 """For a block's shared memory of at least `WIDE_BYTES`, and for less or 32-bit values."""
-WIDE_EIGHT_BITS = Tile(256, 128, 8, 3)
+WIDE_EIGHT_BITS = Tile(256, 128, 8, 4)
 WIDE_BYTES = 200 * 1024
 FEW = {columns: Tile(columns, 64, 4, 4, parts=2) for columns in (16, 32, 64)}
 """For few outputs: an adapter's rank."""

@@ -343,6 +343,7 @@ def decode_columns(
     even, odd = _decoded(packed, code, block, scale, inside, kind, block_size)
     columns = tl.num_programs(1) * block_size
     feature = tl.program_id(1) * block_size + 2 * tl.arange(0, block_size // 2)
-    at = (expert * columns + feature[None, :]) * expert_rows + row[:, None]
+    at = feature[None, :] * expert_rows + row[:, None]
+    out += expert * columns * expert_rows
     tl.store(out + at, even, mask=inside[:, None])
     tl.store(out + at + expert_rows, odd, mask=inside[:, None])
