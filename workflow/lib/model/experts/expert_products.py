@@ -157,9 +157,9 @@ def adapter_gradients(
     if stack.adapter is None or low is None or of_low is None:
         return []
     experts, rank = stack.base.num_experts, stack.adapter.rank
-    sizes = {"dtype": torch.float32, "device": low.device}
-    of_a = torch.empty(experts, rank, stack.base.in_features, **sizes)
+    sums = low.new_empty(0, dtype=torch.float32)
+    of_a = sums.new_empty(experts, rank, stack.base.in_features)
     weights_product(of_low, rows, routing, scale=1.0, out=of_a)
-    of_b = torch.empty(stack.base.expert_rows, rank, experts, **sizes)
+    of_b = sums.new_empty(stack.base.expert_rows, rank, experts)
     weights_product(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
     return [of_a.flatten(0, 1), of_b.flatten(1)]

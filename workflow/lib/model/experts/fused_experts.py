@@ -110,8 +110,8 @@ class _ExpertsGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, top_k_weights, low, up, *routes = ctx.saved_tensors
-        routing = Routing(*routes, ctx.top_k)
+        source, top_k_weights, low, up, order, places, ends, tiles = ctx.saved_tensors
+        routing = Routing(order, places, ends, tiles, ctx.top_k)
         of_up, of_weights, of_down = _down_gradients(
             ctx.experts, Rows(grads[0], by_token=True), up, top_k_weights, routing
         )
