@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from workflow.lib.model.layers.eight_bits.triton_code import _block_scales, _decoded
-from workflow.lib.model.layers.triton_kernels import _act, eight_of_words
+from workflow.lib.model.layers.triton_kernels import _act
 
 
 @triton.jit
@@ -300,17 +300,17 @@ def decode_rows(
     """`blocks` blocks of some rows of all experts, divided by their expert's scale: `length` blocks
     from each of `first`, `first` + `stride`, and so on.
     """
-    # int32, as in `dequantize_nf4`
+    # Numbers of blocks are int32, which are faster to divide.
     block = tl.program_id(0) * blocks + tl.arange(0, blocks)
     inside = block < num_blocks
     expert = block // length
     stored = (first + expert * stride + block % length).to(tl.int64)
     scale = _block_scales(absmax, nested_absmax, nested_code, offset, stored, inside, double)
     scale = tl.div_rn(scale, tl.load(scales + expert, mask=inside, other=1.0))
-    weights = eight_of_words(packed, code, stored, inside, block_size) * scale[:, None, None]
-    place = tl.arange(0, block_size // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    at = block.to(tl.int64)[:, None, None] * block_size + place
-    tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside[:, None, None])
+    kind: tl.constexpr = out.dtype.element_ty
+    high, low = _decoded(packed, code, stored, scale, inside, kind, block_size)
+    at = block.to(tl.int64)[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    tl.store(out + at, tl.interleave(high, low), mask=inside[:, None])
 
 
 @triton.jit

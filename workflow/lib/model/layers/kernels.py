@@ -136,7 +136,6 @@ def dequantize_nf4(out: torch.Tensor, data: NF4Data, runs: Runs | None = None) -
         out.numel(),
         *(runs or (0, 0, 0)),
         in_runs=runs is not None,
-        whole=out.numel() % data.block_size == 0,
         block_size=data.block_size,
         double_quant=double,
         num_blocks=blocks,

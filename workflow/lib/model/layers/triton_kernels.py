@@ -22,23 +22,22 @@ def dequantize_nf4(
     length,
     stride,
     in_runs: tl.constexpr,
-    whole: tl.constexpr,
     block_size: tl.constexpr,
     double_quant: tl.constexpr,
     num_blocks: tl.constexpr,
 ):
     """Decode `num_blocks` blocks of weights: two weights a byte, the first in the high half.
 
-    in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on. whole: so
-    is the last block.
+    in_runs: `length` blocks are read from each of `first`, `first` + `stride`, and so on.
     """
-    # Numbers of blocks are int32: a division of int64 takes as long as a block's weights.
-    blocks = tl.program_id(0) * num_blocks + tl.arange(0, num_blocks)
+    # Stored bytes are parameters of type float32 (`nf4_linear`), so their pointers are, too.
+    packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
+    half: tl.constexpr = block_size // 2
+    blocks = tl.program_id(0).to(tl.int64) * num_blocks + tl.arange(0, num_blocks)
+    inside = blocks * block_size < num_weights
     stored = blocks
     if in_runs:
         stored = first + blocks // length * stride + blocks % length
-    blocks, stored = blocks.to(tl.int64), stored.to(tl.int64)
-    inside = blocks * block_size < num_weights
     if double_quant:
         scales = absmax.to(tl.pointer_type(tl.uint8), bitcast=True)
         index = tl.load(scales + stored, mask=inside, other=0).to(tl.int32)
@@ -47,27 +46,18 @@ def dequantize_nf4(
         scale = tl.load(nested_code + index) * nested + tl.load(offset)
     else:
         scale = tl.load(absmax + stored, mask=inside, other=0.0)
-    weights = eight_of_words(packed, code, stored, inside, block_size) * scale[:, None, None]
-    place = tl.arange(0, block_size // 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    at = blocks[:, None, None] * block_size + place
-    # Of the last block a part may be missing.
-    there = inside[:, None, None] if whole else at < num_weights
-    tl.store(out + at, weights.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def eight_of_words(packed, code, blocks, inside, block_size: tl.constexpr):
-    """Return the codes (blocks, block_size / 8, 8) of some stored blocks: eight weights a word, so
-    that a thread writes neighbouring weights.
-
-    Stored bytes are parameters of type float32 (`nf4_linear`): words are whole and aligned.
-    """
-    words = packed.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = blocks[:, None] * (block_size // 8) + tl.arange(0, block_size // 8)[None, :]
-    word = tl.load(words + at, mask=inside[:, None], other=0)
-    # The bytes from the lowest on, of each the high half first.
-    shift = (tl.arange(0, 8) ^ 1) * 4
-    return tl.load(code + ((word[:, :, None] >> shift[None, None, :]) & 15))
+    # Of the last block a part may be missing: the mask counts the weights that are written.
+    in_block = tl.arange(0, half)[None, :]
+    pairs_at = blocks[:, None] * block_size + in_block * 2
+    bytes_at = stored[:, None] * half + in_block
+    pairs = tl.load(packed + bytes_at, mask=pairs_at < num_weights, other=0).to(tl.int32)
+    high = tl.load(code + (pairs >> 4)) * scale[:, None]
+    low = tl.load(code + (pairs & 15)) * scale[:, None]
+    # Interleaved, neighbouring threads write neighbouring weights; two stores of every second
+    # weight would go over the output twice.
+    weights = tl.interleave(high, low)
+    weights_at = blocks[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    tl.store(out + weights_at, weights.to(out.dtype.element_ty), mask=weights_at < num_weights)
 
 
 @triton.jit
