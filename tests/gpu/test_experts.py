@@ -1,10 +1,12 @@
 """Mixtures on a GPU, by grouped products, against the CPU's loop over experts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.expert_kernel_cases import float8_products, gates, products, sums
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized
 
@@ -52,3 +54,42 @@ def test_mixture_in_bf16_is_as_near_to_fp32_as_on_the_cpu(family: str, tmp_path:
         rounded = float((theirs - value).norm())
         assert rounded <= 0.2 * size
         assert float((ours - value).norm()) <= 2 * rounded + 1e-3 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_compute_what_the_loop_over_experts_does(dtype: torch.dtype) -> None:
+    """Sizes of whole tiles and of parts, ranks of more than a program's. Sums are fp32; values are
+    rounded once.
+    """
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    there: Any = {"dtype": dtype, "device": "cuda"}
+    for pairs in (
+        products(width=512, columns=768, rank=16, num_tokens=900, **there),
+        products(width=96, columns=200, rank=8, num_tokens=150, **there),
+        products(width=96, columns=72, rank=72, num_tokens=150, **there),
+        sums(columns=200, rank=14, num_tokens=300, **there),
+        sums(columns=200, rank=70, num_tokens=300, **there),
+        gates(width=768, num_tokens=50, **there),
+    ):
+        for ours, expected in pairs:
+            largest = float(expected.abs().max())
+            torch.testing.assert_close(
+                ours.float().cpu(), expected, rtol=0, atol=2 * torch.finfo(dtype).eps * largest
+                if dtype != torch.float32 else 1e-5 * largest,
+            )  # fmt: skip
+
+
+def test_float8_products_are_the_cpu_s() -> None:
+    """Weights bit by bit; sums on the GPU have fewer bits (fast accumulation)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no GPU with float8")
+    pairs = float8_products(
+        width=192, columns=320, num_tokens=300, device="cuda", interpreted=False
+    )
+    for number, (ours, expected) in enumerate(pairs):
+        if number % 2 == 0:
+            assert torch.equal(ours.cpu(), expected)
+        else:
+            atol = 2**-7 * float(expected.abs().max())
+            torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=atol)

@@ -23,6 +23,7 @@ from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
 from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.model.layers.frozen_products import ProductTypes
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_stack import NF4Stack
@@ -187,6 +188,36 @@ def test_grouped_products_of_gpus_give_the_same(
         monkeypatch.setattr(module, "GPUS", frozenset({"cpu"}))
     monkeypatch.setattr(grouped_products, "_ranges", None)
     assert_same(pair)
+
+
+@pytest.mark.parametrize("ways", [("float8", "float8"), ("float8", None), (None, "float8")])
+def test_float8_rounds_the_products_of_frozen_weights(ways: tuple[str | None, str | None]) -> None:
+    """As e4m3 does: 3 bits behind the leading one of weights, activations and gradients."""
+    pair = Pair("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
+    exact = [ours for _, ours, _ in pair.gradients()]
+    types = ProductTypes(*ways)
+    for name in pair.names:
+        pair.experts.get_submodule(name).get_base_layer().product_types = types
+    assert all(map(torch.equal, exact, (ours for _, ours, _ in pair.gradients())))
+    with types.in_eight_bits():
+        rounded = [ours for _, ours, _ in pair.gradients()]
+    errors = [
+        float((a - b).detach().norm() / b.detach().norm())
+        for a, b in zip(rounded, exact, strict=True)
+    ]
+    assert max(errors) < 0.1
+    y, x, *_ = errors
+    assert (y > 1e-3, x > 1e-3) == (ways[0] is not None, True)
+
+
+def test_int8_leaves_experts_in_the_compute_type() -> None:
+    pair = Pair("qwen3_moe", hidden_size=128, moe_intermediate_size=64)
+    types = ProductTypes("int8", "int8")
+    exact = [ours for _, ours, _ in pair.gradients()]
+    for name in pair.names:
+        pair.experts.get_submodule(name).get_base_layer().product_types = types
+    with types.in_eight_bits():
+        assert all(map(torch.equal, exact, (ours for _, ours, _ in pair.gradients())))
 
 
 def test_recomputation_ends_before_the_last_product(

@@ -84,6 +84,21 @@ for form in FORMATS.values():
 for one, other in int8_products(device="cpu"):
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3)
 """
+EXPERTS = """
+import torch
+from tests.support.expert_kernel_cases import float8_products, gates, products, sums
+there = {"dtype": torch.float32, "device": "cpu"}
+for case in (
+    products(width=96, columns=200, rank=3, num_tokens=150, **there),
+    products(width=40, columns=12, rank=70, num_tokens=5, **there),
+    sums(columns=150, rank=3, num_tokens=150, **there),
+    sums(columns=20, rank=70, num_tokens=5, **there),
+    gates(width=1100, num_tokens=5, **there),
+    float8_products(width=192, columns=320, num_tokens=40, device="cpu", interpreted=True),
+):
+    for ours, expected in case:
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+"""
 
 
 @pytest.mark.skipif(
@@ -91,7 +106,7 @@ for one, other in int8_products(device="cpu"):
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, SUMMED, EIGHT_BITS],
+    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, SUMMED, EIGHT_BITS, EXPERTS],
     ids=[
         "decoding",
         "decoding of parts",
@@ -101,6 +116,7 @@ for one, other in int8_products(device="cpu"):
         "row lengths",
         "sums by token",
         "products in 8 bits",
+        "experts",
     ],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:

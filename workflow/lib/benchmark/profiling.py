@@ -20,7 +20,7 @@ KINDS = (
     ("communication", ("nccl",)),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
     ("dequantization", ("dequantize",)),
-    ("products", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas")),
+    ("products", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "_product")),
     ("host copies", ("memcpy htod", "memcpy dtoh", "memcpy host", "memcpy device -> host")),
     ("device copies", ("memcpy", "memset", "copy", "cat", "fill", "chunk")),
 )

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.document_states import separate_documents_
+from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.host_embedding import embed_rows
-from workflow.lib.model.layers.eight_bits.products import check_shape
+from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.frozen_products import ProductTypes
 from workflow.lib.model.layers.lora_linear import share_state
@@ -61,7 +62,7 @@ class CausalLMForTraining(nn.Module):
 
     def multiply_in_(self, products: str, where: str) -> None:
         """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
-        linear that 8 bits cannot multiply. Products of experts stay in the compute type.
+        linear that 8 bits cannot multiply. In int8 products of experts stay in the compute type.
         """
         kind = None if products == COMPUTE_DTYPE else products
         forward, backward = (kind if where in ("both", way) else None for way in WAYS)
@@ -69,7 +70,7 @@ class CausalLMForTraining(nn.Module):
         if kind is None:
             return
         for path, linear in nf4_linears(self.peft_model):
-            if isinstance(linear, NF4Stack):
+            if isinstance(linear, NF4Stack) and form_of_experts(FORMATS[kind]) is None:
                 continue
             path = path.removeprefix("base_model.model.").replace(".base_layer", "")
             size = linear.spec.block_size

@@ -176,8 +176,9 @@ class TrainConfig(Section):
     capability 8.9 and more) rounds weights by row and activations by token; `int8` (8.0 and more)
     rounds activations by token and 128 columns; `auto` = float8 where the GPUs have it, else int8,
     and `compute_dtype` where neither is there or the base's loss rises above
-    `max_products_loss_rise`. Adapters, norms, attention, experts and loss stay in the compute
-    type, and so does all that is measured and exported. CPUs emulate both, slowly. On an H200
+    `max_products_loss_rise`. A mixture's experts are in float8, too; in int8 they stay in the
+    compute type, as do adapters, norms, attention and loss in both, and all that is measured and
+    exported. CPUs emulate both, slowly. On an H200
     float8 was 1.5 times as fast as bfloat16 at 70B width and up to 1.15 times at 8B; int8 no
     faster."""
     products_in: Literal["both", "forward", "backward"] = "both"

@@ -3,8 +3,8 @@
 y = W_e x + s B_e A_e x + b_e for a row x that goes to expert e: `lora_products` for stacks. The
 frozen weights are decoded slice by slice (`nf4_stack`), and the adapters' part is two products of
 rank r: no update (out, in) of an expert is ever made. A and B are fp32 masters, cast to the compute
-type; their gradients are summed in fp32, on GPUs rounded to 16 bits once for each micro-batch,
-which is what torch's grouped products give.
+type; their gradients are summed in fp32 (without our kernels a GPU rounds them to 16 bits once
+for each micro-batch, which is what torch's grouped products give).
 """
 
 from typing import NamedTuple
@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.experts.decoded_weights import (
+    column_weights,
+    form_of_experts,
+    operand,
+    row_weights,
+)
 from workflow.lib.model.experts.grouped_products import (
     ROW_UNIT,
-    Routing,
     rows_product,
     weights_product,
 )
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.device_types import GPUS
 
@@ -82,67 +88,64 @@ def _cast(weight: torch.Tensor, layer: FusedLoraStack, dtype: torch.dtype) -> to
     return cast
 
 
-def low_rank(stack: Stack, rows: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+def low_rank(stack: Stack, rows: Rows, routing: Routing) -> torch.Tensor | None:
     """Return A x (R, r) of rows (R, in); None without adapter."""
-    return stack.adapter and rows_product(rows, stack.adapter.a, routing)
+    return stack.adapter and rows_product(rows, Weights(stack.adapter.a), routing)
 
 
-def value(
-    stack: Stack, rows: torch.Tensor, low: torch.Tensor | None, routing: Routing
-) -> torch.Tensor:
+def value(stack: Stack, rows: Rows, low: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Return y (R, out) of rows (R, in), for low = A x."""
-    slices = [*stack.base.row_slices(rows.dtype)]
-    y = None if len(slices) == 1 else rows.new_empty(len(rows), stack.base.expert_rows)
-    for start, stop in slices:
-        weights = stack.base.dequantize_rows(start, stop, rows.dtype)
-        part = rows_product(rows, weights, routing)
-        del weights  # before the next slice is decoded
+    base, dtype = stack.base, rows.values.dtype
+    form = form_of_experts(base.product_types.forward)
+    given = operand(rows, form)
+    y = rows.values.new_empty(len(routing.order), stack.base.expert_rows)
+    for start, stop in base.row_slices(form.dtype if form else dtype):
+        update = None
         if stack.adapter is not None:
             assert low is not None
-            update = rows_product(low, stack.adapter.b[:, start:stop], routing)
-            part.add_(update, alpha=stack.adapter.scale)
-        if y is None:
-            y = part
-        else:
-            y[:, start:stop] = part
-    assert y is not None
-    return y if stack.bias is None else y.add_(stack.bias[routing.experts])
+            update = Update(low, stack.adapter.b[:, start:stop], stack.adapter.scale)
+        rows_product(
+            given,
+            row_weights(base, start, stop, form=form, dtype=dtype),
+            routing,
+            update=update,
+            bias=None if stack.bias is None else stack.bias[:, start:stop],
+            out=y[:, start:stop],
+        )
+    return y
 
 
-def low_gradient(stack: Stack, grad: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+def low_gradient(stack: Stack, grad: Rows, routing: Routing) -> torch.Tensor | None:
     """Return the gradient of `low_rank` (R, r) for that of the value (R, out)."""
     if stack.adapter is None:
         return None
-    of_low = rows_product(grad, stack.adapter.b.transpose(1, 2), routing)
+    of_low = rows_product(grad, Weights(stack.adapter.b.transpose(1, 2)), routing)
     return of_low.mul_(stack.adapter.scale)
 
 
 def input_gradient(
-    stack: Stack, grad: torch.Tensor, of_low: torch.Tensor | None, routing: Routing
+    stack: Stack, grad: Rows, of_low: torch.Tensor | None, routing: Routing
 ) -> torch.Tensor:
     """Return the gradient of the rows (R, in) for those of the value and of `low_rank`."""
-    slices = [*stack.base.column_slices(grad.dtype)]
-    of_rows = None if len(slices) == 1 else grad.new_empty(len(grad), stack.base.in_features)
-    for start, stop in slices:
-        weights = stack.base.dequantize_columns(start, stop, grad.dtype)
-        part = rows_product(grad, weights.transpose(1, 2), routing)
-        del weights
+    base, dtype = stack.base, grad.values.dtype
+    form = form_of_experts(base.product_types.backward)
+    given = operand(grad, form)
+    of_rows = grad.values.new_empty(len(routing.order), base.in_features)
+    for start, stop in base.column_slices(form.dtype if form else dtype):
+        update = None
         if stack.adapter is not None:
             assert of_low is not None
-            through_a = stack.adapter.a[:, :, start:stop].transpose(1, 2)
-            part.add_(rows_product(of_low, through_a, routing))
-        if of_rows is None:
-            of_rows = part
-        else:
-            of_rows[:, start:stop] = part
-    assert of_rows is not None
+            update = Update(of_low, stack.adapter.a[:, :, start:stop].transpose(1, 2), 1.0)
+        weights = column_weights(base, start, stop, form=form, dtype=dtype)
+        rows_product(given, weights, routing, update=update, out=of_rows[:, start:stop])
+        del weights  # before the next slice is decoded
     return of_rows
 
 
 def adapter_gradients(
     stack: Stack,
-    grad: torch.Tensor,
-    rows: torch.Tensor,
+    grad: Rows,
+    rows: Rows,
     lows: tuple[torch.Tensor | None, torch.Tensor | None],
     routing: Routing,
 ) -> list[torch.Tensor]:
@@ -153,8 +156,10 @@ def adapter_gradients(
     low, of_low = lows
     if stack.adapter is None or low is None or of_low is None:
         return []
-    rank = stack.adapter.rank
-    of_a = weights_product(of_low, rows, routing)[:, :rank]
-    of_b = weights_product(grad, low, routing)[:, :, :rank].mul_(stack.adapter.scale)
-    b_rows = of_b.permute(1, 2, 0).reshape(of_b.shape[1], -1)
-    return [of_a.reshape(-1, of_a.shape[2]), b_rows]
+    experts, rank = stack.base.num_experts, stack.adapter.rank
+    sums = low.new_empty(0, dtype=torch.float32)
+    of_a = sums.new_empty(experts, rank, stack.base.in_features)
+    weights_product(of_low, rows, routing, scale=1.0, out=of_a)
+    of_b = sums.new_empty(stack.base.expert_rows, rank, experts)
+    weights_product(low, grad, routing, scale=stack.adapter.scale, out=of_b.permute(2, 1, 0))
+    return [of_a.flatten(0, 1), of_b.flatten(1)]

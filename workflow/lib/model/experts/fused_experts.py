@@ -22,8 +22,10 @@ from workflow.lib.model.experts.expert_products import (
     stack_of,
     value,
 )
-from workflow.lib.model.experts.grouped_products import Routing, route, summed_by_token
+from workflow.lib.model.experts.gates import Gate
+from workflow.lib.model.experts.grouped_products import bias_products, route, summed_by_token
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
+from workflow.lib.model.experts.routing import Routing, Rows
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
@@ -48,7 +50,7 @@ class FusedExperts(nn.Module):
             self.add_module(name, stacks[name])
         for name, bias in biases.items():
             self.register_parameter(f"{name}_bias", bias)
-        self.num_experts, self.activation = stacks[self._names[0]].num_experts, activation
+        self.num_experts, self.gate = stacks[self._names[0]].num_experts, Gate(activation)
         self.routed: torch.Tensor | None = None
         """(experts,) int64: rows that each expert got in training, recomputed ones too."""
         self.routed_before: torch.Tensor | None = None
@@ -65,7 +67,7 @@ class FusedExperts(nn.Module):
         masters = [w for x in layers if isinstance(x, FusedLoraStack) for w in x.fused_weights()]
 
         def output(up: torch.Tensor) -> torch.Tensor:
-            down, product = self.stack(1, up.dtype), self.activation(up)
+            down, product = self.stack(1, up.dtype), Rows(self.gate.product(up))
             y = value(down, product, low_rank(down, product, routing), routing)
             return summed_by_token(y, routing, top_k_weights.detach())
 
@@ -100,62 +102,57 @@ class _ExpertsGradient(torch.autograd.Function):
         routing: Routing,
         *masters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        into, rows = experts.stack(0, x.dtype), x[routing.tokens]
+        into, rows = experts.stack(0, x.dtype), Rows(x, by_token=True)
         low = low_rank(into, rows, routing)
         up = value(into, rows, low, routing)
         ctx.norm, source = keepable(x)
         ctx.experts, ctx.top_k = experts, routing.top_k
-        ctx.save_for_backward(source, top_k_weights, routing.order, routing.ends, low, up)
+        ctx.save_for_backward(source, top_k_weights, low, up, *routing[:-1])
         return first_outputs(ctx, x, up, out_features=x.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, top_k_weights, order, ends, low, up = ctx.saved_tensors
-        routing = Routing(order, ends, ctx.top_k)
-        with torch.enable_grad():
-            leaf = up.detach().requires_grad_()
-            product = ctx.experts.activation(leaf)
-        of_product, of_weights, of_down = _down_gradients(
-            ctx.experts, grads[0][routing.tokens], product.detach(), top_k_weights, routing
+        source, top_k_weights, low, up, order, places, ends, tiles = ctx.saved_tensors
+        routing = Routing(order, places, ends, tiles, ctx.top_k)
+        of_up, of_weights, of_down = _down_gradients(
+            ctx.experts, Rows(grads[0], by_token=True), up, top_k_weights, routing
         )
-        (of_up,) = torch.autograd.grad(product, leaf, of_product)
-        del product, of_product  # before the weights of the first stack are decoded
         into = ctx.experts.stack(0, of_up.dtype)
-        of_low = low_gradient(into, of_up, routing)
+        of_low = low_gradient(into, Rows(of_up), routing)
         of_into: list[torch.Tensor] = []
         if into.adapter is not None:
-            rows = restored(ctx.norm, source)[routing.tokens]
-            of_into = adapter_gradients(into, of_up, rows, (low, of_low), routing)
+            rows = Rows(restored(ctx.norm, source), by_token=True)
+            of_into = adapter_gradients(into, Rows(of_up), rows, (low, of_low), routing)
             del rows
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = summed_by_token(input_gradient(into, of_up, of_low, routing), routing)
+            of_x = summed_by_token(input_gradient(into, Rows(of_up), of_low, routing), routing)
         return of_x, of_weights, None, None, *of_into, *of_down
 
 
 def _down_gradients(
     experts: FusedExperts,
-    grad: torch.Tensor,
-    product: torch.Tensor,
+    grad: Rows,
+    up: torch.Tensor,
     top_k_weights: torch.Tensor,
     routing: Routing,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return the gradients of the product (R, intermediate), of the router's weights (T, k), and of
-    the adapter of the second stack, for that of y (T, hidden) by row, `grad` (R, hidden).
+    """Return the gradients of up(x), of the router's weights (T, k), and of the adapter of the
+    second stack, for that of y (T, hidden).
 
     The gradient of p_e y_e by p_e is y_e, which need not be made again: grad y_e is the gradient of
     the product, before p_e is multiplied, times the product.
     """
-    down = experts.stack(1, grad.dtype)
+    down = experts.stack(1, up.dtype)
     of_low = low_gradient(down, grad, routing)
     of_product = input_gradient(down, grad, of_low, routing)
-    of_rows = (of_product * product).sum(1, dtype=torch.float32)
+    product, of_up, of_weights = experts.gate.gradients(up, of_product, top_k_weights, routing)
+    del of_product
     if down.bias is not None:
-        of_rows += (grad * down.bias[routing.experts]).sum(1, dtype=torch.float32)
-    of_weights = torch.empty_like(of_rows).scatter_(0, routing.order, of_rows)
+        of_weights += bias_products(grad, down.bias, routing)
     row_weights = top_k_weights.reshape(-1, 1)[routing.order]
-    low = low_rank(down, product, routing)
+    low = low_rank(down, Rows(product), routing)
     weighted = [None if x is None else x.mul_(row_weights) for x in (low, of_low)]
-    of_adapter = adapter_gradients(down, grad, product, (weighted[0], weighted[1]), routing)
-    of_product.mul_(row_weights)
-    return of_product, of_weights.view_as(top_k_weights).to(top_k_weights.dtype), of_adapter
+    lows = (weighted[0], weighted[1])
+    of_adapter = adapter_gradients(down, grad, Rows(product), lows, routing)
+    return of_up, of_weights.to(top_k_weights.dtype), of_adapter

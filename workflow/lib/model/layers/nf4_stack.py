@@ -16,6 +16,8 @@ from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.nf4_linear import NESTED_BLOCK_SIZE, NF4Linear, NF4Spec
 from workflow.lib.system.errors import UserError
 
+TILE_COLUMNS = 256  # of a program of the grouped product (`experts.grouped_kernels`)
+
 
 class NF4Stack(NF4Linear):
     """Frozen NF4 weights (experts, out, in): a linear of `experts * out` rows whose products are
@@ -115,7 +117,12 @@ class NF4Stack(NF4Linear):
 
 
 def _slices(size: int, unit: int, most: float) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) that cut `size` into slices of at most `most` of it, in whole units."""
+    """Yield (start, stop) that cut `size` into slices of at most `most` of it, in whole units, and
+    in whole tiles of the product if they are as wide as one: a part of a tile takes as long.
+    """
     step = max(int(size * most) // unit, 1) * unit
+    if step >= TILE_COLUMNS and TILE_COLUMNS % unit == 0:
+        count = -(-size // (step - step % TILE_COLUMNS))
+        step = -(-size // (count * TILE_COLUMNS)) * TILE_COLUMNS
     for start in range(0, size, step):
         yield start, min(start + step, size)

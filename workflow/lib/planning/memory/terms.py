@@ -275,32 +275,39 @@ def mask_bytes(shape: ModelShape, setup: Setup) -> int:
     return shape.attention_masks * setup.micro_batch_size * row
 
 
-def decoded_linear(linear: Linear, setup: Setup) -> int:
-    """A weight as its product uses it: in the compute type, of a stack of experts as much as is
-    decoded at a time.
+def decoded_linear(linear: Linear, setup: Setup, *, num_rows: int) -> int:
+    """A weight as its product with `num_rows` rows uses it: in the compute type, of a stack of
+    experts as much as is decoded at a time.
 
     In 8 bits with what is rounded beside it (a byte an element, a scale of 4 for 128), and in
     float8 a gradient that is added afterwards: an upper bound, of forward and backward.
     """
-    c, tokens = setup.compute_bytes, setup.tokens
-    if linear.experts > 1:
-        return min(c * linear.num_weights, DECODED_BYTES)
+    c = setup.compute_bytes
     plain = c * linear.num_weights
+    if linear.experts > 1:
+        rows = num_rows * (max(linear.in_features, linear.out_features // linear.experts) + 4)
+        return min(plain, DECODED_BYTES) + (rows if setup.products == FLOAT8 else 0)
     if setup.products == COMPUTE_DTYPE:
         return plain
     widest = max(linear.in_features, linear.out_features)
-    rows = tokens * (widest + 4 * math.ceil(widest / 128))
-    added = c * tokens * linear.in_features if setup.products == FLOAT8 else 0
+    rows = num_rows * (widest + 4 * math.ceil(widest / 128))
+    added = c * num_rows * linear.in_features if setup.products == FLOAT8 else 0
     return max(plain, linear.num_weights + rows + added)
 
 
 def product_scales(shape: ModelShape, setup: Setup) -> int:
-    """Scales of the rows of all weights that are multiplied in 8 bits; every process has all."""
+    """Scales of the rows of all weights that are multiplied in 8 bits, and in float8 of the
+    experts; every process has all.
+    """
     if setup.products == COMPUTE_DTYPE:
         return 0
-    return shape.total(
-        lambda layer: sum(rounded(4 * x.out_features) for x in layer.linears if x.experts == 1)
-    )
+
+    def scales(linear: Linear) -> int:
+        if linear.experts > 1:
+            return rounded(4 * linear.experts) if setup.products == FLOAT8 else 0
+        return rounded(4 * linear.out_features)
+
+    return shape.total(lambda layer: sum(map(scales, layer.linears)))
 
 
 def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
@@ -310,7 +317,8 @@ def dequantized_weight(layer: DecoderLayer, setup: Setup) -> int:
 
     def decoded(linear: Linear) -> int:
         absmax = 4 * math.ceil(linear.num_weights / setup.block_size) if setup.double_quant else 0
-        return decoded_linear(linear, setup) + absmax
+        num_rows = setup.tokens * layer.rows(linear)
+        return decoded_linear(linear, setup, num_rows=num_rows) + absmax
 
     return max(map(decoded, layer.linears))
 

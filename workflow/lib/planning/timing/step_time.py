@@ -159,7 +159,10 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     forward = 2 * setup.seq_len * causal * width
     saved_bytes = _mean_saved(shape, setup)
     plain = _mean_saved(shape, replace(setup, fused_layers=False))
-    frozen = 2 * (used - idle) * (1 - _saved_share(setup, passes=passes))
+    # In int8 experts stay in the compute type.
+    in_plain = passes * GROUPED_TIME * shape.total(_grouped_weights) * (setup.products == INT8)
+    saved = _saved_share(setup, passes=passes) * (used - idle - in_plain)
+    frozen = 2 * (used - idle - saved)
     expert_share = shape.total(_has_experts) / layers
     return Work(
         product_flops=t * (frozen + 2 * (passes + 1) * adapters + head) + 2 * setup.rank * normed,

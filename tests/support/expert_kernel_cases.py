@@ -1,0 +1,160 @@
+"""What the kernels of experts must compute, on any device, followed by what the CPU's loop over
+experts computes of the same values in fp32.
+"""
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from tests.support.stacks import packed_stack
+from workflow.lib.model.experts import grouped_kernels
+from workflow.lib.model.experts.decoded_weights import column_weights, operand, row_weights
+from workflow.lib.model.experts.gates import ACTIVATIONS, Gate
+from workflow.lib.model.experts.grouped_products import (
+    bias_products,
+    route,
+    rows_product,
+    weights_product,
+)
+from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
+from workflow.lib.model.layers.eight_bits.products import FORMATS
+
+EXPERTS, TOP_K = 6, 2
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+def routings(num_tokens: int, *, device: str) -> tuple[Routing, Routing]:
+    """Return the routing of tokens for the kernels and for the CPU. Expert 2 gets no row, and
+    expert 4 half of them.
+    """
+    draw = torch.Generator().manual_seed(0)
+    others = torch.tensor([0, 1, 3, 5])[torch.randint(0, 4, (num_tokens,), generator=draw)]
+    index = torch.stack((others, torch.full_like(others, 4)), dim=1)
+    plain = route(index, num_experts=EXPERTS)._replace(tiles=None)
+    there = Routing(*(x.to(device) for x in plain[:3]), None, TOP_K)
+    tiles = grouped_kernels.row_tiles(there.ends, num_rows=len(there.order))
+    return there._replace(tiles=tiles), plain
+
+
+def products(
+    *, width: int, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device: str
+) -> Pairs:
+    """Yield products of rows and of tokens' rows, alone, with update and bias, and written into
+    some columns; with weights that lie along the sum, and across it.
+    """
+    draw = torch.Generator().manual_seed(1)
+    for by_token in (False, True):
+        here, plain = routings(num_tokens, device=device)
+        num_rows = num_tokens * (1 if by_token else TOP_K)
+        rows = torch.randn(num_rows, width, generator=draw).to(dtype)
+        weights = (torch.randn(EXPERTS, columns, width, generator=draw) / width**0.5).to(dtype)
+        low = torch.randn(num_tokens * TOP_K, rank, generator=draw).to(dtype)
+        small = torch.randn(EXPERTS, columns, rank, generator=draw).to(dtype)
+        bias = torch.randn(EXPERTS, columns, generator=draw).to(dtype)
+        update = Update(low.float(), small.float(), 0.75)
+        one = Rows(rows.float(), by_token)
+        other = Rows(rows.to(device), by_token)
+        across = weights.transpose(1, 2).contiguous().to(device).transpose(1, 2)
+        for there in (weights.to(device), across):
+            alone = rows_product(one, Weights(weights.float()), plain)
+            yield rows_product(other, Weights(there), here), alone
+            with_all = rows_product(
+                one, Weights(weights.float()), plain, update=update, bias=bias.float()
+            )
+            moved = Update(low.to(device), small.to(device), 0.75)
+            part = torch.zeros(num_tokens * TOP_K, columns + 16, dtype=dtype, device=device)
+            given = {"update": moved, "bias": bias.to(device), "out": part[:, 8 : columns + 8]}
+            yield rows_product(other, Weights(there), here, **given), with_all
+            assert not part[:, :8].any()
+            assert not part[:, columns + 8 :].any()
+        wide = bias_products(other, weights[:, 0].contiguous().to(device), here)
+        yield wide, bias_products(one, weights[:, 0].float(), plain)
+
+
+def sums(*, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pairs:
+    """Yield gradients of an adapter's A and B as the masters lie; `rank` is filled up by 2."""
+    draw = torch.Generator().manual_seed(2)
+    for by_token in (False, True):
+        here, plain = routings(num_tokens, device=device)
+        left = torch.randn(num_tokens * TOP_K, rank + 2, generator=draw).to(dtype)
+        num_rows = num_tokens * (1 if by_token else TOP_K)
+        right = torch.randn(num_rows, columns, generator=draw).to(dtype)
+        expected = weights_product(
+            left.float(), Rows(right.float(), by_token), plain, scale=0.5,
+            out=torch.empty(EXPERTS, rank, columns),
+        )  # fmt: skip
+        moved = (left.to(device), Rows(right.to(device), by_token), here)
+        as_a = torch.full((EXPERTS, rank, columns), 9.0, device=device)
+        yield weights_product(*moved, scale=0.5, out=as_a), expected
+        as_b = torch.full((columns, rank, EXPERTS), 9.0, device=device).permute(2, 1, 0)
+        yield weights_product(*moved, scale=0.5, out=as_b), expected
+
+
+def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pairs:
+    """Yield value and gradients of every function that the kernels know."""
+    draw = torch.Generator().manual_seed(3)
+    here, plain = routings(num_tokens, device=device)
+    num_rows = num_tokens * TOP_K
+    for name, activation in ACTIVATIONS.items():
+        up = (2 * torch.randn(num_rows, 2 * width, generator=draw)).to(dtype)
+        grad = torch.randn(num_rows, width, generator=draw).to(dtype)
+        weights = torch.rand(num_tokens, TOP_K, generator=draw).to(dtype)
+
+        def function(up: torch.Tensor, activation=activation) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            gate, other = up.chunk(2, dim=-1)
+            return activation(gate) * other
+
+        gate = Gate(function)
+        assert gate.activation == name
+        exact = gate.gradients(up.float().clone(), grad.float().clone(), weights.float(), plain)
+        yield grouped_kernels.gated(up.to(device), activation=name), exact[0]
+        there = (grad.to(device), up.to(device))
+        of_weights = grouped_kernels.gated_backward_(
+            *there, weights.to(device), here.order, activation=name
+        )
+        yield from zip((*there, of_weights), exact, strict=True)
+
+
+def float8_products(
+    *, width: int, columns: int, num_tokens: int, device: str, interpreted: bool
+) -> Pairs:
+    """Yield slices of an NF4 stack that kernels decode to float8, rows and columns, and products
+    with them.
+
+    interpreted: Triton's interpreter cuts float8 off where a GPU rounds, so there the kernels write
+    what is still to be rounded.
+    """
+    draw = torch.Generator().manual_seed(4)
+    form = FORMATS["float8"]
+    plain_stack = packed_stack(torch.randn(EXPERTS, columns, width, generator=draw))
+    stack = copy.deepcopy(plain_stack).to(device)
+    low = torch.randn(num_tokens * TOP_K, 16, generator=draw)
+    ways = (
+        (row_weights, grouped_kernels.decode_rows, width, columns - 64),
+        (column_weights, grouped_kernels.decode_columns, columns, width - 64),
+    )
+    for by_token, (make, decode, size, stop) in itertools.product((False, True), ways):
+        here, plain = routings(num_tokens, device=device)
+        num_rows = num_tokens * (1 if by_token else TOP_K)
+        rows = torch.randn(num_rows, size, generator=draw)
+        expected = make(plain_stack, 64, stop, form=form, dtype=torch.float32)
+        assert expected.scales is not None
+        scales = expected.scales.to(device)
+        kind = torch.float32 if interpreted else form.dtype
+        values = decode(stack, 64, stop, scales=scales, dtype=kind).to(form.dtype)
+        made = Weights(values, scales)
+        yield values.float(), expected.values.float()
+        small = torch.randn(EXPERTS, stop - 64, 16, generator=draw)
+        yield (
+            rows_product(
+                operand(Rows(rows.to(device), by_token), form), made, here,
+                update=Update(low.to(device), small.to(device), 0.75),
+                out=torch.empty(len(low), stop - 64, device=device),
+            ),
+            rows_product(
+                operand(Rows(rows, by_token), form), expected, plain,
+                update=Update(low, small, 0.75), out=torch.empty(len(low), stop - 64),
+            ),
+        )  # fmt: skip
