@@ -38,6 +38,11 @@ class Format(NamedTuple):
     block: int | None
     """Columns of activations and gradients that share a scale; None: all of a token's."""
 
+    @property
+    def adds(self) -> bool:
+        """Whether its product can add to what is there: ours can, torch's cannot."""
+        return self.block is not None
+
 
 FORMATS = {
     "float8": Format("float8", torch.float8_e4m3fn, 448.0, None),
@@ -157,7 +162,7 @@ def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch
 def add_product_(total: torch.Tensor, left: Rounded, right: RoundedWeight) -> torch.Tensor:
     """Add that product to `total` (T, N); return it."""
     form = left.form
-    if form.block is not None and _has_kernels(total.device):
+    if form.adds and _has_kernels(total.device):
         return gpu_kernels.block_product(
             total, left.values, right.values, left.scales, right.scales, block=form.block, add=True
         )
