@@ -30,7 +30,9 @@ class OneNode(FusedFeedForward):
         return self.layers[target]
 
 
-def layers_of(folder: Path, kind: str, types: ProductTypes, device: str) -> list[Layer]:
+def layers_of(
+    folder: Path, kind: str, types: ProductTypes, dtype: torch.dtype, device: str
+) -> list[Layer]:
     """Return gate with a bias, up, and down, with adapters; kind: one of `FACTORS`."""
     layers = []
     for number, (out, into) in enumerate([(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]):
@@ -38,6 +40,8 @@ def layers_of(folder: Path, kind: str, types: ProductTypes, device: str) -> list
         weight = 0.1 * random(out, into, seed=number)
         base = nf4_linear(folder / str(number), weight, bias=bias).to(device)
         base.product_types = types
+        if base.bias is not None:
+            base.bias.data = base.bias.to(dtype)
         masters = 0.3 * random(RANK, into, seed=3 + number), 0.3 * random(out, RANK, seed=9)
         keys = torch.tensor(row_keys(1, step=1, rows=[0])).to(device)
         factor = (random(out, seed=30).abs() + 0.5).to(device) if kind == "dora" else None
@@ -58,7 +62,7 @@ def values_and_gradients(
 ) -> list[torch.Tensor]:
     """Return the output, and the gradients of x, all A and B, and DoRA's factors, on the CPU."""
     types = ProductTypes(products, products)
-    layers = layers_of(folder, kind, types, device)
+    layers = layers_of(folder, kind, types, dtype, device)
     x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))
     given = [x.requires_grad_(), *(w for layer in layers for w in layer.weights)]
     given += [layer.factor for layer in layers if layer.factor is not None]

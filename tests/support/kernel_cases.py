@@ -117,20 +117,25 @@ def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]
 
 
 def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return queries turned forth by the kernel and by its definition, and turned forth and
-    back.
+    """Return queries turned forth by the kernel and by its definition, and turned forth and back;
+    of whole heads and of 10 of 24 dimensions, of halves and of neighbours.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
-    for rows in (1, 2):  # of angles; a second row of tokens takes the first one's
+    # of angles; a second row of tokens takes the first one's
+    for rows, dims, neighbours in ((1, 24, False), (2, 24, True), (2, 10, False), (1, 10, True)):
         x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
-        turn = torch.randn(rows, 7, 12, generator=draw).to(device)
+        turn = torch.randn(rows, 7, dims // 2, generator=draw).to(device)
         cos, sin = (torch.cat((f(turn), f(turn)), dim=-1).to(dtype) for f in (torch.cos, torch.sin))
-        first, second = x.float().chunk(2, dim=-1)
-        around = torch.cat((-second, first), dim=-1)
-        expected = x.float() * cos[:, :, None].float() + around * sin[:, :, None].float()
-        turned = kernels.apply_rotary(x, cos, sin)
-        back = kernels.apply_rotary(turned, cos, sin, back=True)
+        pairs = x.float()[..., :dims]
+        pairs = pairs.unflatten(-1, (-1, 2)) if neighbours else pairs.unflatten(-1, (2, -1)).mT
+        numbers = torch.view_as_complex(pairs.contiguous())
+        angles = torch.complex(cos.float(), sin.float())[:, :, None, : dims // 2]
+        turned_pairs = torch.view_as_real(numbers * angles)
+        parts = turned_pairs.flatten(-2) if neighbours else turned_pairs.mT.flatten(-2)
+        expected = torch.cat((parts, x.float()[..., dims:]), dim=-1)
+        turned = kernels.apply_rotary(x, cos, sin, neighbours=neighbours)
+        back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
         results += [turned, expected, back, x.float()]
     return results
 

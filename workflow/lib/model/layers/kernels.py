@@ -244,15 +244,22 @@ def drop(
 
 
 def apply_rotary(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    back: bool = False,
+    neighbours: bool = False,
 ) -> torch.Tensor:
-    """Return x cos + rotate_half(x) sin (`back`: minus) of x (rows, seq_len, heads, head_dim); all
-    contiguous.
+    """Return x cos + rotate_half(x) sin (`back`: minus) of the first dimensions of each head of x
+    (rows, seq_len, heads, head_dim), as many as `cos` has, and x of the others; all contiguous.
 
-    cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
+    cos, sin: (1 or rows, seq_len, <= head_dim), both halves alike. neighbours: pairs are 2 i and
+    2 i + 1, else i and half of the dimensions further.
     """
     out = torch.empty_like(x)
     rows, seq_len, heads, head_dim = x.shape
+    turned = cos.shape[-1]
     _launch(
         "apply_rotary",
         (rows * seq_len,),
@@ -262,10 +269,13 @@ def apply_rotary(
         sin,
         cos.shape[0] * cos.shape[1],
         heads,
+        head_dim,
         back=back,
-        half=head_dim // 2,
+        half=turned // 2,
+        neighbours=neighbours,
         heads=power_of_two(heads),
-        width=power_of_two(head_dim // 2),
+        width=power_of_two(turned // 2),
+        rest=power_of_two(head_dim - turned) if head_dim > turned else 0,
         num_warps=WARPS,
     )
     return out

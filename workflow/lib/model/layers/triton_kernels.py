@@ -218,15 +218,20 @@ def apply_rotary(
     sin,
     angles,
     num_heads,
+    head_dim,
     back: tl.constexpr,
     half: tl.constexpr,
+    neighbours: tl.constexpr,
     heads: tl.constexpr,
     width: tl.constexpr,
+    rest: tl.constexpr,
 ):
-    """Rotate all heads of one token, which share its cosines and sines; `angles` tokens have some
-    of their own, then they come again.
+    """Rotate the first 2 * `half` dimensions of all heads of one token, which share its cosines and
+    sines; the rest is copied. `angles` tokens have some of their own, then they come again.
 
-    heads, width: `num_heads` and `half`, rounded up to powers of two, as `tl.arange` wants them.
+    neighbours: dimensions 2 i and 2 i + 1 are turned together, else i and i + half. heads, width,
+    rest: `num_heads`, `half` and what is copied, rounded up to powers of two, as `tl.arange` wants
+    them.
     """
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, heads), tl.arange(0, width)
@@ -237,10 +242,19 @@ def apply_rotary(
     sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     if back:
         sine = -sine
-    offsets = (token * num_heads + head[:, None]) * 2 * half + column[None, :]
-    inside = (head[:, None] < num_heads) & inside[None, :]
+    starts = (token * num_heads + head[:, None]) * head_dim
+    there = head[:, None] < num_heads
+    inside = there & inside[None, :]
+    step: tl.constexpr = 2 if neighbours else 1
+    distance: tl.constexpr = 1 if neighbours else half
+    offsets = starts + column[None, :] * step
     first = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + offsets + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + offsets + distance, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     tl.store(out + offsets, (first * cosine - second * sine).to(dtype), mask=inside)
-    tl.store(out + offsets + half, (second * cosine + first * sine).to(dtype), mask=inside)
+    tl.store(out + offsets + distance, (second * cosine + first * sine).to(dtype), mask=inside)
+    if rest > 0:
+        column = 2 * half + tl.arange(0, rest)
+        inside = there & (column < head_dim)[None, :]
+        offsets = starts + column[None, :]
+        tl.store(out + offsets, tl.load(x + offsets, mask=inside, other=0.0), mask=inside)

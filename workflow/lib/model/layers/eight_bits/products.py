@@ -94,10 +94,11 @@ def rounded(rows: torch.Tensor, form: Format, *, factors: torch.Tensor | None = 
     infinite = {"nan": torch.inf, "posinf": torch.inf}
     largest = torch.stack([x.abs().nan_to_num(**infinite).amax(dim=1) for x in blocks], dim=1)
     scales = (largest / form.largest).clamp_min(SMALLEST_SCALE)
-    divided = [
-        block / scale[:, None] for block, scale in zip(blocks, scales.unbind(1), strict=True)
+    scaled = [
+        block * inverse[:, None]
+        for block, inverse in zip(blocks, scales.reciprocal().unbind(1), strict=True)
     ]
-    return Rounded(_nearest(torch.cat(divided, dim=1), form), scales, form)
+    return Rounded(_nearest(torch.cat(scaled, dim=1), form), scales, form)
 
 
 def row_scales(data: NF4Data, shape: tuple[int, int], form: Format) -> torch.Tensor:
@@ -162,7 +163,7 @@ def product(left: Rounded, right: RoundedWeight, *, dtype: torch.dtype) -> torch
 def add_product_(total: torch.Tensor, left: Rounded, right: RoundedWeight) -> torch.Tensor:
     """Add that product to `total` (T, N); return it."""
     form = left.form
-    if form.adds and _has_kernels(total.device):
+    if form.block is not None and _has_kernels(total.device):
         return gpu_kernels.block_product(
             total, left.values, right.values, left.scales, right.scales, block=form.block, add=True
         )

@@ -2,7 +2,8 @@
 compute.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
-are int64, as in `triton_kernels`.
+are int64, as in `triton_kernels`. Activations are multiplied by the inverse of their scale: a
+division of each would take as long as memory.
 """
 
 import triton
@@ -188,8 +189,10 @@ def _finite_or_infinite(value):
 @triton.jit
 def store_eight_bits(out, value, scale, column, width):
     """Write fp32 values of a row over their scale in 8 bits."""
-    divided = tl.div_rn(value, tl.zeros_like(value) + scale)
-    tl.store(out + column, as_eight_bits(divided, out.dtype.element_ty), mask=column < width)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    tl.store(
+        out + column, as_eight_bits(value * inverse, out.dtype.element_ty), mask=column < width
+    )
 
 
 @triton.jit
