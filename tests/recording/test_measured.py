@@ -23,7 +23,6 @@ KINDS = (
     ("oss_kept", "e477513"),
     ("mixtral", "e477513"),
     ("olmo2", "0d0e7fd"),
-    ("no_recomputation", "2986d7a"),
     ("graphs_kept", "fe03f01"),
     ("graphs_float8", "fe03f01"),
     ("wide_float8_offloaded", "0223b86"),

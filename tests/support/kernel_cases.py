@@ -199,19 +199,19 @@ def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
 
 
 def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return norms times 1 + w and gradients of their input, each followed by autograd's in fp32;
-    of several rows a program, of one, and of a row of zeros.
+    """Return norms times w and 1 + w and gradients of their input, each followed by autograd's in
+    fp32; of several rows a program, of one, and of a row of zeros.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
-    for num_rows, width in ((300, 24), (5, norm.ELEMENTS + 72)):
+    for num_rows, width, offset in ((300, 24, 0.0), (300, 24, 1.0), (5, norm.ELEMENTS + 72, 1.0)):
         x, grad = (torch.randn(num_rows, width, generator=draw).to(device, dtype) for _ in "xg")
         x[3] = 0
         weight = torch.randn(width, generator=draw).to(device, dtype)
         leaf = x.float().requires_grad_()
         inverse = (leaf.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        expected = leaf * inverse * (1.0 + weight.float())
+        expected = leaf * inverse * (offset + weight.float())
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
-        results += [norm.rms_norm(x, weight, 1e-6), expected.detach()]
-        results += [norm.rms_norm_backward(grad, x, weight, 1e-6), of_x]
+        results += [norm.forward(x, weight, 1e-6, offset), expected.detach()]
+        results += [norm.backward(grad, x, weight, 1e-6, offset), of_x]
     return results
