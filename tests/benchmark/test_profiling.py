@@ -12,6 +12,7 @@ from workflow.lib.benchmark.profiling import OTHER, kind, profiled, summed
         ("ncclDevKernel_AllGather_RING_LL", "communication"),
         ("void pytorch_flash::flash_fwd_kernel<bf16>", "attention"),
         ("void kDequantizeBlockwise<__nv_bfloat16>", "dequantization"),
+        ("decode_eight_bits", "dequantization"),
         ("nvjet_sm90_tst_320x128_64x3", "products"),
         ("Memcpy HtoD (Pinned -> Device)", "host copies"),
         ("Memcpy DtoD (Device -> Device)", "device copies"),

@@ -11,14 +11,17 @@ from torch import nn
 
 from tests.support.kernel_cases import (
     ACTIVATIONS,
+    RANKS,
     RUNS,
     SHAPES,
     act_and_mul_results,
     decoded,
     droppings,
     lengthenings,
+    norms,
     rotations,
     sums_by_token,
+    sums_with_low_rank,
 )
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.flex_attention import all_scores, flex_arguments, flex_attention
@@ -60,14 +63,26 @@ def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
     assert torch.equal(weights, expected)
 
 
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_and_product_equal_autograd(activation: str) -> None:
+def test_activation_and_product_equal_autograd(
+    activation: str, ranks: tuple[int, int, int]
+) -> None:
+    """Products of values up to 60 here, so off by 2^-9 of them."""
     product, again, of_gate, of_up, *expected = act_and_mul_results(
-        activation, dtype=torch.bfloat16, device="cuda"
+        activation, ranks, dtype=torch.bfloat16, device="cuda"
     )
     results = [x.float() for x in (product, of_gate, of_up)]
     torch.testing.assert_close(results, expected, rtol=1e-2, atol=1e-2)
     assert torch.equal(product, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_parts_of_low_rank_are_added_and_rounded_once(dtype: torch.dtype) -> None:
+    """Within a step of the type: fp32 may lie on either side of the middle of two values."""
+    results = sums_with_low_rank(dtype=dtype, device="cuda")
+    expected = [exact.to(dtype) for exact in results[1::2]]
+    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
 
 
 def test_rotation_equals_its_definition_and_turns_back() -> None:
@@ -93,6 +108,14 @@ def test_sums_of_a_token_s_rows_are_rounded_once(dtype: torch.dtype) -> None:
     results = sums_by_token(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
+    """As above. Gradients of the row of zeros are a thousand times the others."""
+    results = norms(dtype=dtype, device="cuda")
+    expected = [exact.to(dtype) for exact in results[1::2]]
+    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])

@@ -157,7 +157,7 @@ def test_captured_micro_batch_takes_memory_of_its_own(
 ) -> None:
     """It is the second one; its activations are all in a pool of their own, and none is left."""
     asked = chosen(**ALONE | KEPT, cuda_graphs=True, accumulates=accumulates)
-    tape = recorded(process, LLAMA, asked)
+    tape = recorded(process, asked)
     begin = tape.events.index(EMPTY_CACHE)
     assert tape.events.count(EMPTY_CACHE) == 1
     assert tape.events[:begin].count("forward") == tape.events[begin:].count("forward") == 1

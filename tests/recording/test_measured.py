@@ -13,7 +13,6 @@ from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
-from workflow.lib.system.units import GIB
 
 LINES = {(line["case"], line["versions"]["commit"]): line for line in all_lines() if counts(line)}
 # One of each kind: `python -m tests.support.measurements` looks at all.
@@ -22,9 +21,7 @@ KINDS = (
     ("moe", "e477513"),
     ("oss_kept", "e477513"),
     ("mixtral", "e477513"),
-    ("gemma2_kept", "ebf624b"),
     ("olmo2", "0d0e7fd"),
-    ("no_recomputation", "2986d7a"),
     ("graphs_kept", "fe03f01"),
     ("graphs_float8", "fe03f01"),
     ("graphs_1b", "fe03f01"),
@@ -65,24 +62,20 @@ GEMMA_2_27B = {
 }
 
 
-@pytest.mark.parametrize("rank", [4, 16])
-def test_soft_capped_attention_is_predicted_no_lower_than_a_gpu_measured(
-    process: RecordingProcess, rank: int
+def test_soft_capped_attention_is_predicted_no_lower_than_it_is_recorded(
+    process: RecordingProcess,
 ) -> None:
-    """10 layers of Gemma 2 27B by eager attention, all activations kept, 2 rows of 3,072 tokens,
-    one H200: 70.0 GiB.
-    """
+    """10 layers of Gemma 2 27B by eager attention, all activations kept, 2 rows of 3,072 tokens."""
     chosen = setup(
         processes=1,
         micro_batch_size=2,
         seq_len=3072,
-        rank=rank,
+        rank=16,
         attention="eager",
         fused_layers=True,
         activation_checkpointing=False,
     )
     exact = replay(process.record(Request(GEMMA_2_27B, chosen, None))).allocated_bytes
-    assert 70.0 <= round(exact / GIB, 1) <= 1.01 * 70.0
     shape = describe_config(GEMMA_2_27B, origin=Path("gemma-2-27b"))
     assert exact <= predict(shape, chosen).peak_bytes <= 1.02 * exact
 

@@ -78,13 +78,26 @@ def weights_and_activations(form: Format, *, device: str, interpreted: bool) -> 
                 pairs.append((values, expected))
         rows = activations(shape[1])
         for factors in (None, torch.rand(shape[1]) + 0.5):
-            copy = rounded(rows, form, factors=factors)
-            given = None if factors is None else factors.to(device)
-            values, sizes = gpu_kernels.round_rows(
-                rows.to(device), given, dtype=dtype, largest=form.largest, block=form.block
-            )
-            pairs += [(values, copy.values), (sizes, copy.scales)]
+            pairs += _rounded_rows(rows, factors, form, dtype=dtype, device=device)
+    wide = activations(gpu_kernels.WHOLE_ROW + 5)  # more than a program has in registers
+    pairs += _rounded_rows(wide, None, form, dtype=dtype, device=device)
     return [(one.cpu().to(other.dtype), other) for one, other in pairs]
+
+
+def _rounded_rows(
+    rows: torch.Tensor,
+    factors: torch.Tensor | None,
+    form: Format,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Pairs:
+    copy = rounded(rows, form, factors=factors)
+    given = None if factors is None else factors.to(device)
+    values, sizes = gpu_kernels.round_rows(
+        rows.to(device), given, dtype=dtype, largest=form.largest, block=form.block
+    )
+    return [(values, copy.values), (sizes, copy.scales)]
 
 
 def int8_products(*, device: str) -> Pairs:

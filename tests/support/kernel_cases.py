@@ -2,12 +2,16 @@
 a GPU.
 """
 
+from typing import Any
+
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 from torch import nn
 
 from workflow.lib.model.layers import kernels, nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
+from workflow.lib.model.layers.fused_kernels import low_rank, norm
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -56,41 +60,82 @@ def decoded(
     return kernels.dequantize_nf4(torch.empty_like(expected), data, runs), expected
 
 
-def act_and_mul_results(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return act(gate) * up and its gradients: the kernels', then autograd's in fp32."""
+def low_rank_part(
+    width: int, rank: int, *, draw: torch.Generator, dtype: torch.dtype, device: str
+) -> LowRank:
+    """Return a part of 50 rows as a node has it: the last columns of all adapters' `low`, and B or
+    A as it is stored.
+    """
+    low = torch.randn(50, 3 + rank, generator=draw).to(device, dtype)[:, 3:]
+    small = torch.randn(width, rank, generator=draw).to(device, dtype).t()
+    return LowRank(low, small if rank % 2 else small.contiguous(), 0.3)
+
+
+def exact(value: torch.Tensor, part: LowRank) -> torch.Tensor:
+    """Return a value with its part, fp32."""
+    return value.float() + part.scale * (part.low.float() @ part.small.float())
+
+
+# of gate, up and their product's gradient: none, less than tiles have, and more than a chunk
+RANKS = ((0, 0, 0), (5, 16, 8), (70, 5, 0))
+
+
+def act_and_mul_results(
+    activation: str, ranks: tuple[int, int, int], *, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """Return act(gate) * up and its gradients, of values that lack parts of low rank: the kernels',
+    then autograd's in fp32. Rows and columns are no whole tiles.
+    """
     draw = torch.Generator().manual_seed(0)
-    gate, up, grad = (3 * torch.randn(50, 70, generator=draw).to(device, dtype) for _ in range(3))
-    leaves = [x.float().clone().requires_grad_() for x in (gate, up)]
+    options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
+    given = [2 * torch.randn(50, 150, generator=draw).to(device, dtype) for _ in range(3)]
+    parts = [low_rank_part(150, rank, **options) for rank in ranks]
+    whole = [exact(value, part) for value, part in zip(given, parts, strict=True)]
+    leaves = [x.requires_grad_() for x in whole[:2]]
     expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
-    expected.backward(grad.float().clone())
-    product = kernels.act_and_mul(gate, up, activation=activation)
-    kernels.act_and_mul_backward_(grad, gate, up, activation=activation)
-    assert all(x.grad is not None for x in leaves)
-    return [
-        product,
-        grad,
-        gate,
-        up,
-        expected.detach(),
-        *(x.grad for x in leaves if x.grad is not None),
-    ]
+    gradients = torch.autograd.grad(expected, leaves, whole[2])
+    gate, up, grad = given
+    product = low_rank.act_and_mul(gate, up, *parts[:2], activation=activation)
+    in_place = (parts[0], parts[1], parts[2])
+    low_rank.act_and_mul_backward_(grad, gate, up, in_place, activation=activation)
+    return [product, grad, gate, up, expected.detach(), *gradients]
 
 
-def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return queries turned forth by the kernel and by its definition, and turned forth and
-    back.
+def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return values to which the kernel adds a part, and another value, each followed by the sum
+    in fp32.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
-    for rows in (1, 2):  # of angles; a second row of tokens takes the first one's
+    for width, rank in ((150, 5), (40, 16), (300, 70)):
+        part = low_rank_part(width, rank, draw=draw, dtype=dtype, device=device)
+        total, other = (torch.randn(50, width, generator=draw).to(device, dtype) for _ in range(2))
+        expected = exact(total, part)
+        results += [low_rank.add_low_rank_(total.clone(), part), expected]
+        results += [low_rank.add_low_rank_(total.clone(), part, other), expected + other.float()]
+    return results
+
+
+def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return queries turned forth by the kernel and by its definition, and turned forth and back;
+    of whole heads and of 10 of 24 dimensions, of halves and of neighbours.
+    """
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    # of angles; a second row of tokens takes the first one's
+    for rows, dims, neighbours in ((1, 24, False), (2, 24, True), (2, 10, False), (1, 10, True)):
         x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
-        turn = torch.randn(rows, 7, 12, generator=draw).to(device)
+        turn = torch.randn(rows, 7, dims // 2, generator=draw).to(device)
         cos, sin = (torch.cat((f(turn), f(turn)), dim=-1).to(dtype) for f in (torch.cos, torch.sin))
-        first, second = x.float().chunk(2, dim=-1)
-        around = torch.cat((-second, first), dim=-1)
-        expected = x.float() * cos[:, :, None].float() + around * sin[:, :, None].float()
-        turned = kernels.apply_rotary(x, cos, sin)
-        back = kernels.apply_rotary(turned, cos, sin, back=True)
+        pairs = x.float()[..., :dims]
+        pairs = pairs.unflatten(-1, (-1, 2)) if neighbours else pairs.unflatten(-1, (2, -1)).mT
+        numbers = torch.view_as_complex(pairs.contiguous())
+        angles = torch.complex(cos.float(), sin.float())[:, :, None, : dims // 2]
+        turned_pairs = torch.view_as_real(numbers * angles)
+        parts = turned_pairs.flatten(-2) if neighbours else turned_pairs.mT.flatten(-2)
+        expected = torch.cat((parts, x.float()[..., dims:]), dim=-1)
+        turned = kernels.apply_rotary(x, cos, sin, neighbours=neighbours)
+        back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
         results += [turned, expected, back, x.float()]
     return results
 
@@ -150,4 +195,23 @@ def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         results += [kernels.sum_by_token(rows, places, None), picked.sum(1)]
         weighted = (picked * weights[..., None].float()).sum(1)
         results += [kernels.sum_by_token(rows, places, weights), weighted]
+    return results
+
+
+def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return norms times w and 1 + w and gradients of their input, each followed by autograd's in
+    fp32; of several rows a program, of one, and of a row of zeros.
+    """
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for num_rows, width, offset in ((300, 24, 0.0), (300, 24, 1.0), (5, norm.ELEMENTS + 72, 1.0)):
+        x, grad = (torch.randn(num_rows, width, generator=draw).to(device, dtype) for _ in "xg")
+        x[3] = 0
+        weight = torch.randn(width, generator=draw).to(device, dtype)
+        leaf = x.float().requires_grad_()
+        inverse = (leaf.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        expected = leaf * inverse * (offset + weight.float())
+        (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
+        results += [norm.forward(x, weight, 1e-6, offset), expected.detach()]
+        results += [norm.backward(grad, x, weight, 1e-6, offset), of_x]
     return results

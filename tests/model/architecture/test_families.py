@@ -74,16 +74,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Fused modules of a model of 3 layers; Gemma's norms multiply by 1 + w, Phi's feed-forward is one
-# linear.
+# Fused modules of a model of 3 layers; Gemma has four norms a layer, with 1 + w, and Gemma 3 two
+# more of heads. Phi's feed-forward is one linear.
 PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
 FUSED = {
     "llama": PLAIN,
     "mistral": PLAIN,
     "qwen2": PLAIN,
     "qwen3": PLAIN | {"norms": 12},
-    "gemma2": {"attentions": 3, "feed_forwards": 3},
-    "gemma3_text": {"attentions": 3, "feed_forwards": 3},
+    "gemma2": PLAIN | {"norms": 12},
+    "gemma3_text": PLAIN | {"norms": 18},
     "phi3": {"norms": 6},
     "olmo2": {"norms": 12, "feed_forwards": 3},
 }

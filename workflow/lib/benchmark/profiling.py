@@ -19,7 +19,7 @@ from workflow.lib.artifacts.benchmark_record import Profile
 KINDS = (
     ("communication", ("nccl",)),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
-    ("dequantization", ("dequantize",)),
+    ("dequantization", ("dequantize", "decode_eight_bits", "decode_transposed")),
     ("products", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "_product")),
     ("host copies", ("memcpy htod", "memcpy dtoh", "memcpy host", "memcpy device -> host")),
     ("device copies", ("memcpy", "memset", "copy", "cat", "fill", "chunk")),

@@ -37,8 +37,7 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
     replaced: Counter[str] = Counter()
     for path, module in list(layer.named_modules()):
         parent, _, name = path.rpartition(".")
-        if (eps := _rms_eps(module)) is not None:
-            norm = RmsNorm(module.get_parameter("weight"), eps=eps)
+        if (norm := _as_rms_norm(module)) is not None:
             setattr(layer.get_submodule(parent), name, norm)
             replaced["norms"] += 1
         elif (attention := as_fused_attention(module)) is not None:
@@ -51,19 +50,28 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
     return replaced
 
 
-def _rms_eps(module: nn.Module) -> float | None:
-    """Return the epsilon of a module that is an RMS norm with a plain weight, None of any other."""
+def _as_rms_norm(module: nn.Module) -> RmsNorm | None:
+    """Return the fused norm of a module that is an RMS norm with a weight w, times w or 1 + w; None
+    of any other.
+    """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or list(module.children()) or not isinstance(eps, float):
         return None
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, WIDTH, generator=draw)
-    stand_in = nn.Module()
-    stand_in.weight = nn.Parameter(torch.rand(WIDTH, generator=draw) + 0.5)
-    for name in ("variance_epsilon", "eps"):
-        setattr(stand_in, name, eps)
-    return eps if _same(module, stand_in, x, RmsNorm(stand_in.weight, eps=eps)(x)) else None
+    stand_in = type(module).__new__(
+        type(module)
+    )  # with the class's methods, which its forward calls
+    nn.Module.__init__(stand_in)
+    for name, value in vars(module).items():
+        if not name.startswith("_") and name != "training":
+            setattr(stand_in, name, value)
+    weight = stand_in.weight = nn.Parameter(torch.rand(WIDTH, generator=draw) + 0.5)
+    for centered in (False, True):
+        if _same(module, stand_in, x, RmsNorm(weight, eps=eps, centered=centered)(x)):
+            return RmsNorm(module.get_parameter("weight"), eps=eps, centered=centered)
+    return None
 
 
 def _gate_activation(module: nn.Module) -> str | None:

@@ -1,10 +1,10 @@
 """Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where
 families take ten.
 
-It takes the place of a family's module that projects, perhaps norms heads, rotates halves, calls an
-attention function and projects again. Found by what the family's class does with small random
-values (`fuse_layers`). The arguments that the class hands to the attention function (scale, window)
-are recorded then, and handed on by ours. For training: without a cache.
+It takes the place of a family's module that projects, perhaps norms heads, rotates them or a part
+of each, calls an attention function and projects again. Found by what the family's class does with
+small random values (`fuse_layers`). The arguments that the class hands to the attention function
+(scale, window) are recorded then, and handed on by ours. For training: without a cache.
 """
 
 import copy
@@ -33,8 +33,14 @@ class FusedAttention(nn.Module):
     """
 
     def __init__(
-        self, original: Any, *, arguments: dict[str, object], eager: Callable[..., Any]
+        self,
+        original: Any,
+        *,
+        arguments: dict[str, object],
+        eager: Callable[..., Any],
+        neighbours: bool,
     ) -> None:
+        """neighbours: which dimensions are turned together, as in `apply_rotary`."""
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":
@@ -42,7 +48,7 @@ class FusedAttention(nn.Module):
         for name, child in original.named_children():
             self.add_module(name, child)
         self.head_dim: int = original.head_dim
-        self._arguments, self._eager = arguments, eager
+        self._arguments, self._eager, self._neighbours = arguments, eager, neighbours
 
     def forward(
         self,
@@ -61,7 +67,7 @@ class FusedAttention(nn.Module):
         )
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
-        query, key = apply_rotary(query, key, *position_embeddings)
+        query, key = apply_rotary(query, key, *position_embeddings, neighbours=self._neighbours)
         config: Any = self.config
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, self._eager)
         heads = (x.transpose(1, 2) for x in (query, key, value))
@@ -78,15 +84,22 @@ class FusedAttention(nn.Module):
 
 
 def apply_rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    neighbours: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x cos + rotate_half(x) sin of query and key (rows, seq_len, heads, head_dim).
+    """Return x cos + rotate_half(x) sin of the first dimensions of each head of query and key
+    (rows, seq_len, heads, head_dim), and x of the others.
 
-    cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
+    cos, sin: (1 or rows, seq_len, dimensions that are turned), both halves alike. neighbours:
+    dimensions 2 i and 2 i + 1 are turned together, else i and i + half of them.
     """
-    assert cos.shape[-1] == query.shape[-1], "a part of each head: the kernel would read past cos"
+    assert cos.shape[-1] <= query.shape[-1], "the kernel would write past the head"
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Rotary.apply
-    return rotate(query, key, cos, sin)
+    return rotate(query, key, cos, sin, neighbours)
 
 
 class _Rotary(torch.autograd.Function):
@@ -94,67 +107,97 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        neighbours: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+        ctx.neighbours = neighbours
+        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in (query, key))
+        return query, key
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        of_query, of_key = (_rotate(grad, cos, sin, back=True) for grad in grads)
-        return of_query, of_key, None, None
+        of_query, of_key = (
+            _rotate(grad, *ctx.saved_tensors, back=True, neighbours=ctx.neighbours)
+            for grad in grads
+        )
+        return of_query, of_key, None, None, None
 
 
 def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    back: bool = False,
+    neighbours: bool,
 ) -> torch.Tensor:
     if kernels.usable(x.device):
-        return kernels.apply_rotary(x.contiguous(), cos.contiguous(), sin.contiguous(), back=back)
-    first, second = x.chunk(2, dim=-1)
-    around = torch.cat((-second, first), dim=-1) * sin[:, :, None]
-    return x * cos[:, :, None] + (-around if back else around)
+        turns = cos.contiguous(), sin.contiguous()
+        return kernels.apply_rotary(x.contiguous(), *turns, back=back, neighbours=neighbours)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    cos, sin = (angles[:, :, None].chunk(2, dim=-1)[0] for angles in (cos, sin))
+    if back:
+        sin = -sin
+    if neighbours:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
+    return torch.cat((turned, rest), dim=-1)
 
 
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:
     """Return an attention that does what this module does, None for a module of any other kind."""
     children = {name for name, _ in module.named_children()}
-    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS} or _is_partial_rotary(module):
+    if not set(PROJECTIONS) <= children <= {*PROJECTIONS, *NORMS}:
         return None
     # Transformers registers all attention functions but eager, which each family has in its file.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    # A class that wants other attributes or arguments, or makes other shapes, is none of ours.
-    try:
-        arguments = _agreed(module)
-    except (AttributeError, TypeError, RuntimeError, ValueError):
-        return None
-    if arguments is None or eager is None:
-        return None
-    return FusedAttention(module, arguments=arguments, eager=eager)
+    for neighbours in (False, True):
+        # A class that wants other attributes or arguments, or makes other shapes, is none of ours.
+        try:
+            arguments = _agreed(module, neighbours=neighbours)
+        except (AttributeError, TypeError, RuntimeError, ValueError):
+            return None
+        if arguments is not None and eager is not None:
+            return FusedAttention(module, arguments=arguments, eager=eager, neighbours=neighbours)
+    return None
 
 
-def _is_partial_rotary(module: Any) -> bool:
-    """Whether the model rotates a part of each head alone: its class, tried with whole ones, would
-    not show that.
+def _turned_dims(module: Any) -> list[int]:
+    """Return how many dimensions of each head the model rotates, fewest first. Its class, tried
+    with whole heads alone, might compute what ours does although it rotates parts in another way.
 
     The rotary parameters may be nested by the type of a layer (Gemma 3).
     """
     config = module.config
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    shares = [getattr(config, "partial_rotary_factor", None)]
-    shares += [part.get("partial_rotary_factor") for part in parts]
-    return any(share not in (None, 1.0) for share in shares)
+    shares = {part.get("partial_rotary_factor") for part in parts}
+    shares.add(getattr(config, "partial_rotary_factor", None))
+    return sorted({int(module.head_dim * share) for share in shares - {None}} or {module.head_dim})
 
 
 @torch.no_grad()
-def _agreed(module: Any) -> dict[str, object] | None:
+def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
     """Return what the module's class tells the attention function, if it and ours do the same; None
     otherwise.
     """
+    told = [_agreed_on(module, dims, neighbours=neighbours) for dims in _turned_dims(module)]
+    return told[0] if all(arguments == told[0] for arguments in told) else None
+
+
+def _agreed_on(module: Any, dims: int, *, neighbours: bool) -> dict[str, object] | None:
+    """The same where `dims` dimensions of each head are rotated."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
-    half = torch.randn(2, 1, TRIED["tokens"], module.head_dim // 2, generator=draw)
+    half = torch.randn(2, 1, TRIED["tokens"], dims // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
     stand_in = _stand_in(module, draw)
     calls: list[tuple[Any, ...]] = []
@@ -166,7 +209,9 @@ def _agreed(module: Any) -> dict[str, object] | None:
     # A tensor is no constant: it may be a parameter (attention sinks) or depend on this call.
     if any(isinstance(value, torch.Tensor) for value in arguments.values()):
         return None
-    ours: Any = FusedAttention(stand_in, arguments=arguments, eager=_recorder)
+    ours: Any = FusedAttention(
+        stand_in, arguments=arguments, eager=_recorder, neighbours=neighbours
+    )
     calls.append(_recorded(FusedAttention, ours, x, (cos, sin)))
     *tensors, arguments = calls[0]
     for *others, other_arguments in calls[1:]:

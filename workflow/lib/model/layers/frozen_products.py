@@ -6,12 +6,13 @@ Forward y = x W^T, and backward the gradient g W of x, are made in the compute t
 no other product of a step is made in 8 bits.
 
 In the compute type the product is added to the adapter's part, which is rounded once more then. In
-8 bits it is the other way round: a product with scales of rows cannot add to what is there.
+8 bits it is the other way round: a product with scales of rows cannot add to what is there. A
+feed-forward adds both adapters' parts where it reads the values (`fused_kernels.low_rank`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from workflow.lib.model.layers.eight_bits.products import (
     rounded,
     row_scales,
 )
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, add_low_rank_
 from workflow.lib.model.layers.kernels import NF4Data
 
 
@@ -75,16 +77,6 @@ class FrozenWeight(Protocol):
         """Return W as it is stored."""
 
 
-class LowRank(NamedTuple):
-    """An adapter's part of a product: scale * low @ small."""
-
-    low: torch.Tensor
-    """(T, r)."""
-    small: torch.Tensor
-    """(r, out)."""
-    scale: float
-
-
 Operand = torch.Tensor | Rounded
 
 
@@ -99,13 +91,32 @@ def adapted_product(
 ) -> torch.Tensor:
     """Return W x + update, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
     if isinstance(rows, Rounded):
-        y = _rounded_product(linear, rows, dtype, bias=bias)
-        return y.addmm_(update.low, update.small, alpha=update.scale)
+        return add_low_rank_(frozen_value(linear, rows, dtype=dtype, bias=bias), update)
     if bias and linear.bias is not None:
         y = torch.addmm(linear.bias, update.low, update.small, alpha=update.scale)
     else:
         y = scaled_product(update.low, update.small, update.scale)
     return y.addmm_(rows, linear.dequantize(dtype).t())
+
+
+def frozen_value(
+    linear: FrozenWeight, rows: Operand, *, dtype: torch.dtype, bias: bool
+) -> torch.Tensor:
+    """Return W x, and + b if `bias`, (T, out) in `dtype`, of rows x (T, in)."""
+    if isinstance(rows, Rounded):
+        scales = _row_scales(linear, rows.form)
+        weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, rows.form)
+        y = product(rows, RoundedWeight(weight, scales), dtype=dtype)
+        return y.add_(linear.bias) if bias and linear.bias is not None else y
+    return nn.functional.linear(rows, linear.dequantize(dtype), linear.bias if bias else None)
+
+
+def frozen_input_gradient(grad: torch.Tensor, linear: FrozenWeight) -> torch.Tensor:
+    """Return g W (T, in) for the gradient g (T, out) of a value."""
+    form = linear.product_types.backward
+    if form is None:
+        return grad @ linear.dequantize(grad.dtype)
+    return product(*_backward_operands(grad, linear, form), dtype=grad.dtype)
 
 
 def add_input_gradient_(
@@ -125,16 +136,6 @@ def scaled_product(
     # torch has no scaled product without a term that is added; with beta=0 it is not even read.
     ignored = left.new_empty(())
     return torch.addmm(ignored, left, right, beta=0, alpha=scale, out=out)
-
-
-def _rounded_product(
-    linear: FrozenWeight, rows: Rounded, dtype: torch.dtype, *, bias: bool
-) -> torch.Tensor:
-    """Return W x, and + b if `bias`, by rows in 8 bits."""
-    scales = _row_scales(linear, rows.form)
-    weight = decoded(linear.nf4_data(), scales, linear.matrix_shape, rows.form)
-    y = product(rows, RoundedWeight(weight, scales), dtype=dtype)
-    return y.add_(linear.bias) if bias and linear.bias is not None else y
 
 
 def _backward_operands(
@@ -174,18 +175,12 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:
         ctx.linear = linear
-        if linear.product_types.forward is not None:
-            rows = operand(x.reshape(-1, x.shape[-1]), linear)
-            assert isinstance(rows, Rounded)
-            return _rounded_product(linear, rows, x.dtype, bias=bias).view(*x.shape[:-1], -1)
-        return nn.functional.linear(x, linear.dequantize(x.dtype), linear.bias if bias else None)
+        rows = operand(x.reshape(-1, x.shape[-1]), linear)
+        y = frozen_value(linear, rows, dtype=x.dtype, bias=bias)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        form = ctx.linear.product_types.backward
-        if form is None:
-            return grad @ ctx.linear.dequantize(grad.dtype), None, None
-        flat = grad.reshape(-1, grad.shape[-1])
-        of_rows = product(*_backward_operands(flat, ctx.linear, form), dtype=grad.dtype)
+        of_rows = frozen_input_gradient(grad.reshape(-1, grad.shape[-1]), ctx.linear)
         return of_rows.view(*grad.shape[:-1], -1), None, None

@@ -171,49 +171,6 @@ def sum_by_token(
     return out
 
 
-def act_and_mul(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
-    """Return act(gate) * up; both contiguous and of one shape. activation: `silu` or
-    `gelu_tanh`.
-    """
-    product = torch.empty_like(gate)
-    grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    _launch(
-        "act_and_mul",
-        grid,
-        product,
-        gate,
-        up,
-        gate.numel(),
-        kind=activation,
-        size=PROGRAM_ELEMENTS,
-        num_warps=WARPS,
-    )
-    return product
-
-
-def act_and_mul_backward_(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
-) -> None:
-    """In place, for the gradient `grad` of act(gate) * up: `gate` and `up` become their gradients,
-    `grad` the product itself.
-    """
-    grid = (-(-gate.numel() // PROGRAM_ELEMENTS),)
-    _launch(
-        "act_and_mul_backward",
-        grid,
-        grad,
-        gate,
-        up,
-        gate.numel(),
-        kind=activation,
-        size=PROGRAM_ELEMENTS,
-        num_warps=WARPS,
-    )
-    # Autograd does not see what Triton writes. With a new version it refuses a second backward,
-    # which would take the gradients in `gate` and `up` for what forward saved.
-    increment_version((grad, gate, up))
-
-
 def lengthened_act_and_mul_backward_(
     grad: torch.Tensor,
     gate: torch.Tensor,
@@ -222,8 +179,9 @@ def lengthened_act_and_mul_backward_(
     *,
     activation: str,
 ) -> torch.Tensor:
-    """The same for `gate` and `up` (T, f) that are directions times `factors` (f,) fp32: they
-    become the gradients of the directions.
+    """In place, for the gradient `grad` of act(gate) * up, where `gate` and `up` (T, f) are
+    directions times `factors` (f,) fp32: they become the gradients of the directions, `grad` the
+    product itself. activation: `silu` or `gelu_tanh`.
 
     Return the sums over rows (2, f) fp32 of gate and of up times their gradients.
     """
@@ -274,7 +232,7 @@ def drop(
     tokens, features = rows.shape
     groups = -(-features // 8)
     assert out.is_contiguous(), "the kernel knows no strides"
-    size = min(PROGRAM_GROUPS, _power_of_two(groups))
+    size = min(PROGRAM_GROUPS, power_of_two(groups))
     _launch(
         "drop", (tokens, -(-groups // size)), out, rows.contiguous(), row_keys,
         tokens // len(row_keys), features, groups, linear, threshold,
@@ -286,15 +244,22 @@ def drop(
 
 
 def apply_rotary(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    back: bool = False,
+    neighbours: bool = False,
 ) -> torch.Tensor:
-    """Return x cos + rotate_half(x) sin (`back`: minus) of x (rows, seq_len, heads, head_dim); all
-    contiguous.
+    """Return x cos + rotate_half(x) sin (`back`: minus) of the first dimensions of each head of x
+    (rows, seq_len, heads, head_dim), as many as `cos` has, and x of the others; all contiguous.
 
-    cos, sin: (1 or rows, seq_len, head_dim), both halves alike.
+    cos, sin: (1 or rows, seq_len, <= head_dim), both halves alike. neighbours: pairs are 2 i and
+    2 i + 1, else i and half of the dimensions further.
     """
     out = torch.empty_like(x)
     rows, seq_len, heads, head_dim = x.shape
+    turned = cos.shape[-1]
     _launch(
         "apply_rotary",
         (rows * seq_len,),
@@ -304,15 +269,18 @@ def apply_rotary(
         sin,
         cos.shape[0] * cos.shape[1],
         heads,
+        head_dim,
         back=back,
-        half=head_dim // 2,
-        heads=_power_of_two(heads),
-        width=_power_of_two(head_dim // 2),
+        half=turned // 2,
+        neighbours=neighbours,
+        heads=power_of_two(heads),
+        width=power_of_two(turned // 2),
+        rest=power_of_two(head_dim - turned) if head_dim > turned else 0,
         num_warps=WARPS,
     )
     return out
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the next power of two, the only sizes that Triton's ranges have."""
     return 1 << (number - 1).bit_length()

@@ -21,13 +21,15 @@ from workflow.lib.model.layers.adapter_dropout import (
 )
 from workflow.lib.model.layers.adapter_state import Casts
 from workflow.lib.model.layers.frozen_products import (
-    LowRank,
     Operand,
     adapted_product,
     add_input_gradient_,
+    frozen_input_gradient,
+    frozen_value,
     operand,
     scaled_product,
 )
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, add_low_rank_, no_part
 from workflow.lib.system.device_types import GPUS
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
@@ -88,8 +90,25 @@ def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tenso
 def _value(
     linear: Adapted, rows: Operand, low: torch.Tensor, *, dtype: torch.dtype, bias: bool
 ) -> torch.Tensor:
-    update = LowRank(low, _cast([linear.b], linear, dtype).t(), linear.scale)
+    update = _update(linear, low)
     return adapted_product(linear.base, rows, update, dtype=dtype, bias=bias)
+
+
+def _update(linear: Adapted, low: torch.Tensor) -> LowRank:
+    """Return the adapter's part of a value, for low = A d(x) (T, r)."""
+    return LowRank(low, _cast([linear.b], linear, low.dtype).t(), linear.scale)
+
+
+def updates(linears: Sequence[Adapted], low: torch.Tensor) -> list[LowRank]:
+    """Return the adapters' parts of the values, for `low_rank` (T, sum of ranks)."""
+    parts = _parts(linears, low)
+    return [_update(linear, part) for linear, part in zip(linears, parts, strict=True)]
+
+
+def frozen_values(linears: Sequence[Adapted], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return W x + b of every linear, without the adapters' parts."""
+    shared = operand(rows, linears[0].base)
+    return [frozen_value(x.base, shared, dtype=rows.dtype, bias=True) for x in linears]
 
 
 def values(
@@ -121,10 +140,40 @@ def input_gradient(
     linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the rows (T, in) for those of the values and of `low_rank`."""
+    form = linears[0].base.product_types.backward
+    if form is not None and not form.adds and not _drops(linears):
+        return _products_first(linears, grads, of_low)
     of_rows = _adapters_input_gradient(linears, of_low)
     for linear, grad in zip(linears, grads, strict=True):
         add_input_gradient_(of_rows, grad, linear.base)
     return of_rows
+
+
+def _products_first(
+    linears: Sequence[Adapted], grads: Sequence[torch.Tensor], of_low: torch.Tensor
+) -> torch.Tensor:
+    """The same by products that cannot add: the last is added with the adapters' part at once."""
+    small = _cast([linear.a for linear in linears], linears[0], of_low.dtype)
+    (first, grad), *others = zip(linears, grads, strict=True)
+    of_rows = frozen_input_gradient(grad, first.base)
+    for linear, grad in others[:-1]:
+        add_input_gradient_(of_rows, grad, linear.base)
+    last = None
+    if others:
+        linear, grad = others[-1]
+        last = frozen_input_gradient(grad, linear.base)
+    return add_low_rank_(of_rows, LowRank(of_low, small, 1.0), last)
+
+
+def split_input_gradient(
+    linear: Adapted, grad: torch.Tensor, of_low: torch.Tensor
+) -> tuple[torch.Tensor, LowRank]:
+    """Return the gradient of one linear's rows (T, in), and what is still to be added to it."""
+    if linear.draw is not None:
+        of_rows = input_gradient([linear], [grad], of_low)
+        return of_rows, no_part(of_rows)
+    small = _cast([linear.a], linear, of_low.dtype)
+    return frozen_input_gradient(grad, linear.base), LowRank(of_low, small, 1.0)
 
 
 def _adapters_input_gradient(linears: Sequence[Adapted], of_low: torch.Tensor) -> torch.Tensor:

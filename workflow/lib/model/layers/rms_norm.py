@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from workflow.lib.model.layers.fused_kernels.norm import rms_norm
+
 # attribute of an output: the norm, its input, and the output's version then
 SOURCE = "workflow_norm_source"
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w, by torch's own operation, one kernel on a GPU."""
+    """x / sqrt(mean(x^2) + eps) * w, or times 1 + w; one kernel on a GPU."""
 
-    def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, *, eps: float, centered: bool = False) -> None:
+        """centered: the weight is what is added to 1."""
         super().__init__()
-        self.weight, self._eps = weight, eps
+        self.weight, self.eps, self.offset = weight, eps, float(centered)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x (..., width)."""
@@ -32,7 +35,7 @@ class RmsNorm(nn.Module):
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """The same, without the note of what it was made of."""
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return rms_norm(x, self)
 
 
 def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:

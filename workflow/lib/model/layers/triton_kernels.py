@@ -79,7 +79,7 @@ def sum_by_token(
 
 
 @triton.jit
-def _act(gate, kind: tl.constexpr):
+def act(gate, kind: tl.constexpr):
     """Return act(gate) and its derivative, fp32."""
     if kind == "silu":
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
@@ -91,31 +91,6 @@ def _act(gate, kind: tl.constexpr):
     share, rest = 1.0 / (1.0 + tl.exp(-doubled)), 1.0 / (1.0 + tl.exp(doubled))
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * gate * gate)
     return gate * share, share + gate * share * rest * slope
-
-
-@triton.jit
-def act_and_mul(product, gate, up, count, kind: tl.constexpr, size: tl.constexpr):
-    offsets = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    inside = offsets < count
-    value, _ = _act(tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32), kind)
-    value *= tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(product + offsets, value.to(product.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def act_and_mul_backward(grad, gate, up, count, kind: tl.constexpr, size: tl.constexpr):
-    """In place: `grad` becomes the product, `gate` and `up` their gradients."""
-    offsets = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    inside = offsets < count
-    # All three are read before the first is written.
-    slope = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
-    lower = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
-    upper = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
-    value, derivative = _act(lower, kind)
-    dtype = grad.dtype.element_ty
-    tl.store(grad + offsets, (value * upper).to(dtype), mask=inside)
-    tl.store(gate + offsets, (slope * upper * derivative).to(dtype), mask=inside)
-    tl.store(up + offsets, (slope * value).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -132,8 +107,8 @@ def lengthened_act_and_mul_backward(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """As above for `rows` rows of some columns; the gradients of gate and up are summed with them
-    over these rows, then multiplied by the factors.
+    """In place for `rows` rows of some columns: `grad` becomes the product, `gate` and `up` their
+    gradients, which are summed with them over these rows, then multiplied by the factors.
     """
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inside = column < width
@@ -149,7 +124,7 @@ def lengthened_act_and_mul_backward(
         slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
         lower = tl.load(gate + offsets, mask=there, other=0.0).to(tl.float32)
         upper = tl.load(up + offsets, mask=there, other=0.0).to(tl.float32)
-        value, derivative = _act(lower, kind)
+        value, derivative = act(lower, kind)
         lower_slope, upper_slope = slope * upper * derivative, slope * value
         gate_sum += lower_slope * lower
         up_sum += upper_slope * upper
@@ -243,15 +218,20 @@ def apply_rotary(
     sin,
     angles,
     num_heads,
+    head_dim,
     back: tl.constexpr,
     half: tl.constexpr,
+    neighbours: tl.constexpr,
     heads: tl.constexpr,
     width: tl.constexpr,
+    rest: tl.constexpr,
 ):
-    """Rotate all heads of one token, which share its cosines and sines; `angles` tokens have some
-    of their own, then they come again.
+    """Rotate the first 2 * `half` dimensions of all heads of one token, which share its cosines and
+    sines; the rest is copied. `angles` tokens have some of their own, then they come again.
 
-    heads, width: `num_heads` and `half`, rounded up to powers of two, as `tl.arange` wants them.
+    neighbours: dimensions 2 i and 2 i + 1 are turned together, else i and i + half. heads, width,
+    rest: `num_heads`, `half` and what is copied, rounded up to powers of two, as `tl.arange` wants
+    them.
     """
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, heads), tl.arange(0, width)
@@ -262,10 +242,19 @@ def apply_rotary(
     sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     if back:
         sine = -sine
-    offsets = (token * num_heads + head[:, None]) * 2 * half + column[None, :]
-    inside = (head[:, None] < num_heads) & inside[None, :]
+    starts = (token * num_heads + head[:, None]) * head_dim
+    there = head[:, None] < num_heads
+    inside = there & inside[None, :]
+    step: tl.constexpr = 2 if neighbours else 1
+    distance: tl.constexpr = 1 if neighbours else half
+    offsets = starts + column[None, :] * step
     first = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + offsets + half, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + offsets + distance, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     tl.store(out + offsets, (first * cosine - second * sine).to(dtype), mask=inside)
-    tl.store(out + offsets + half, (second * cosine + first * sine).to(dtype), mask=inside)
+    tl.store(out + offsets + distance, (second * cosine + first * sine).to(dtype), mask=inside)
+    if rest > 0:
+        column = 2 * half + tl.arange(0, rest)
+        inside = there & (column < head_dim)[None, :]
+        offsets = starts + column[None, :]
+        tl.store(out + offsets, tl.load(x + offsets, mask=inside, other=0.0), mask=inside)

@@ -15,7 +15,9 @@ from workflow.lib.model.layers.kernels import NF4Data
 from workflow.lib.system.device_types import RECORDED
 
 WARPS = 4
-ROW_ELEMENTS, ROW_WARPS = 2048, 8  # of a row that a program has at a time
+# Of a row that a program has at a time; up to WHOLE_ROW elements it has the row in registers.
+ROW_ELEMENTS, ROW_WARPS, WHOLE_ROW = 2048, 8, 32768
+THREAD_ELEMENTS = 32  # of such a row
 BLOCKS_ELEMENTS = 4096  # the same, of a row in blocks
 DECODED_BLOCKS = 64  # of a program
 TRANSPOSED_ROWS = 128  # of a program
@@ -49,7 +51,7 @@ def row_scales(data: NF4Data, *, shape: tuple[int, int], largest: float) -> torc
     row_blocks = width // data.block_size
     _launch(
         "row_scales", (num_rows,), scales, *parts, data.nested_code, data.offset, row_blocks,
-        most=largest, double=double, size=min(512, _power_of_two(row_blocks)), num_warps=1,
+        most=largest, double=double, size=min(512, kernels.power_of_two(row_blocks)), num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     return scales
@@ -102,15 +104,26 @@ def round_rows(
     given = (scales, rows, rows if factors is None else factors, width)
     options: dict[str, Any] = {"most": largest, "folds": factors is not None}
     if block is None:
-        size = min(ROW_ELEMENTS, _power_of_two(width))
-        _launch("round_rows", (num_rows,), out, *given, size=size, num_warps=ROW_WARPS, **options)
+        _launch("round_rows", (num_rows,), out, *given, **row_program(width), **options)
     else:
-        blocks = min(BLOCKS_ELEMENTS // block, _power_of_two(num_blocks))
+        blocks = min(BLOCKS_ELEMENTS // block, kernels.power_of_two(num_blocks))
         _launch(
             "round_blocks", (num_rows, -(-num_blocks // blocks)), out, *given, num_blocks,
             block_size=block, blocks=blocks, num_warps=WARPS, **options,
         )  # fmt: skip
     return out, scales
+
+
+def row_program(width: int) -> dict[str, Any]:
+    """Return how a program of one row has its elements."""
+    size = kernels.power_of_two(width)
+    if size > WHOLE_ROW:
+        return {"whole": False, "size": ROW_ELEMENTS, "num_warps": ROW_WARPS}
+    return {
+        "whole": True,
+        "size": size,
+        "num_warps": min(32, max(4, size // 32 // THREAD_ELEMENTS)),
+    }
 
 
 def block_product(
@@ -138,8 +151,3 @@ def block_product(
     if add:
         increment_version((out,))
     return out
-
-
-def _power_of_two(number: int) -> int:
-    """Return the next power of two, the only sizes that Triton's ranges have."""
-    return 1 << (number - 1).bit_length()

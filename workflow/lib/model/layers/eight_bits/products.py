@@ -38,6 +38,11 @@ class Format(NamedTuple):
     block: int | None
     """Columns of activations and gradients that share a scale; None: all of a token's."""
 
+    @property
+    def adds(self) -> bool:
+        """Whether its product can add to what is there: ours can, torch's cannot."""
+        return self.block is not None
+
 
 FORMATS = {
     "float8": Format("float8", torch.float8_e4m3fn, 448.0, None),
@@ -89,10 +94,11 @@ def rounded(rows: torch.Tensor, form: Format, *, factors: torch.Tensor | None = 
     infinite = {"nan": torch.inf, "posinf": torch.inf}
     largest = torch.stack([x.abs().nan_to_num(**infinite).amax(dim=1) for x in blocks], dim=1)
     scales = (largest / form.largest).clamp_min(SMALLEST_SCALE)
-    divided = [
-        block / scale[:, None] for block, scale in zip(blocks, scales.unbind(1), strict=True)
+    scaled = [
+        block * inverse[:, None]
+        for block, inverse in zip(blocks, scales.reciprocal().unbind(1), strict=True)
     ]
-    return Rounded(_nearest(torch.cat(divided, dim=1), form), scales, form)
+    return Rounded(_nearest(torch.cat(scaled, dim=1), form), scales, form)
 
 
 def row_scales(data: NF4Data, shape: tuple[int, int], form: Format) -> torch.Tensor:

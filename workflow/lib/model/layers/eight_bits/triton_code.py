@@ -2,7 +2,8 @@
 compute.
 
 Divisions are those of IEEE 754 (`div_rn`), so that the CPU's emulation gives the same bits. Offsets
-are int64, as in `triton_kernels`.
+are int64, as in `triton_kernels`. Activations are multiplied by the inverse of their scale: a
+division of each would take as long as memory.
 """
 
 import triton
@@ -30,7 +31,7 @@ def _in_range(largest, most: tl.constexpr):
 
 
 @triton.jit
-def _as_eight_bits(value, kind):
+def as_eight_bits(value, kind):
     """Round to the nearest value of the type `kind`; for int8 halves go up."""
     if kind == tl.int8:
         value = tl.floor(value + 0.5)
@@ -135,31 +136,63 @@ def _decoded(packed, code, block, scale, inside, kind: tl.constexpr, block_size:
     packed = packed.to(tl.pointer_type(tl.uint8), bitcast=True)
     bytes_at = block[:, None] * half + tl.arange(0, half)[None, :]
     pairs = tl.load(packed + bytes_at, mask=inside[:, None], other=0).to(tl.int32)
-    even = _as_eight_bits(tl.load(code + (pairs >> 4)) * scale[:, None], kind)
-    odd = _as_eight_bits(tl.load(code + (pairs & 15)) * scale[:, None], kind)
+    even = as_eight_bits(tl.load(code + (pairs >> 4)) * scale[:, None], kind)
+    odd = as_eight_bits(tl.load(code + (pairs & 15)) * scale[:, None], kind)
     return even, odd
 
 
 @triton.jit
 def round_rows(
-    out, scales, x, factors, width, most: tl.constexpr, folds: tl.constexpr, size: tl.constexpr
+    out,
+    scales,
+    x,
+    factors,
+    width,
+    most: tl.constexpr,
+    folds: tl.constexpr,
+    whole: tl.constexpr,
+    size: tl.constexpr,
 ):
-    """One row with one scale; `folds`: times the factors of its columns before."""
+    """One row with one scale; `folds`: times the factors of its columns before; `whole`: the row is
+    read once, and is in registers until its scale is known.
+    """
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros((size,), dtype=tl.float32)
-    for start in range(0, width, size):
-        value = _loaded(x, factors, row, start + tl.arange(0, size), width, folds)
-        # NaN counts as infinity: a maximum would pass it over
-        largest = tl.maximum(largest, tl.where(value == value, tl.abs(value), float("inf")))
-    scale = _in_range(tl.max(largest, 0), most)
-    tl.store(scales + row, scale)
-    for start in range(0, width, size):
-        column = start + tl.arange(0, size)
+    column = tl.arange(0, size)
+    if whole:
         value = _loaded(x, factors, row, column, width, folds)
-        rounded = _as_eight_bits(
-            tl.div_rn(value, tl.zeros_like(value) + scale), out.dtype.element_ty
-        )
-        tl.store(out + row * width + column, rounded, mask=column < width)
+        scale = scale_of(value, 0, most)
+        store_eight_bits(out + row * width, value, scale, column, width)
+    else:
+        largest = tl.zeros((size,), dtype=tl.float32)
+        for start in range(0, width, size):
+            value = _loaded(x, factors, row, start + column, width, folds)
+            largest = tl.maximum(largest, _finite_or_infinite(value))
+        scale = _in_range(tl.max(largest, 0), most)
+        for start in range(0, width, size):
+            value = _loaded(x, factors, row, start + column, width, folds)
+            store_eight_bits(out + row * width, value, scale, start + column, width)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def scale_of(value, axis: tl.constexpr, most: tl.constexpr):
+    """Return the scale of fp32 values along an axis."""
+    return _in_range(tl.max(_finite_or_infinite(value), axis), most)
+
+
+@triton.jit
+def _finite_or_infinite(value):
+    """Return absolute values, infinity for NaN: a maximum would pass NaN over."""
+    return tl.where(value == value, tl.abs(value), float("inf"))
+
+
+@triton.jit
+def store_eight_bits(out, value, scale, column, width):
+    """Write fp32 values of a row over their scale in 8 bits."""
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    tl.store(
+        out + column, as_eight_bits(value * inverse, out.dtype.element_ty), mask=column < width
+    )
 
 
 @triton.jit
@@ -189,12 +222,9 @@ def round_blocks(
     block = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
     column = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     value = _loaded(x, factors, row, column, width, folds)
-    largest = tl.max(tl.where(value == value, tl.abs(value), float("inf")), 1)
-    scale = _in_range(largest, most)
+    scale = scale_of(value, 1, most)
     tl.store(scales + row * num_blocks + block, scale, mask=block < num_blocks)
-    scale = tl.zeros_like(value) + scale[:, None]
-    rounded = _as_eight_bits(tl.div_rn(value, scale), out.dtype.element_ty)
-    tl.store(out + row * width + column, rounded, mask=column < width)
+    store_eight_bits(out + row * width, value, scale[:, None], column, width)
 
 
 @triton.jit

@@ -1,0 +1,72 @@
+"""What a feed-forward in one node must compute with the GPU kernels: by Triton's interpreter on the
+CPU, compiled on a GPU; beside what it computes without them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.adapted_layers import Layer, random
+from tests.support.models import nf4_linear
+from workflow.lib.model.fused_feed_forward import LINEARS, FusedFeedForward
+from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
+from workflow.lib.model.layers.frozen_products import ProductTypes
+
+HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
+FACTORS = ("plain", "dropout", "dora")
+
+
+class OneNode(FusedFeedForward):
+    """A feed-forward of layers that are no modules."""
+
+    def __init__(self, layers: list[Layer], activation: str) -> None:
+        nn.Module.__init__(self)
+        self.layers = dict(zip(LINEARS, layers, strict=True))
+        self._activation = activation
+
+    def get_submodule(self, target: str) -> Any:
+        return self.layers[target]
+
+
+def layers_of(
+    folder: Path, kind: str, types: ProductTypes, dtype: torch.dtype, device: str
+) -> list[Layer]:
+    """Return gate with a bias, up, and down, with adapters; kind: one of `FACTORS`."""
+    layers = []
+    for number, (out, into) in enumerate([(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]):
+        bias = random(out, seed=20) if number == 0 and kind != "dora" else None
+        weight = 0.1 * random(out, into, seed=number)
+        base = nf4_linear(folder / str(number), weight, bias=bias).to(device)
+        base.product_types = types
+        if base.bias is not None:
+            base.bias.data = base.bias.to(dtype)
+        masters = 0.3 * random(RANK, into, seed=3 + number), 0.3 * random(out, RANK, seed=9)
+        keys = torch.tensor(row_keys(1, step=1, rows=[0])).to(device)
+        factor = (random(out, seed=30).abs() + 0.5).to(device) if kind == "dora" else None
+        draw = Draw(keys, number, 20_000) if kind == "dropout" else None
+        layers.append(
+            Layer(
+                base,
+                *(x.to(device).requires_grad_() for x in masters),
+                factor=None if factor is None else factor.requires_grad_(),
+                draw=draw,
+            )
+        )
+    return layers
+
+
+def values_and_gradients(
+    folder: Path, kind: str, *, products: str | None, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """Return the output, and the gradients of x, all A and B, and DoRA's factors, on the CPU."""
+    types = ProductTypes(products, products)
+    layers = layers_of(folder, kind, types, dtype, device)
+    x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))
+    given = [x.requires_grad_(), *(w for layer in layers for w in layer.weights)]
+    given += [layer.factor for layer in layers if layer.factor is not None]
+    with types.in_eight_bits():
+        y = OneNode(layers, "silu")(x)
+        found = [y, *torch.autograd.grad(y, given, grad)]
+    return [tensor.detach().float().cpu() for tensor in found]
