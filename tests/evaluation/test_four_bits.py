@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.artifacts.quantization_record import CalibrationFacts, HeldoutLosses, LinearErrors
+from workflow.lib.artifacts.quantization_record import (
+    CalibrationFacts,
+    HeldoutLosses,
+    LinearErrors,
+    StackErrors,
+)
 from workflow.lib.evaluation.four_bits import WORST, four_bits_of, summarize
 from workflow.lib.system.files import provenance, write_json
 
@@ -13,7 +18,17 @@ TOKENS = [10, 30, 20, 40]
 ORIGINAL = [20.0, 63.0, 38.0, 79.0]
 
 
-def facts(documents: int = 4) -> CalibrationFacts:
+def stack_errors(number: int) -> StackErrors:
+    median, worst = (
+        LinearErrors(absmax=0.04, calibrated=x, absmax_plain=0.01, calibrated_plain=0.012)
+        for x in (0.002 * number, 0.0375)
+    )
+    return StackErrors(
+        median=median, worst=worst, worst_expert=73, fewest_tokens=1409, filled=number
+    )
+
+
+def facts(documents: int = 4, *, stacks: int = 0) -> CalibrationFacts:
     tokens, original = TOKENS[:documents], ORIGINAL[:documents]
     return CalibrationFacts(
         tokens=512,
@@ -23,6 +38,7 @@ def facts(documents: int = 4) -> CalibrationFacts:
             )
             for n in range(8)
         },
+        stacks={f"layers.{n}.mlp.experts.down_proj": stack_errors(n) for n in range(stacks)},
         heldout=HeldoutLosses(
             tokens=tokens,
             original=original,
@@ -47,6 +63,13 @@ def test_linears_that_lose_most_come_first() -> None:
     worst = summarize(facts()).worst
     assert [linear.path for linear in worst] == [f"layers.{n}.mlp.up_proj" for n in (7, 6, 5, 4, 3)]
     assert len(worst) == WORST
+
+
+def test_stacks_whose_median_expert_loses_most_come_first() -> None:
+    assert summarize(facts()).worst_stacks == []
+    worst = summarize(facts(stacks=7)).worst_stacks
+    assert [x.path for x in worst] == [f"layers.{n}.mlp.experts.down_proj" for n in (6, 5, 4, 3, 2)]
+    assert worst[0].median.calibrated == 0.012
 
 
 def test_single_document_has_no_interval() -> None:

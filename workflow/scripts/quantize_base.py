@@ -24,7 +24,6 @@ from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.planning.preflight.checks import check_calibration
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -66,7 +65,6 @@ def main(args: argparse.Namespace) -> None:
         check_checkpoint(model, linears, reader)
     stacks = expert_stacks(model)
     check_blocks(stacks, settings)
-    check_calibration(settings, mixture=bool(stacks))
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
     if settings.method == "calibrated":
