@@ -11,7 +11,7 @@ from workflow.lib.artifacts.quantization_record import (
     LinearErrors,
     StackErrors,
 )
-from workflow.lib.evaluation.four_bits import WORST, four_bits_of, summarize
+from workflow.lib.evaluation.four_bits import WORST, four_bits_of, method_of, summarize
 from workflow.lib.system.files import provenance, write_json
 
 TOKENS = [10, 30, 20, 40]
@@ -90,6 +90,17 @@ def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
     assert four_bits_of(tmp_path) is None
     write_json(tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json()))
     assert four_bits_of(tmp_path) is None, "no held-out documents"
+
+
+def test_method_is_read_from_the_base_with_its_reason(tmp_path: Path) -> None:
+    assert method_of(tmp_path) is None, "a base that was made elsewhere"
+    for changes, told in (
+        ({}, None),  # of an earlier version
+        ({"method": "absmax"}, "absmax"),
+        ({"method": "calibrated", "method_reason": "it is small"}, "calibrated (it is small)"),
+    ):
+        write_json(tmp_path / "quantization.json", record(**changes))
+        assert method_of(tmp_path) == told
 
 
 def test_cost_is_read_from_the_base(tmp_path: Path) -> None:

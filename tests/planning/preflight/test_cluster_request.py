@@ -9,6 +9,7 @@ import pytest
 from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
 from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.planning import calibration_cost
 from workflow.lib.planning.preflight.cluster_request import (
     Allocation,
     quantizing,
@@ -125,6 +126,17 @@ def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path: Path) -> None:
     columns = 2 * (4 * 64 + 11 * (64 + 48))
     rounding_min = columns * 0.25e-3 / 60 * 1.5
     assert calibrated.runtime - plain.runtime == pytest.approx(rounding_min, abs=1)
+
+
+def test_auto_asks_for_what_the_model_decides(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(method: str) -> Allocation:
+        return quantizing(run_config(quantize={"method": method}), **files, manifest="not there")
+
+    assert ask("auto") == ask("calibrated") != ask("absmax")
+    monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", 0)
+    assert ask("auto") == ask("absmax")
 
 
 def test_calibration_asks_for_its_hidden_states_and_passes(files: dict[str, str]) -> None:

@@ -182,7 +182,9 @@ class Evaluation(Record):
     """With each measured subject before it, as first subject, in the order original, base, tuned,
     tuned_on_original, merged."""
     four_bits: FourBits | None = None
-    """Of the base, with `quantize.method: calibrated`."""
+    """Of the base, if it was calibrated."""
+    quantized_by: str | None = None
+    """Of the base: its method, with `quantize.method: auto` the reason too."""
     provenance: Provenance
     """What made the file."""
 

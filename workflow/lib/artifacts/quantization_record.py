@@ -1,6 +1,6 @@
 """`quantization.json` of a base folder, written by `quantize_base`."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -77,9 +77,13 @@ class Quantization(Record):
     """Bytes of all weights, the others included."""
     settings: dict[str, Any]
     """Section `quantize`."""
+    method: Literal["absmax", "calibrated"] | None = None
+    """How codes and scales were chosen; null in bases of earlier versions."""
+    method_reason: str | None = None
+    """Why, with `quantize.method: auto`."""
     device: str
     """`cuda` or `cpu`."""
     calibration: CalibrationFacts | None = None
-    """With `quantize.method: calibrated`."""
+    """If it was calibrated."""
     provenance: Provenance
     """What made the file."""

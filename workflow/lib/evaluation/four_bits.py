@@ -1,4 +1,4 @@
-"""What 4 bits cost: the losses that a calibration has measured, with intervals."""
+"""How a base was quantized, and what 4 bits cost: the losses that its calibration has measured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +28,17 @@ def four_bits_of(base: Path) -> FourBits | None:
     if calibration is None or not calibration.heldout.tokens:
         return None
     return summarize(calibration)
+
+
+def method_of(base: Path) -> str | None:
+    """Return how a base was quantized, with the reason if there was a choice; None if it was made
+    elsewhere, or by an earlier version.
+    """
+    if not (base / QUANTIZATION).is_file():
+        return None
+    record = read_record(base / QUANTIZATION, Quantization)
+    reason = record.method_reason
+    return record.method if reason is None else f"{record.method} ({reason})"
 
 
 def summarize(calibration: CalibrationFacts) -> FourBits:

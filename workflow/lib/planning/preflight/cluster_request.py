@@ -12,6 +12,7 @@ from pathlib import Path
 from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape, read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.planning.calibration_cost import COLUMN_S, chosen_method
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
@@ -38,8 +39,6 @@ MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
 # The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
 # Xeon, torch 2.13, 2026-11-23); the GPU's is assumed.
 CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
-# Of a layer of 8B width with 38,912 columns on an H200: 9.5 s (docs/results.md).
-COLUMN_S = 0.25e-3
 # In host memory, of a weight of experts: the original, and twice what is read of the checkpoint.
 STACK_BYTES = 6
 
@@ -93,8 +92,11 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     minutes = START_MIN + 4 * stored / DISK_BYTES_PER_S / 60
     host_bytes = PROGRAM_BYTES + 3 * largest
-    if run.quantize.method == "calibrated":  # behind the tokens, so the description is there
-        shape = read_shape(Path(description))
+    if run.quantize.method == "absmax":
+        return _allocation(host_bytes, minutes)
+    shape = read_shape(Path(description))  # behind the tokens, so the description is there
+    method, _ = chosen_method(run.quantize.method, columns=shape.total(_columns))
+    if method == "calibrated":
         host_bytes += _calibration_bytes(run, shape)
         minutes += _calibration_minutes(run, shape)
     return _allocation(host_bytes, minutes)
