@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workflow.lib.quantization.column_rounding import round_columns
 from workflow.lib.quantization.nf4_codes import (
     Scales,
     code_edges,
@@ -153,7 +154,6 @@ def codes_with_feedback(
 
     weight: (out, in) fp32; scales: decoded ones, (blocks,).
     """
-    edges = code_edges(table := code_table(weight.device))
     order, factor = feedback.order, feedback.factor
     remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):
@@ -161,12 +161,7 @@ def codes_with_feedback(
         last = first + len(columns)
         part, upper = remaining[:, first:last], factor[first:last, first:last]
         scale = column_scales(scales, weight.shape, columns, block_size=block_size)
-        errors, chosen = torch.empty_like(part), torch.empty_like(part, dtype=torch.uint8)
-        for column in range(len(columns)):
-            code = nearest_codes(part[:, column], scale[:, column], edges)
-            lost = (part[:, column] - table[code] * scale[:, column]) / upper[column, column]
-            part[:, column:] -= torch.outer(lost, upper[column, column:])
-            chosen[:, column], errors[:, column] = code, lost
+        chosen, errors = round_columns(part, scale, upper)
         remaining[:, last:] -= errors @ factor[first:last, last:]
         codes[:, columns] = chosen
     return codes
