@@ -29,7 +29,8 @@ SCALE_COPIES, BLOCK_SIZE = 5, 64
 def layer_bytes(layer: nn.Module) -> int:
     """Bytes on the GPU while a decoder layer is calibrated.
 
-    One H200, torch 2.11, 2026-11-23: 3% and 4% above what was allocated (docs/results.md).
+    One H200, torch 2.11, 2026-11-23: 3% and 4% above what was allocated for dense layers
+    (docs/results.md). With experts it is counted and not yet measured.
     """
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     stacks = [x for _, experts in experts_modules(layer) for x in loaded_stacks(experts).values()]
