@@ -30,7 +30,7 @@ from workflow.lib.artifacts.layout import (
     tokens_dir,
     tokens_key,
 )
-from workflow.lib.settings.config import RunConfig, TrainConfig, load_config, merge
+from workflow.lib.settings.config import HardwareConfig, RunConfig, TrainConfig, load_config, merge
 
 KEYS = {
     "model": model_key,
@@ -294,6 +294,18 @@ def test_base_depends_on_tokens_only_if_they_calibrate() -> None:
     assert len({base_dir(run) for run in (plain, *calibrated)}) == 3
     files = [f"{tokens_dir(calibrated[0])}/manifest.json", *token_arrays(calibrated[0])]
     assert calibration_tokens(calibrated[0]) == files
+
+
+def test_base_waits_for_tokens_where_the_model_decides_whether_they_calibrate() -> None:
+    """What a hub model is like is not known while the workflow is parsed."""
+    chosen, other_rows = (
+        RunConfig.model_validate({"data": {"seq_len": n}, "quantize": {"method": "auto"}})
+        for n in (61, 67)
+    )
+    assert calibration_tokens(chosen)[0] == f"{tokens_dir(chosen)}/manifest.json"
+    assert base_dir(chosen) != base_dir(other_rows)
+    on_gpus = chosen.model_copy(update={"hardware": HardwareConfig(gpus=2)})
+    assert base_dir(chosen) == base_dir(on_gpus)
 
 
 def test_settings_of_a_calibration_change_no_base_without_one() -> None:

@@ -5,15 +5,30 @@ from typing import Any
 
 import pytest
 
-from workflow.lib.artifacts.quantization_record import CalibrationFacts, HeldoutLosses, LinearErrors
-from workflow.lib.evaluation.four_bits import WORST, four_bits_of, summarize
+from workflow.lib.artifacts.quantization_record import (
+    CalibrationFacts,
+    HeldoutLosses,
+    LinearErrors,
+    StackErrors,
+)
+from workflow.lib.evaluation.four_bits import WORST, four_bits_of, method_of, summarize
 from workflow.lib.system.files import provenance, write_json
 
 TOKENS = [10, 30, 20, 40]
 ORIGINAL = [20.0, 63.0, 38.0, 79.0]
 
 
-def facts(documents: int = 4) -> CalibrationFacts:
+def stack_errors(number: int) -> StackErrors:
+    median, worst = (
+        LinearErrors(absmax=0.04, calibrated=x, absmax_plain=0.01, calibrated_plain=0.012)
+        for x in (0.002 * number, 0.0375)
+    )
+    return StackErrors(
+        median=median, worst=worst, worst_expert=73, fewest_tokens=1409, filled=number
+    )
+
+
+def facts(documents: int = 4, *, stacks: int = 0) -> CalibrationFacts:
     tokens, original = TOKENS[:documents], ORIGINAL[:documents]
     return CalibrationFacts(
         tokens=512,
@@ -23,6 +38,7 @@ def facts(documents: int = 4) -> CalibrationFacts:
             )
             for n in range(8)
         },
+        stacks={f"layers.{n}.mlp.experts.down_proj": stack_errors(n) for n in range(stacks)},
         heldout=HeldoutLosses(
             tokens=tokens,
             original=original,
@@ -49,6 +65,13 @@ def test_linears_that_lose_most_come_first() -> None:
     assert len(worst) == WORST
 
 
+def test_stacks_whose_median_expert_loses_most_come_first() -> None:
+    assert summarize(facts()).worst_stacks == []
+    worst = summarize(facts(stacks=7)).worst_stacks
+    assert [x.path for x in worst] == [f"layers.{n}.mlp.experts.down_proj" for n in (6, 5, 4, 3, 2)]
+    assert worst[0].median.calibrated == 0.012
+
+
 def test_single_document_has_no_interval() -> None:
     bits = summarize(facts(documents=1))
     assert bits.calibrated.loss_difference == pytest.approx(0.1)
@@ -67,6 +90,17 @@ def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
     assert four_bits_of(tmp_path) is None
     write_json(tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json()))
     assert four_bits_of(tmp_path) is None, "no held-out documents"
+
+
+def test_method_is_read_from_the_base_with_its_reason(tmp_path: Path) -> None:
+    assert method_of(tmp_path) is None, "a base that was made elsewhere"
+    for changes, told in (
+        ({}, None),  # of an earlier version
+        ({"method": "absmax"}, "absmax"),
+        ({"method": "calibrated", "method_reason": "it is small"}, "calibrated (it is small)"),
+    ):
+        write_json(tmp_path / "quantization.json", record(**changes))
+        assert method_of(tmp_path) == told
 
 
 def test_cost_is_read_from_the_base(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from workflow.lib.quantization.calibrated_rounding import (
     round_absmax,
     round_calibrated,
     searched_scales,
-    weighted_error,
 )
 from workflow.lib.quantization.nf4_codes import code_table, packed_tensors, store_scales
+from workflow.lib.quantization.weight_errors import weighted_error
 from workflow.lib.settings.config import QuantizeConfig
 
 CPU = torch.device("cpu")

@@ -60,6 +60,26 @@ def test_cost_of_4_bits_is_shown_where_the_base_was_calibrated(tmp_path: Path) -
         assert shown in text, shown
 
 
+def test_how_the_base_was_quantized_is_shown_with_the_reason(tmp_path: Path) -> None:
+    base = write_run(tmp_path, "demo", num_steps=3) / "evaluate_run" / "base.json"
+    edit(base, lambda d: d.update(quantized_by="absmax (it would take 73 minutes)"))
+    assert "Quantizedabsmax (it would take 73 minutes)" in "".join(
+        Page(rendered(tmp_path, "demo")).text
+    )
+
+
+def test_experts_that_lose_most_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    base = folder / "evaluate_run" / "base.json"
+    edit(base, lambda d: d.update(four_bits=summarize(calibration_facts()).model_dump(mode="json")))
+    assert "Experts that lose most" not in rendered(tmp_path, "demo")
+    bits = summarize(calibration_facts(stacks=2))
+    edit(base, lambda d: d.update(four_bits=bits.model_dump(mode="json")))
+    text = "".join(Page(rendered(tmp_path, "demo")).text)
+    for shown in ("layers.1.mlp.experts.down_proj", "0.002", "0.0375", "73", "1,409"):
+        assert shown in text, shown
+
+
 def test_run_without_heldout_loss_renders(tmp_path: Path) -> None:
     for name in ("demo", "other"):
         folder = write_run(tmp_path, name, num_steps=3)

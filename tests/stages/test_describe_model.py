@@ -93,13 +93,6 @@ def test_adapter_that_a_mixture_cannot_have_is_refused(
     refused(tiny_mixture("qwen3_moe", tmp_path), "run mix: ", *parts, mix=run)
 
 
-def test_calibration_of_a_mixture_is_refused(tmp_path: Path) -> None:
-    run = {"data": {"seq_len": 64}, "quantize": {"method": "calibrated"}}
-    said = "run mix: quantize.method = 'calibrated': the experts of a mixture cannot be calibrated"
-    refused(tiny_mixture("qwen3_moe", tmp_path / "mixture"), said, "Set absmax", mix=run)
-    assert describe(write_checkpoint(tmp_path / "dense"), dense=run).returncode == 0
-
-
 def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:
     file = tiny_mixture("qwen3_moe", tmp_path) / "model.safetensors"
     tensors = load_file(file)

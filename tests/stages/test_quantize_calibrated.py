@@ -19,6 +19,7 @@ from tests.support.tiny import tiny_tokenizer
 from tests.support.tokenizing import Stage
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.export.stock_models import load_base
+from workflow.lib.planning import calibration_cost
 from workflow.lib.quantization import resumable
 from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
 from workflow.lib.system.errors import UserError
@@ -85,6 +86,34 @@ def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
     for path, errors in linears.items():
         assert errors["calibrated"] < errors["absmax"] < 0.1, path
         assert errors["absmax_plain"] < errors["calibrated_plain"], "weights alone are further off"
+
+
+@pytest.mark.parametrize(("minutes", "method"), [(60, "calibrated"), (0, "absmax")])
+def test_auto_decides_by_the_model_and_says_why(
+    folder: Path,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    minutes: int,
+    method: str,
+) -> None:
+    caplog.set_level("INFO", "workflow")
+    monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", minutes)
+    chosen = quantize(folder, tmp_path / "base", method="auto")
+    record = read_json(chosen / "quantization.json")
+    assert record["method"] == method
+    assert ("calibration" in record) == (method == "calibrated")
+    assert f"{method}: {record['method_reason']}" in caplog.text
+    same = base if method == "calibrated" else quantize(folder, tmp_path / "other", method=method)
+    weights, expected = (stored_tensors(x) for x in (chosen, same))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
 def test_files_are_those_of_the_model_and_no_others(folder: Path, base: Path) -> None:

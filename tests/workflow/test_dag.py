@@ -52,6 +52,7 @@ EDITS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("rank", {"lora": {"r": 8}}, TRAINING),
     ("tokens of no calibration", {"quantize": {"calibration_tokens": 4096}}, []),
     ("calibration", {"quantize": {"method": "calibrated"}}, ["quantize_base", *TRAINING]),
+    ("method by the model", {"quantize": {"method": "auto"}}, ["quantize_base", *TRAINING]),
     ("learning rate", {"train": {"learning_rate": 1e-3}}, TRAINING),
     (
         "what changes nothing",

@@ -26,7 +26,7 @@ from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
 from workflow.lib.distributed.work_sharing import check_recorded, main_first
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.evaluation import evaluated_models
-from workflow.lib.evaluation.four_bits import four_bits_of
+from workflow.lib.evaluation.four_bits import four_bits_of, method_of
 from workflow.lib.evaluation.measurement_cache import Archive
 from workflow.lib.evaluation.questions import (
     Measurement,
@@ -103,6 +103,7 @@ def work(args: argparse.Namespace, settings: EvaluateConfig, *, sharded: bool) -
                 run=args.run,
                 served=args.served,
                 four_bits=four_bits_of(args.base),
+                quantized_by=method_of(args.base),
             )
             write(args.output, results)
 

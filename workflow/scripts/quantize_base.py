@@ -24,7 +24,7 @@ from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.planning.preflight.checks import check_calibration
+from workflow.lib.planning.calibration_cost import chosen_method, num_columns
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -66,10 +66,13 @@ def main(args: argparse.Namespace) -> None:
         check_checkpoint(model, linears, reader)
     stacks = expert_stacks(model)
     check_blocks(stacks, settings)
-    check_calibration(settings, mixture=bool(stacks))
+    shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
+    method, reason = chosen_method(settings.method, columns=num_columns(shapes))
+    if reason is not None:
+        logger.info("%s: %s", method, reason)
     device = choose_device()
     partial = args.output.with_name(f".{args.output.name}.partial")
-    if settings.method == "calibrated":
+    if method == "calibrated":
         total_bytes, calibration = calibrated(args, partial, model, settings, device)
     else:
         shutil.rmtree(partial, ignore_errors=True)
@@ -80,7 +83,6 @@ def main(args: argparse.Namespace) -> None:
     write_json(
         partial / "config.json", nf4_config(config, settings, in_16_bits=modules_in_16_bits(model))
     )
-    shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
     num_weights = sum(math.prod(shape) for shape in shapes)
     facts = {} if calibration is None else {"calibration": calibration}
     record = Quantization(
@@ -89,6 +91,8 @@ def main(args: argparse.Namespace) -> None:
         quantized_parameters=num_weights,
         total_bytes=total_bytes,
         settings=settings.model_dump(mode="json"),
+        method=method,
+        method_reason=reason,
         device=device.type,
         **facts,
         provenance=Provenance.now(),
@@ -98,7 +102,7 @@ def main(args: argparse.Namespace) -> None:
     put_in_place(partial, args.output)
     logger.info(
         "quantized %d linears and %d stacks of experts (%s parameters) to NF4 (%s) on %s: %.3f GiB",
-        len(linears), len(stacks), f"{num_weights:,}", settings.method, device.type,
+        len(linears), len(stacks), f"{num_weights:,}", method, device.type,
         total_bytes / 2**30,
     )  # fmt: skip
 
@@ -174,7 +178,7 @@ def write_weights(
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the stage's own arguments."""
     parser.add_argument("--model", type=Path, required=True, help="folder of the original model")
-    parser.add_argument("--tokens", type=Path, help="tokens folder, read by method calibrated")
+    parser.add_argument("--tokens", type=Path, help="tokens folder, read where it calibrates")
     parser.add_argument("--output", type=Path, required=True, help="folder of the NF4 model")
     return parser
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.mixtures import tiny_mixture
 from tests.support.workflow_project import REPOSITORY
 from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.planning import calibration_cost
 from workflow.lib.planning.preflight.cluster_request import (
     Allocation,
     quantizing,
@@ -103,6 +105,38 @@ def test_quantization_needs_neither_tokens_nor_a_description(files: dict[str, st
     )
     assert asked == Allocation(mem_mb=asked.mem_mb, runtime=asked.runtime)
     assert 3 * 1024 < asked.mem_mb < 5 * 1024
+
+
+def test_calibration_of_a_mixture_asks_for_its_experts(tmp_path: Path) -> None:
+    """Of 11 experts a token goes to 2: passes are cheap, and all 11 are rounded and lie on the
+    host.
+    """
+    model, path = tiny_mixture("qwen3_moe", tmp_path / "model"), tmp_path / "description.json"
+    path.write_text(json.dumps(describe_folder(model).document()))
+    ask = {"model": str(model), "description": str(path), "manifest": "not there"}
+    hardware = {"gpus": 1, "gpu_model": "H100"}
+    plain, calibrated = (
+        quantizing(run_config(hardware=hardware, quantize={"method": method}), **ask)
+        for method in ("absmax", "calibrated")
+    )
+    hidden = 3 * 4 * (24_576 + 3 * 32_768) * 64
+    experts = 6 * 11 * (96 * 64 + 64 * 48)
+    expected = (hidden + experts) * 1.25 / 2**20
+    assert calibrated.mem_mb - plain.mem_mb == pytest.approx(expected, abs=1)
+    columns = 2 * (4 * 64 + 11 * (64 + 48))
+    rounding_min = columns * 0.25e-3 / 60 * 1.5
+    assert calibrated.runtime - plain.runtime == pytest.approx(rounding_min, abs=1)
+
+
+def test_auto_asks_for_what_the_model_decides(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(method: str) -> Allocation:
+        return quantizing(run_config(quantize={"method": method}), **files, manifest="not there")
+
+    assert ask("auto") == ask("calibrated") != ask("absmax")
+    monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", 0)
+    assert ask("auto") == ask("absmax")
 
 
 def test_calibration_asks_for_its_hidden_states_and_passes(files: dict[str, str]) -> None:

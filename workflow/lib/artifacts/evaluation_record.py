@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from workflow.lib.artifacts.quantization_record import LinearErrors
+from pydantic import Field
+
+from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
 from workflow.lib.artifacts.records import Interval, Provenance, Record
 from workflow.lib.settings.subjects import SubjectName
 
@@ -133,6 +135,13 @@ class WorstLinear(LinearErrors):
     """Which one."""
 
 
+class WorstStack(StackErrors):
+    """One of the stacks of experts that are furthest off in 4 bits."""
+
+    path: str
+    """Which one."""
+
+
 class FourBits(Record):
     """What 4 bits cost, as the calibration of the base measured it, in nats per predicted token of
     some held-out documents.
@@ -150,6 +159,8 @@ class FourBits(Record):
     """What calibration wins back: the difference of the two."""
     worst: list[WorstLinear]
     """The linears that are furthest off in the base, the worst first."""
+    worst_stacks: list[WorstStack] = Field(default_factory=list)
+    """Of a mixture the stacks of experts whose median expert is furthest off, the worst first."""
 
 
 class Evaluation(Record):
@@ -171,7 +182,9 @@ class Evaluation(Record):
     """With each measured subject before it, as first subject, in the order original, base, tuned,
     tuned_on_original, merged."""
     four_bits: FourBits | None = None
-    """Of the base, with `quantize.method: calibrated`."""
+    """Of the base, if it was calibrated."""
+    quantized_by: str | None = None
+    """Of the base: its method, with `quantize.method: auto` the reason too."""
     provenance: Provenance
     """What made the file."""
 

@@ -1,6 +1,8 @@
 """`quantization.json` of a base folder, written by `quantize_base`."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from workflow.lib.artifacts.records import Provenance, Record
 
@@ -16,6 +18,22 @@ class LinearErrors(Record):
     """Of its weights, in bitsandbytes' codes and scales."""
     calibrated_plain: float
     """The same in the calibrated ones."""
+
+
+class StackErrors(Record):
+    """How far the experts of a stack in 4 bits are off."""
+
+    median: LinearErrors
+    """Of the expert in the middle, by how far its calibrated weight is off."""
+    worst: LinearErrors
+    """Of the expert that is furthest off."""
+    worst_expert: int
+    """Its number."""
+    fewest_tokens: int
+    """Tokens of calibration that went to the expert with the fewest."""
+    filled: int
+    """Experts that got fewer tokens than a quarter of their weights' inputs: tokens of others
+    calibrated them too."""
 
 
 class HeldoutLosses(Record):
@@ -38,6 +56,8 @@ class CalibrationFacts(Record):
     """Tokens that calibrated."""
     linears: dict[str, LinearErrors]
     """Errors by path."""
+    stacks: dict[str, StackErrors] = Field(default_factory=dict)
+    """Errors of the stacks of experts, by path."""
     heldout: HeldoutLosses
     """What 4 bits cost."""
 
@@ -57,9 +77,13 @@ class Quantization(Record):
     """Bytes of all weights, the others included."""
     settings: dict[str, Any]
     """Section `quantize`."""
+    method: Literal["absmax", "calibrated"] | None = None
+    """How codes and scales were chosen; null in bases of earlier versions."""
+    method_reason: str | None = None
+    """Why, with `quantize.method: auto`."""
     device: str
     """`cuda` or `cpu`."""
     calibration: CalibrationFacts | None = None
-    """With `quantize.method: calibrated`."""
+    """If it was calibrated."""
     provenance: Provenance
     """What made the file."""

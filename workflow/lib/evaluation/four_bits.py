@@ -1,15 +1,20 @@
-"""What 4 bits cost: the losses that a calibration has measured, with intervals."""
+"""How a base was quantized, and what 4 bits cost: the losses that its calibration has measured."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from workflow.lib.artifacts.evaluation_record import FourBits, LossDifference, WorstLinear
+from workflow.lib.artifacts.evaluation_record import (
+    FourBits,
+    LossDifference,
+    WorstLinear,
+    WorstStack,
+)
 from workflow.lib.artifacts.quantization_record import CalibrationFacts, Quantization
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.evaluation.bootstrap import estimate_ratio
 from workflow.lib.model.safetensors_reader import QUANTIZATION
 
-WORST = 5  # linears that the report lists
+WORST = 5  # linears, and stacks of experts, that the report lists
 RESAMPLES, SEED = 2000, 0
 
 
@@ -25,10 +30,22 @@ def four_bits_of(base: Path) -> FourBits | None:
     return summarize(calibration)
 
 
+def method_of(base: Path) -> str | None:
+    """Return how a base was quantized, with the reason if there was a choice; None if it was made
+    elsewhere, or by an earlier version.
+    """
+    if not (base / QUANTIZATION).is_file():
+        return None
+    record = read_record(base / QUANTIZATION, Quantization)
+    reason = record.method_reason
+    return record.method if reason is None else f"{record.method} ({reason})"
+
+
 def summarize(calibration: CalibrationFacts) -> FourBits:
     """Return the measured losses as means and paired differences over documents."""
     losses = calibration.heldout
     worst = sorted(calibration.linears.items(), key=lambda item: -item[1].calibrated)[:WORST]
+    stacks = sorted(calibration.stacks.items(), key=lambda item: -item[1].median.calibrated)[:WORST]
     return FourBits(
         documents=len(losses.tokens),
         original=sum(losses.original) / sum(losses.tokens),
@@ -36,6 +53,7 @@ def summarize(calibration: CalibrationFacts) -> FourBits:
         calibrated=_difference(losses.calibrated, losses.original, losses.tokens),
         won_back=_difference(losses.absmax, losses.calibrated, losses.tokens),
         worst=[WorstLinear(path=path, **errors.model_dump()) for path, errors in worst],
+        worst_stacks=[WorstStack(path=path, **errors.model_dump()) for path, errors in stacks],
     )
 
 

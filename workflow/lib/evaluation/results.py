@@ -35,10 +35,11 @@ def evaluations(
     run: str,
     served: SubjectName,
     four_bits: FourBits | None = None,
+    quantized_by: str | None = None,
 ) -> dict[SubjectName, Evaluation]:
     """Return the artifacts of all subjects by name, in the order in which they are shown.
 
-    four_bits: of a calibrated base.
+    four_bits: of a calibrated base; quantized_by: of `four_bits.method_of`.
     """
     shown = [name for name in SUBJECTS if name in measured]
     provenance = Provenance.now()
@@ -55,6 +56,7 @@ def evaluations(
                 for other in shown[:position]
             },
             four_bits=four_bits if name == "base" else None,
+            quantized_by=quantized_by if name == "base" else None,
             provenance=provenance,
         )
         for position, name in enumerate(shown)

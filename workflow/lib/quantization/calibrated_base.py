@@ -68,11 +68,13 @@ def write_calibrated(
         "calibrating %d layers with %d tokens; %d held-out documents show what 4 bits cost",
         len(stream.layers), tokens, len(measured),
     )  # fmt: skip
-    calibration = Calibration(stream, rows, measured, settings)
+    calibration = Calibration(stream, rows, measured, settings, linears=inputs.linears)
     hidden = calibrated_layers(calibration, stream, folder, settings, fingerprint=fingerprint)
+    linears, stacks = layer_errors(folder, len(stream.layers))
     facts = CalibrationFacts(
         tokens=tokens,
-        linears=dict(layer_errors(folder, len(stream.layers))),
+        linears=linears,
+        stacks=stacks,
         heldout=_heldout_losses(stream, measured, hidden),
     )
     total_bytes = _write_files(folder, inputs, settings, stream)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workflow.lib.quantization.column_rounding import round_columns
 from workflow.lib.quantization.nf4_codes import (
     Scales,
     code_edges,
@@ -153,7 +154,6 @@ def codes_with_feedback(
 
     weight: (out, in) fp32; scales: decoded ones, (blocks,).
     """
-    edges = code_edges(table := code_table(weight.device))
     order, factor = feedback.order, feedback.factor
     remaining, codes = weight[:, order], torch.empty_like(weight, dtype=torch.uint8)
     for first in range(0, len(order), COLUMNS):
@@ -161,12 +161,7 @@ def codes_with_feedback(
         last = first + len(columns)
         part, upper = remaining[:, first:last], factor[first:last, first:last]
         scale = column_scales(scales, weight.shape, columns, block_size=block_size)
-        errors, chosen = torch.empty_like(part), torch.empty_like(part, dtype=torch.uint8)
-        for column in range(len(columns)):
-            code = nearest_codes(part[:, column], scale[:, column], edges)
-            lost = (part[:, column] - table[code] * scale[:, column]) / upper[column, column]
-            part[:, column:] -= torch.outer(lost, upper[column, column:])
-            chosen[:, column], errors[:, column] = code, lost
+        chosen, errors = round_columns(part, scale, upper)
         remaining[:, last:] -= errors @ factor[first:last, last:]
         codes[:, columns] = chosen
     return codes
@@ -185,14 +180,17 @@ def column_scales(
 
 def decode(rounded: Rounded, *, block_size: int) -> torch.Tensor:
     """Return the weight (out, in) fp32 that codes and scales stand for."""
-    table = code_table(rounded.codes.device)
-    scales = rounded.scales.decoded
+    return decoded_weight(rounded.codes, rounded.scales.decoded, block_size=block_size)
+
+
+def decoded_weight(codes: torch.Tensor, scales: torch.Tensor, *, block_size: int) -> torch.Tensor:
+    """Return the weight (out, in) fp32 of codes (out, in) and decoded scales (blocks,)."""
+    table = code_table(codes.device)
     parts = [
-        table[codes.int()] * scales[first : first + len(codes), None]
-        for first, codes in _numbered(_blocks(rounded.codes, block_size).split(BLOCKS))
+        table[part.int()] * scales[first : first + len(part), None]
+        for first, part in _numbered(_blocks(codes, block_size).split(BLOCKS))
     ]
-    shape = rounded.codes.shape
-    return torch.cat(parts).view(-1)[: shape.numel()].view(shape)
+    return torch.cat(parts).view(-1)[: codes.numel()].view(codes.shape)
 
 
 def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -201,6 +199,11 @@ def _numbered(parts: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor
     for part in parts:
         yield first, part
         first += len(part)
+
+
+def largest_of_blocks(weight: torch.Tensor, *, block_size: int) -> torch.Tensor:
+    """Return the absmax scales (blocks,) of a weight."""
+    return _blocks(weight, block_size).abs().amax(1)
 
 
 def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
@@ -215,13 +218,3 @@ def round_absmax(weight: torch.Tensor, settings: QuantizeConfig) -> Rounded:
         codes.append(nearest_codes(blocks, scale.unsqueeze(1), edges).to(torch.uint8))
     scales = store_scales(torch.cat(largest), double_quant=settings.double_quant)
     return Rounded(torch.cat(codes).view(-1)[: weight.numel()].view(weight.shape), scales)
-
-
-def weighted_error(
-    weight: torch.Tensor, approximation: torch.Tensor, correlation: torch.Tensor
-) -> float:
-    """Return the share of the output's squared norm that is wrong: tr(D H D^T) / tr(W H W^T)."""
-    difference = weight - approximation
-    lost = (difference @ correlation * difference).sum(dtype=torch.float64)
-    whole = (weight @ correlation * weight).sum(dtype=torch.float64)
-    return float(lost / whole) if whole else 0.0

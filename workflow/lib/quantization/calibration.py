@@ -5,23 +5,32 @@ the one of bitsandbytes' choice (absmax), and the calibrated one. Their losses s
 and what calibration won back, at the price of three passes, without ever loading a whole model.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 
-from workflow.lib.artifacts.quantization_record import LinearErrors
+from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
+from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.quantization.calibrated_experts import (
+    PackedStack,
+    absmax_experts,
+    loaded_stacks,
+    quantize_experts,
+)
 from workflow.lib.quantization.calibrated_rounding import (
     Rounded,
     decode,
     error_feedback,
     round_absmax,
     round_calibrated,
-    weighted_error,
 )
+from workflow.lib.quantization.expert_tokens import expert_tokens
 from workflow.lib.quantization.layer_inputs import groups_by_input, input_correlation
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
+from workflow.lib.quantization.weight_errors import weight_errors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError
 
@@ -40,10 +49,12 @@ class Hidden:
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What becomes of a layer: codes and scales of its linears, by path in the layer."""
+    """What becomes of a layer: codes and scales of its linears and stacks, by path in the layer."""
 
-    rounded: dict[str, Rounded]
-    errors: dict[str, LinearErrors]
+    rounded: dict[str, Rounded] = field(default_factory=dict)
+    errors: dict[str, LinearErrors] = field(default_factory=dict)
+    stacks: dict[str, PackedStack] = field(default_factory=dict)
+    stack_errors: dict[str, StackErrors] = field(default_factory=dict)
 
 
 class Calibration:
@@ -55,7 +66,11 @@ class Calibration:
         rows: list[Batch],
         measured: list[Batch],
         settings: QuantizeConfig,
+        *,
+        linears: Collection[str],
     ) -> None:
+        """linears: paths of those to quantize; of experts all are."""
+        self._linears = linears
         self._stream, self._rows, self._measured = stream, rows, measured
         self._settings = settings
         stream.record([*rows, *measured])
@@ -72,26 +87,41 @@ class Calibration:
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
         """Quantize a layer; `hidden` then holds what comes out of it."""
         with self._stream.loaded(number) as layer:
-            linears = quantized_linears(layer)
-            originals = {path: linear.weight.clone() for path, linear in linears.items()}
+            parts = quantized_modules(layer, self._linears, prefix=self._stream.prefixes[number])
+            originals = [(weight, _put_aside(weight)) for weight in _weights(parts)]
             self._measure(number, hidden, ORIGINAL)
-            result = QuantizedLayer({}, {})
-            for group in groups_by_input(linears, self._runs(number, hidden)[0][0]):
-                self._quantize_group(
-                    number, {path: linears[path] for path in group}, hidden, result
-                )
+            result = QuantizedLayer()
+            for group in groups_by_input(parts, self._runs(number, hidden)[0][0]):
+                self._quantize_group(number, {path: parts[path] for path in group}, hidden, result)
             hidden.calibration = [
                 self._forward(number, batch, states)
                 for batch, states in zip(self._rows, hidden.calibration, strict=True)
             ]
             self._measure(number, hidden, CALIBRATED)
-            for path, linear in linears.items():
-                rounded = round_absmax(originals[path].float(), self._settings)
-                linear.weight.copy_(decode(rounded, block_size=self._settings.block_size))
+            for weight, original in originals:
+                weight.copy_(original)
+            for part in parts.values():
+                put_absmax_(part, self._settings)
             self._measure(number, hidden, ABSMAX)
         return result
 
     def _quantize_group(
+        self, number: int, parts: dict[str, nn.Module], hidden: Hidden, result: QuantizedLayer
+    ) -> None:
+        """Quantize what shares an input, and put the decoded weights in place of the original."""
+        linears = {path: part for path, part in parts.items() if isinstance(part, nn.Linear)}
+        if linears:
+            self._quantize_linears(number, linears, hidden, result)
+        for path in [path for path in parts if path not in linears]:
+            name, runs = f"{self._stream.prefixes[number]}.{path}", self._runs(number, hidden)
+            tokens = expert_tokens(name, parts[path], runs)
+            for stack, packed, errors in quantize_experts(
+                parts[path], tokens, self._settings, path=name
+            ):
+                result.stacks[f"{path}.{stack}"] = packed
+                result.stack_errors[f"{path}.{stack}"] = errors
+
+    def _quantize_linears(
         self, number: int, linears: dict[str, nn.Linear], hidden: Hidden, result: QuantizedLayer
     ) -> None:
         """Quantize linears that share an input, and put the decoded weights in their place."""
@@ -112,7 +142,7 @@ class Calibration:
                 round_absmax(weight, self._settings), block_size=self._settings.block_size
             )
             result.rounded[path] = rounded
-            result.errors[path] = _errors(weight, plain, decoded, correlation)
+            result.errors[path] = weight_errors(weight, plain, decoded, correlation)
             linear.weight.copy_(decoded)
 
     def _runs(
@@ -158,32 +188,45 @@ def document_losses(
     return losses
 
 
-def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears of a decoder layer by path."""
-    return {path: module for path, module in layer.named_modules() if isinstance(module, nn.Linear)}
+def quantized_modules(
+    layer: nn.Module, linears: Collection[str], *, prefix: str
+) -> dict[str, nn.Module]:
+    """Return the linears among `linears` (paths in the model) and the experts of a decoder layer,
+    by path in the layer, whose path in the model is `prefix`.
+    """
+    found: dict[str, nn.Module] = {
+        path: module
+        for path, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and f"{prefix}.{path}" in linears
+    }
+    return found | dict(experts_modules(layer))
+
+
+def _weights(parts: dict[str, nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the weights that are quantized."""
+    for part in parts.values():
+        if isinstance(part, nn.Linear):
+            yield part.weight
+        else:
+            yield from (stack.weights for stack in loaded_stacks(part).values())
+
+
+def _put_aside(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy: of a stack in host memory, since all of its experts may fill a GPU."""
+    return weight.clone() if weight.dim() == 2 else weight.detach().to("cpu", copy=True)
+
+
+def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
+    """Replace the weights of a linear or of experts by what bitsandbytes' choice decodes to."""
+    if isinstance(part, nn.Linear):
+        rounded = round_absmax(part.weight.float(), settings)
+        part.weight.copy_(decode(rounded, block_size=settings.block_size))
+        return
+    for stack in loaded_stacks(part).values():
+        for number, weight in enumerate(absmax_experts(stack, settings)):
+            stack.replace_(number, weight)
 
 
 def _inputs(batch: Batch) -> torch.Tensor:
     assert batch.first_hidden is not None, "the stream has recorded this batch"
     return batch.first_hidden.cpu()
-
-
-def _errors(
-    weight: torch.Tensor,
-    absmax: torch.Tensor,
-    calibrated: torch.Tensor,
-    correlation: torch.Tensor,
-) -> LinearErrors:
-    """Return the errors of both methods."""
-    return LinearErrors(
-        absmax=weighted_error(weight, absmax, correlation),
-        calibrated=weighted_error(weight, calibrated, correlation),
-        absmax_plain=plain_error(weight, absmax),
-        calibrated_plain=plain_error(weight, calibrated),
-    )
-
-
-def plain_error(weight: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Return the share of the weight's squared norm that is wrong."""
-    lost = (weight - approximation).square().sum(dtype=torch.float64)
-    return float(lost / weight.square().sum(dtype=torch.float64).clamp_min(1e-30))

@@ -1,15 +1,16 @@
 """GPU memory that calibrating a layer takes: too little is told before anything is computed.
 
-Its largest moment is a linear's: the matrices over its inputs, its weight a few times, the layer
-itself. Hidden states wait on the host.
+Its largest moment is a linear's or an expert's: the matrices over its inputs, its weight a few
+times, the layer itself. Hidden states wait on the host, and so do the original experts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from workflow.lib.quantization.calibration import quantized_linears
+from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.quantization.calibrated_experts import LoadedStack, loaded_stacks
 from workflow.lib.quantization.calibration_rows import BATCH_TOKENS
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.units import GIB
@@ -19,20 +20,41 @@ MATRICES = 3
 # fp32 copies of a weight at a time: what is rounded, what is left, decoded by both methods, scales,
 # and what indexing takes.
 WEIGHT_COPIES = 7
+# Experts of a token: the most of the families that we know (Qwen3-Next).
+TOP_K = 10
+# fp32 copies of a stack's scales at a time, of a block of 64 weights each.
+SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 
 def layer_bytes(layer: nn.Module) -> int:
     """Bytes on the GPU while a decoder layer is calibrated.
 
-    One H200, torch 2.11, 2026-11-23: 3% and 4% above what was allocated (docs/results.md).
+    One H200, torch 2.11, 2026-11-23: 3% and 4% above what was allocated for dense layers
+    (docs/results.md). With experts it is counted and not yet measured.
     """
-    linears = quantized_linears(layer).values()
-    widest = max(linear.in_features for linear in linears)
-    largest = max(linear.weight.numel() for linear in linears)
-    weights = sum(p.numel() * p.element_size() for p in layer.parameters())
-    inputs = 4 * BATCH_TOKENS * widest
-    # the layer, the original weights, and codes of a byte
-    return 4 * (MATRICES * widest**2 + WEIGHT_COPIES * largest) + 5 * weights // 2 + 3 * inputs
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    stacks = [x for _, experts in experts_modules(layer) for x in loaded_stacks(experts).values()]
+    shapes = [(x.out_features, x.in_features) for x in linears] + [x.shape[1:] for x in stacks]
+    widest = max(in_features for _, in_features in shapes)
+    largest = max(out_features * in_features for out_features, in_features in shapes)
+    weights = sum(p.nbytes for p in layer.parameters())
+    in_stacks = sum(stack.weights.nbytes for stack in stacks)
+    matrices = 4 * (MATRICES * widest**2 + WEIGHT_COPIES * largest)
+    inputs = 3 * 4 * BATCH_TOKENS * widest
+    # the layer, and of its linears the original weights and codes of a byte
+    layer_and_codes = weights + 3 * (weights - in_stacks) // 2
+    return layer_and_codes + matrices + inputs + _stack_bytes(stacks)
+
+
+def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
+    """Bytes that experts take besides: rows of a batch sorted by expert, in and out of both
+    products, and the scales of the larger stack.
+    """
+    if not stacks:
+        return 0
+    widths = sum(sum(stack.shape[1:]) for stack in stacks)
+    rows = TOP_K * BATCH_TOKENS * widths * stacks[0].weights.element_size()
+    return rows + 4 * SCALE_COPIES * max(x.weights.numel() for x in stacks) // BLOCK_SIZE
 
 
 def check_gpu_memory(layers: Iterable[nn.Module], device: torch.device) -> None:

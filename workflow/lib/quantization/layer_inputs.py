@@ -10,9 +10,9 @@ from workflow.lib.system.errors import UserError
 Run = Callable[[], object]
 
 
-def groups_by_input(linears: dict[str, nn.Linear], run: Run) -> list[list[str]]:
-    """Return the paths of the linears in the order in which `run` calls them first, those with one
-    input together. Linears that it never calls are groups of their own, at the end.
+def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
+    """Return the paths of linears and experts in the order in which `run` calls them first, those
+    with one input together. What it never calls are groups of their own, at the end.
     """
     by_input: dict[int, list[str]] = {}
     alive: list[torch.Tensor] = []  # an input that was freed would give its address to the next
@@ -22,9 +22,9 @@ def groups_by_input(linears: dict[str, nn.Linear], run: Run) -> list[list[str]]:
         if not any(path in group for group in by_input.values()):
             by_input.setdefault(id(features), []).append(path)
 
-    _with_inputs(linears, look, run)
+    _with_inputs(parts, look, run)
     called = {path for group in by_input.values() for path in group}
-    return [*by_input.values(), *([path] for path in linears if path not in called)]
+    return [*by_input.values(), *([path] for path in parts if path not in called)]
 
 
 def input_correlation(
@@ -57,12 +57,12 @@ def input_correlation(
 
 
 def _with_inputs(
-    linears: dict[str, nn.Linear], look: Callable[[str, torch.Tensor], None], run: Run
+    parts: dict[str, nn.Module], look: Callable[[str, torch.Tensor], None], run: Run
 ) -> None:
-    """Call `run`; whenever it calls one of the linears, `look` gets its path and its input."""
+    """Call `run`; whenever it calls one of the parts, `look` gets its path and its input."""
     hooks = [
-        linear.register_forward_pre_hook(lambda _, inputs, path=path: look(path, inputs[0]))
-        for path, linear in linears.items()
+        part.register_forward_pre_hook(lambda _, inputs, path=path: look(path, inputs[0]))
+        for path, part in parts.items()
     ]
     try:
         run()

@@ -26,6 +26,9 @@ from workflow.lib.model.nf4_model import (
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
 
+# By safetensors' names: what a weight can be quantized from.
+TORCH_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
 
 @dataclass
 class Batch:
@@ -107,6 +110,10 @@ class LayerStream:
     def source_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor of the checkpoint as it is stored, on the CPU."""
         return self._reader.tensor(name)
+
+    def source_type(self, name: str) -> torch.dtype:
+        """Return the type of a tensor of the checkpoint without reading it."""
+        return TORCH_TYPES[self._reader.dtype(name)]
 
     @contextmanager
     def loaded(self, number: int) -> Iterator[nn.Module]:

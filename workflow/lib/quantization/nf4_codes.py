@@ -78,7 +78,7 @@ def packed_tensors(
 
     codes: uint8, (out * in,) in the order of the flattened weight. dtype: of the original weight.
     """
-    return stored_tensors(_packed(codes), scales, settings, shape=shape, dtype=dtype)
+    return stored_tensors(packed_codes(codes), scales, settings, shape=shape, dtype=dtype)
 
 
 def stored_tensors(
@@ -105,7 +105,7 @@ def stored_tensors(
     return {name: part.cpu().contiguous() for name, part in parts.items()}
 
 
-def _packed(codes: torch.Tensor) -> torch.Tensor:
+def packed_codes(codes: torch.Tensor) -> torch.Tensor:
     """Return two codes a byte, the first in the high half, shape (bytes, 1)."""
     if codes.numel() % 2:
         codes = torch.cat([codes, codes.new_zeros(1)])

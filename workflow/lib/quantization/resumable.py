@@ -7,14 +7,15 @@ same bytes. Both lie in the folder that becomes the base.
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from workflow.lib.artifacts.quantization_record import LinearErrors
+from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
+from workflow.lib.quantization.calibrated_experts import PackedStack
+from workflow.lib.quantization.calibrated_rounding import Rounded
 from workflow.lib.quantization.calibration import (
     MODELS,
     Calibration,
@@ -22,7 +23,7 @@ from workflow.lib.quantization.calibration import (
     QuantizedLayer,
 )
 from workflow.lib.quantization.layer_stream import LayerStream
-from workflow.lib.quantization.nf4_codes import packed_tensors
+from workflow.lib.quantization.nf4_codes import packed_tensors, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import atomic_path, read_json, write_json
 from workflow.lib.system.progress import Progress
@@ -73,38 +74,61 @@ def _write_layer(
     number: int,
     settings: QuantizeConfig,
 ) -> None:
-    """Write a layer's tensors: linears packed, all others as the source has them."""
+    """Write a layer's tensors: linears and experts packed, all others as the source has them."""
     prefix = stream.prefixes[number]
     tensors: dict[str, torch.Tensor] = {}
     for name in stream.stored_names(number):
-        linear = name.removesuffix(".weight").removeprefix(f"{prefix}.")
-        source = stream.source_tensor(name)
-        if not name.endswith(".weight") or linear not in layer.rounded:
-            tensors[name] = source
-            continue
-        rounded = layer.rounded[linear]
-        out_features, in_features = source.shape
-        parts = packed_tensors(
-            rounded.codes.reshape(-1), rounded.scales, settings,
-            shape=(out_features, in_features), dtype=source.dtype,
-        )  # fmt: skip
-        tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
-    errors = {f"{prefix}.{linear}": e.as_json() for linear, e in layer.errors.items()}
+        inside = name.removeprefix(f"{prefix}.")
+        linear = inside.removesuffix(".weight")
+        if inside in layer.stacks:
+            parts = _packed_stack(layer.stacks[inside], settings, dtype=stream.source_type(name))
+            tensors |= {f"{name}.{suffix}": part for suffix, part in parts.items()}
+        elif linear != inside and linear in layer.rounded:
+            parts = _packed_linear(layer.rounded[linear], settings, dtype=stream.source_type(name))
+            tensors |= {f"{prefix}.{linear}.{suffix}": part for suffix, part in parts.items()}
+        else:
+            tensors[name] = stream.source_tensor(name)
     # Not into the file's metadata: safetensors writes several entries in no fixed order.
-    write_json(_errors_path(path), errors)
+    write_json(
+        _errors_path(path),
+        {
+            "linears": {f"{prefix}.{name}": e.as_json() for name, e in layer.errors.items()},
+            "stacks": {f"{prefix}.{name}": e.as_json() for name, e in layer.stack_errors.items()},
+        },
+    )
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
+
+
+def _packed_linear(
+    rounded: Rounded, settings: QuantizeConfig, *, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    out_features, in_features = rounded.codes.shape
+    codes, shape = rounded.codes.reshape(-1), (out_features, in_features)
+    return packed_tensors(codes, rounded.scales, settings, shape=shape, dtype=dtype)
+
+
+def _packed_stack(
+    stack: PackedStack, settings: QuantizeConfig, *, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    return stored_tensors(stack.codes, stack.scales, settings, shape=stack.shape, dtype=dtype)
 
 
 def _errors_path(path: Path) -> Path:
     return path.with_suffix(".errors.json")
 
 
-def layer_errors(folder: Path, count: int) -> Iterator[tuple[str, LinearErrors]]:
-    """Yield path and errors of every linear of the finished layers."""
+def layer_errors(
+    folder: Path, count: int
+) -> tuple[dict[str, LinearErrors], dict[str, StackErrors]]:
+    """Return the errors of every linear and of every stack of the finished layers, by path."""
+    linears: dict[str, LinearErrors] = {}
+    stacks: dict[str, StackErrors] = {}
     for number in range(count):
-        for path, values in read_json(_errors_path(layer_path(folder, number))).items():
-            yield path, LinearErrors(**values)
+        found = read_json(_errors_path(layer_path(folder, number)))
+        linears |= {path: LinearErrors(**values) for path, values in found["linears"].items()}
+        stacks |= {path: StackErrors(**values) for path, values in found["stacks"].items()}
+    return linears, stacks
 
 
 def remove_state(folder: Path) -> None:

@@ -43,13 +43,15 @@ class QuantizeConfig(Section):
     double_quant: bool = True
     """Quantize the scales too: 0.127 instead of 0.5 bits per weight of overhead at block size
     64."""
-    method: Literal["absmax", "calibrated"] = "absmax"
+    method: Literal["absmax", "calibrated", "auto"] = "absmax"
     """How codes and scales are chosen; the stored format is the same. absmax = each block's largest
     weight scales it, as bitsandbytes does; calibrated = so that the outputs for tokens of
-    calibration change least (scales searched, errors fed back to later columns as in GPTQ)."""
+    calibration change least (scales searched, errors fed back to later columns as in GPTQ); auto =
+    calibrated for models that one H200 rounds within an hour, else absmax: the model decides, not
+    the machine."""
     calibration_tokens: int = Field(24_576, ge=256, le=2**24)
-    """Tokens that calibrate, of the run's training rows; never of held-out ones. Read by calibrated
-    alone."""
+    """Tokens that calibrate, of the run's training rows; never of held-out ones. Not read
+    by absmax."""
     calibration_text: str | None = Field(None, min_length=1, max_length=4096)
     """A UTF-8 text file of which half of these tokens are taken, so that calibration on one kind of
     text does not cost others; null = training rows alone."""

@@ -13,7 +13,7 @@ from bitsandbytes.functional import quantize_4bit
 from torch import nn
 
 from workflow.lib.model.experts.fused_experts import FusedExperts
-from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.layers.expert_stacks import expert_stacks, product_names
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.system.errors import UserError
@@ -47,15 +47,10 @@ def replace_experts_(
     original = model.get_submodule(path)
     _check_family(original, path)
     stacks = {
-        name: NF4Stack(specs[name], compute_dtype=compute_dtype) for name in _products(original)
+        name: NF4Stack(specs[name], compute_dtype=compute_dtype) for name in product_names(original)
     }
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, _fused(original, stacks))
-
-
-def _products(original: nn.Module) -> tuple[str, str]:
-    """Return the names of the weights of the first product and of the second."""
-    return "gate_up_proj" if original.has_gate else "up_proj", "down_proj"
 
 
 def _fused(original: nn.Module, stacks: Mapping[str, NF4Stack]) -> FusedExperts:
@@ -98,7 +93,9 @@ def _tiny(original: nn.Module, draw: torch.Generator) -> tuple[nn.Module, dict[s
     tiny.config = SimpleNamespace(_experts_implementation="eager")
     wide = INTERMEDIATE * (2 if original.has_gate else 1)
     stacks = {}
-    for name, size in zip(_products(original), ((wide, WIDTH), (WIDTH, INTERMEDIATE)), strict=True):
+    for name, size in zip(
+        product_names(original), ((wide, WIDTH), (WIDTH, INTERMEDIATE)), strict=True
+    ):
         stacks[name] = _packed(torch.randn(EXPERTS, *size, generator=draw))
         weights = stacks[name].dequantize_experts(0, EXPERTS, torch.float32)
         stored = weights.transpose(1, 2).contiguous() if original.is_transposed else weights

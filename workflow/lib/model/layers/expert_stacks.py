@@ -29,6 +29,11 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def product_names(experts: nn.Module) -> tuple[str, str]:
+    """Return the names of the weights of the first product and of the second."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
     """Return every stack by the path of its parameter (`model.layers.0.mlp.experts.down_proj`)."""
     return {

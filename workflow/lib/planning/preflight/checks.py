@@ -28,7 +28,7 @@ from workflow.lib.planning.preflight.planning_inputs import (
     trained_modules,
 )
 from workflow.lib.planning.token_counts import TokenCounts
-from workflow.lib.settings.config import HardwareConfig, QuantizeConfig, RunConfig
+from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system import hardware
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json
@@ -129,8 +129,6 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
     """
     check_context(run.data.seq_len, shape)
     check_gguf(run, shape)
-    stacks = [x for kind in shape.kinds for x in kind.linears if x.experts > 1]
-    check_calibration(run.quantize, mixture=bool(stacks))
     if run.hardware.gpu_model is not None:
         parse_gpu(run.hardware.gpu_model, setting="hardware.gpu_model")
     if trains_here:
@@ -144,19 +142,6 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
         machine = asked_machine(*requested_processes(run.hardware), run.hardware.nodes)
     check_batch(run, machine)
     make_setup(run, shape, machine)
-
-
-def check_calibration(settings: QuantizeConfig, *, mixture: bool) -> None:
-    """Raise `UserError` if experts are to be calibrated: an expert would be rounded by the tokens
-    that choose it alone, of which a rare one has too few.
-    """
-    if mixture and settings.method != "absmax":
-        raise setting_error(
-            "quantize.method",
-            settings.method,
-            "the experts of a mixture cannot be calibrated",
-            "Set absmax, or choose a dense model.source",
-        )
 
 
 def check_gguf(run: RunConfig, shape: ModelShape) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workflow.lib.artifacts.preflight_record import Forecast
-from workflow.lib.model.architecture.model_shape import ModelShape, read_shape
+from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape, read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.planning.calibration_cost import COLUMN_S, chosen_method
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
@@ -35,9 +36,11 @@ DISK_BYTES_PER_S = 200e6
 # see (`quantization.calibration_rows`).
 CALIBRATION_PASSES = 6
 MEASURED_MODELS, MEASURED_TOKENS = 3, 32_768
-# Rounding included. The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
+# The CPU's is below what two cores reached with SmolLM2-135M (about 130e9, Intel
 # Xeon, torch 2.13, 2026-11-23); the GPU's is assumed.
 CALIBRATION_FLOPS_GPU, CALIBRATION_FLOPS_CPU = 50e12, 50e9
+# In host memory, of a weight of experts: the original, and twice what is read of the checkpoint.
+STACK_BYTES = 6
 
 
 @dataclass(frozen=True)
@@ -89,33 +92,58 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     minutes = START_MIN + 4 * stored / DISK_BYTES_PER_S / 60
     host_bytes = PROGRAM_BYTES + 3 * largest
-    if run.quantize.method == "calibrated":  # behind the tokens, so the description is there
-        shape = read_shape(Path(description))
+    if run.quantize.method == "absmax":
+        return _allocation(host_bytes, minutes)
+    shape = read_shape(Path(description))  # behind the tokens, so the description is there
+    method, _ = chosen_method(run.quantize.method, columns=shape.total(_columns))
+    if method == "calibrated":
         host_bytes += _calibration_bytes(run, shape)
         minutes += _calibration_minutes(run, shape)
     return _allocation(host_bytes, minutes)
 
 
 def _calibration_bytes(run: RunConfig, shape: ModelShape) -> int:
-    """Hidden states of all rows before and after a layer; without a GPU a layer and the matrices of
-    its widest linear too, all in fp32.
+    """Hidden states of all rows before and after a layer, and of a mixture those of its experts;
+    without a GPU a layer and the matrices of its widest linear too, all in fp32.
     """
     rows = run.quantize.calibration_tokens + MEASURED_MODELS * MEASURED_TOKENS
-    hidden = 2 * 4 * rows * shape.hidden_size
+    experts = shape.largest(_in_stacks)
+    hidden = (3 if experts else 2) * 4 * rows * shape.hidden_size
     if requested_processes(run.hardware)[0] == "cuda":
-        return hidden
+        return hidden + STACK_BYTES * experts
     layer = 4 * shape.largest(lambda layer: layer.num_weights)
     widest = max(linear.in_features for kind in shape.kinds for linear in kind.linears)
     return hidden + 3 * layer + 4 * 4 * widest**2
 
 
+def _in_stacks(layer: DecoderLayer) -> int:
+    """Weights of the experts of a layer."""
+    return sum(linear.num_weights for linear in layer.linears if linear.experts > 1)
+
+
 def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
-    """Forward passes: for each group of linears with one input, and for what is measured."""
+    """Forward passes, for each group of linears with one input and for what is measured, and the
+    rounding, column by column.
+    """
     cuda = requested_processes(run.hardware)[0] == "cuda"
     tokens = CALIBRATION_PASSES * run.quantize.calibration_tokens
     tokens += MEASURED_MODELS * MEASURED_TOKENS
-    flops = 2 * tokens * shape.quantized_weights
-    return flops / (CALIBRATION_FLOPS_GPU if cuda else CALIBRATION_FLOPS_CPU) / 60 * TIME_ROOM
+    flops = 2 * tokens * shape.total(lambda layer: layer.used_weights)
+    if cuda:
+        seconds = flops / CALIBRATION_FLOPS_GPU + COLUMN_S * shape.total(_columns)
+    else:
+        seconds = (flops + shape.total(_rounding_flops)) / CALIBRATION_FLOPS_CPU
+    return seconds / 60 * TIME_ROOM
+
+
+def _columns(layer: DecoderLayer) -> int:
+    """Columns of all linears and experts of a layer, which are rounded one after the other."""
+    return sum(linear.experts * linear.in_features for linear in layer.linears)
+
+
+def _rounding_flops(layer: DecoderLayer) -> int:
+    """What errors take that are fed to half of the columns."""
+    return sum(linear.num_weights * linear.in_features for linear in layer.linears)
 
 
 def _decide(run: RunConfig, description: str, manifest: str) -> tuple[Decision, Forecast]:

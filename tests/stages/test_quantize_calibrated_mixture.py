@@ -1,0 +1,158 @@
+"""The stage with `quantize.method: calibrated` for mixtures of experts, of each way in which
+families keep them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.stages.test_quantize_calibrated import CPU, Killed, losses, quantize
+from tests.support.mixtures import MIXTURES, tiny_mixture
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tokenizing import Stage
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.quantization import expert_tokens, resumable
+from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
+from workflow.lib.quantization.layer_stream import attention_of
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import file_sha256, read_json
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tokens of the tiny tokenizer, for models of all families."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    tiny_tokenizer(folder / "tokenizer")
+    Stage(folder, folder / "tokenizer").run()
+    return folder
+
+
+def mixture(family: str, folder: Path) -> Path:
+    tokenizer = tiny_tokenizer(folder)
+    return tiny_mixture(family, folder, vocab_size=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def base(tokens: Path) -> Path:
+    mixture("qwen3_moe", tokens / "qwen3_moe")
+    return quantize(tokens, tokens / "base", model=tokens / "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_losses_in_the_record_are_those_of_the_whole_models(
+    family: str, tokens: Path, tmp_path: Path
+) -> None:
+    model, store = mixture(family, tmp_path / "model"), TokenStore.open(tokens / "tokens")
+    attention = attention_of(model)
+    base = quantize(tokens, tmp_path / "base", model=model)
+    plain = quantize(tokens, tmp_path / "absmax", model=model, method="absmax")
+    record = read_json(base / "quantization.json")["calibration"]["heldout"]
+    original = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation=attention
+    )
+    assert record["original"] == pytest.approx(losses(original, store), rel=1e-5)
+    for folder, name in ((base, "calibrated"), (plain, "absmax")):
+        stock = load_base(folder, device=CPU, compute_dtype=torch.float32, attention=attention)
+        assert record[name] == pytest.approx(losses(stock, store), rel=1e-4), name
+
+
+def test_stacks_are_better_than_absmax_for_their_inputs(base: Path) -> None:
+    record = read_json(base / "quantization.json")
+    stacks = record["calibration"]["stacks"]
+    assert record["quantized_stacks"] == len(stacks) == 4
+    for path, errors in stacks.items():
+        for expert in ("median", "worst"):
+            assert errors[expert]["calibrated"] < 0.9 * errors[expert]["absmax"], (path, expert)
+        assert errors["median"]["calibrated"] <= errors["worst"]["calibrated"]
+        assert 0 <= errors["worst_expert"] < 11
+
+
+def test_routers_stay_as_they_are(base: Path, tokens: Path) -> None:
+    ours: dict[str, torch.Tensor] = {}
+    for path in base.glob("*.safetensors"):
+        ours |= load_file(path)
+    theirs = load_file(tokens / "qwen3_moe" / "model.safetensors")
+    routers = [name for name in theirs if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    for name in routers:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_experts_that_few_tokens_reach_are_told(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 tokens, of which each goes to 2 of 11 experts: 47 for one, and the weights have 64 and 48
+    inputs.
+    """
+    monkeypatch.setattr(expert_tokens, "ENOUGH", 1.0)
+    model = tokens / "qwen3_moe"
+    base = quantize(tokens, tmp_path / "base", model=model, calibration_tokens=256)
+    stacks = read_json(base / "quantization.json")["calibration"]["stacks"]
+    wide = [x for path, x in stacks.items() if path.endswith("gate_up_proj")]
+    assert all(0 < errors["filled"] <= 11 and errors["fewest_tokens"] < 64 for errors in wide)
+    for errors in stacks.values():
+        assert errors["worst"]["calibrated"] < errors["worst"]["absmax"]
+
+
+def test_stage_that_was_killed_goes_on_to_the_same_bytes(
+    tokens: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "STATE_S", -1.0)  # after every layer
+    whole = Calibration.quantize
+
+    def killed(self: Calibration, number: int, hidden: Hidden) -> QuantizedLayer:
+        if number == 1:
+            raise Killed
+        return whole(self, number, hidden)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Calibration, "quantize", killed)
+        with pytest.raises(Killed):
+            quantize(tokens, tmp_path / "base", model=tokens / "qwen3_moe")
+    again = quantize(tokens, tmp_path / "base", model=tokens / "qwen3_moe")
+    for path in base.glob("*.safetensors"):
+        assert file_sha256(again / path.name) == file_sha256(path), path.name
+    calibration = [read_json(x / "quantization.json")["calibration"] for x in (base, again)]
+    assert calibration[0] == calibration[1]
+
+
+@pytest.mark.parametrize("settings", [{"double_quant": False}, {"block_size": 128}], ids=str)
+def test_stock_packages_decode_what_the_errors_were_measured_on(
+    settings: dict[str, Any], tokens: Path, tmp_path: Path
+) -> None:
+    model = tokens / "qwen3_moe"
+    base = quantize(tokens, tmp_path / "base", model=model, **settings)
+    record = read_json(base / "quantization.json")["calibration"]
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    stock = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
+    decoded = dict(stock.named_parameters())
+    for path in expert_stacks(original):
+        worst = record["stacks"][path]["worst_expert"]
+        weight = original.get_parameter(path)[worst].detach()
+        ours = stacked(decoded, stock, path)[worst]
+        lost = (weight - ours).square().sum() / weight.square().sum()
+        expected = record["stacks"][path]["worst"]["calibrated_plain"]
+        assert float(lost) == pytest.approx(expected, rel=1e-4), path
+
+
+def stacked(decoded: dict[str, torch.Tensor], stock: Any, path: str) -> torch.Tensor:
+    """A stack as the stock model computes with it."""
+    module, _, name = path.rpartition(".")
+    value: torch.Tensor = getattr(stock.get_submodule(module), name)
+    return value.detach().float()
+
+
+def test_expert_with_values_that_are_not_finite_is_named(tokens: Path, tmp_path: Path) -> None:
+    model = mixture("qwen3_moe", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.7.down_proj.weight"].view(-1)[5] = torch.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    expected = r"expert 7 of model\.layers\.1\.mlp\.experts\.down_proj of model\.source"
+    with pytest.raises(UserError, match=expected):
+        quantize(tokens, tmp_path / "base", model=model)

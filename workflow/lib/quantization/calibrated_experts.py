@@ -1,0 +1,189 @@
+"""Stacks of experts by calibration: each expert is rounded as a linear is, by its own tokens.
+
+The scales of a stack are nested together, because the mean that is taken off them is that of the
+whole stack (`stack_codes`). So all experts get their scales first, and then their codes. The second
+stack sees what the first gives in 4 bits. One expert at a time is on the device in fp32.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
+from workflow.lib.model.layers.expert_stacks import product_names
+from workflow.lib.quantization.calibrated_rounding import (
+    codes_with_feedback,
+    decoded_weight,
+    error_feedback,
+    largest_of_blocks,
+    round_absmax,
+    searched_scales,
+)
+from workflow.lib.quantization.expert_tokens import ExpertTokens, enough_tokens
+from workflow.lib.quantization.nf4_codes import Scales, packed_codes, store_scales
+from workflow.lib.quantization.weight_errors import weight_errors
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.errors import UserError
+
+Inputs = Callable[[int], Iterable[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """A stack in 4 bits, in host memory."""
+
+    codes: torch.Tensor
+    """uint8, two codes a byte, shape (bytes, 1)."""
+    scales: Scales
+    shape: tuple[int, int, int]
+    """(experts, out, in)."""
+
+
+@dataclass(frozen=True)
+class LoadedStack:
+    """The weights of a stack in a loaded layer; experts are read and put back as (out, in)."""
+
+    weights: torch.Tensor
+    """As the module has them."""
+    transposed: bool
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, first, second = self.weights.shape
+        return (experts, second, first) if self.transposed else (experts, first, second)
+
+    def part(self, number: int) -> torch.Tensor:
+        """Return an expert's part of the weights as (out, in)."""
+        weight = self.weights[number]
+        return weight.T if self.transposed else weight
+
+    def expert(self, number: int) -> torch.Tensor:
+        """Return a copy of the weight of an expert, (out, in) fp32."""
+        return self.part(number).float().clone(memory_format=torch.contiguous_format)
+
+    def replace_(self, number: int, weight: torch.Tensor) -> None:
+        """Put a weight (out, in) in the place of an expert's."""
+        self.part(number).copy_(weight)
+
+
+def loaded_stacks(experts: nn.Module) -> dict[str, LoadedStack]:
+    """Return the two stacks of an experts module, by name, the first product's first."""
+    return {
+        name: LoadedStack(experts.get_parameter(name).data, bool(experts.is_transposed))
+        for name in product_names(experts)
+    }
+
+
+def quantize_experts(
+    experts: nn.Module, tokens: ExpertTokens, settings: QuantizeConfig, *, path: str
+) -> Iterator[tuple[str, PackedStack, StackErrors]]:
+    """Yield name, codes and errors of both stacks of an experts module, and put the decoded weights
+    in the place of the original ones.
+
+    path: names the module in errors. Raises `UserError` if a weight is not finite.
+    """
+    device = next(experts.parameters()).device
+    (up, first), (down, second) = loaded_stacks(experts).items()
+
+    def states(number: int, stack: LoadedStack) -> Iterator[torch.Tensor]:
+        return (part.to(device) for part in tokens.of(number, in_features=stack.shape[2]))
+
+    def products(number: int) -> Iterator[torch.Tensor]:
+        return (_between(experts, number, part) for part in states(number, second))
+
+    for name, stack, inputs in (
+        (up, first, lambda number: states(number, first)),
+        (down, second, products),
+    ):
+        packed, errors = _quantize_stack(stack, inputs, settings, what=f"{path}.{name}")
+        routed = [tokens.routed(number) for number in range(len(stack))]
+        yield name, packed, _summary(errors, routed, in_features=stack.shape[2])
+
+
+def _between(experts: nn.Module, number: int, states: torch.Tensor) -> torch.Tensor:
+    """Return what goes into the second product of an expert, (rows, intermediate)."""
+    name, stack = next(iter(loaded_stacks(experts).items()))
+    bias = experts.get_parameter(f"{name}_bias")[number] if experts.has_bias else None
+    up = nn.functional.linear(states, stack.part(number), bias)
+    activation: Any = experts._apply_gate if experts.has_gate else experts.act_fn
+    result: torch.Tensor = activation(up)
+    return result
+
+
+def _quantize_stack(
+    stack: LoadedStack, inputs: Inputs, settings: QuantizeConfig, *, what: str
+) -> tuple[PackedStack, list[LinearErrors]]:
+    """Quantize a stack; return its codes and the errors of its experts."""
+    block_size = settings.block_size
+    searched = [
+        searched_scales(weight, _mean_squares(inputs(number)), block_size=block_size)
+        for number, weight in enumerate(_finite(stack, what))
+    ]
+    scales = store_scales(torch.cat(searched), double_quant=settings.double_quant)
+    codes, errors, plain = [], [], absmax_experts(stack, settings)
+    for number, own in enumerate(scales.decoded.chunk(len(stack))):
+        weight, absmax = stack.expert(number), next(plain)
+        correlation = _correlation(inputs(number))
+        feedback = error_feedback(correlation, what=f"{what}, expert {number}")
+        chosen = codes_with_feedback(weight, feedback, own, block_size=block_size)
+        decoded = decoded_weight(chosen, own, block_size=block_size)
+        errors.append(weight_errors(weight, absmax, decoded, correlation))
+        codes.append(packed_codes(chosen.flatten()).cpu())
+        stack.replace_(number, decoded)
+    return PackedStack(torch.cat(codes), scales, stack.shape), errors
+
+
+def absmax_experts(stack: LoadedStack, settings: QuantizeConfig) -> Iterator[torch.Tensor]:
+    """Yield the weight (out, in) fp32 of each expert as bitsandbytes' choice decodes."""
+    block_size, numbers = settings.block_size, range(len(stack))
+    largest = [largest_of_blocks(stack.expert(n), block_size=block_size) for n in numbers]
+    scales = store_scales(torch.cat(largest), double_quant=settings.double_quant)
+    for number, own in enumerate(scales.decoded.chunk(len(stack))):
+        codes = round_absmax(stack.expert(number), settings).codes
+        yield decoded_weight(codes, own, block_size=block_size)
+
+
+def _finite(stack: LoadedStack, what: str) -> Iterator[torch.Tensor]:
+    """Yield the weights of all experts; raises `UserError` at one that is not finite."""
+    for number in range(len(stack)):
+        weight = stack.expert(number)
+        if not weight.isfinite().all():
+            raise UserError(
+                f"expert {number} of {what} of model.source holds values that are not finite. "
+                "Download or export the model again"
+            )
+        yield weight
+
+
+def _mean_squares(inputs: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the mean square (in,) fp32 of each of the inputs."""
+    sums = [(part.float().square().sum(0), len(part)) for part in inputs]
+    return sum((total for total, _ in sums), torch.zeros(())) / sum(count for _, count in sums)
+
+
+def _correlation(inputs: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of x x^T over all inputs x, fp32, shape (in, in)."""
+    total, count = torch.zeros(()), 0
+    for part in inputs:
+        rows = part.float()
+        total = rows.T @ rows if not count else total.addmm_(rows.T, rows)
+        count += len(rows)
+    return total / count
+
+
+def _summary(errors: list[LinearErrors], routed: list[int], *, in_features: int) -> StackErrors:
+    """Return what is told of a stack."""
+    ranked = sorted(range(len(errors)), key=lambda number: errors[number].calibrated)
+    return StackErrors(
+        median=errors[ranked[len(ranked) // 2]],
+        worst=errors[ranked[-1]],
+        worst_expert=ranked[-1],
+        fewest_tokens=min(routed),
+        filled=sum(count < enough_tokens(in_features) for count in routed),
+    )

@@ -1,0 +1,51 @@
+"""The GPU kernel of `column_rounding`, in Triton."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_columns(
+    codes,
+    lost,
+    part,
+    scale,
+    upper,
+    table,
+    edges,
+    num_rows,
+    num_columns: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Round `rows` rows, column by column; what a column loses goes into the later ones.
+
+    codes, lost, part, scale: (num_rows, num_columns); upper: (num_columns, num_columns).
+    Divisions and products round as PyTorch's do, so codes are those of its loop.
+    """
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, columns)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    places = row[:, None] * num_columns + column[None, :]
+    values = tl.load(part + places, mask=inside, other=0.0)
+    scales = tl.load(scale + places, mask=inside, other=0.0)
+    for current in range(num_columns):
+        here = (column == current)[None, :]
+        value = tl.sum(tl.where(here, values, 0.0), axis=1)
+        of_value = tl.sum(tl.where(here, scales, 0.0), axis=1)
+        zero = of_value == 0.0
+        ratio = tl.where(zero, 0.0, tl.div_rn(value, tl.where(zero, 1.0, of_value)))
+        code = tl.zeros((rows,), dtype=tl.int32)
+        for edge in range(15):
+            code += (tl.load(edges + edge) < ratio).to(tl.int32)
+        error = value - tl.load(table + code) * of_value
+        diagonal = tl.load(upper + current * num_columns + current)
+        error = tl.div_rn(error, tl.zeros((rows,), dtype=tl.float32) + diagonal)
+        later = tl.load(
+            upper + current * num_columns + column, mask=column < num_columns, other=0.0
+        )
+        # the factor is triangular: columns before this one stay as they are
+        values -= error[:, None] * later[None, :]
+        at = row * num_columns + current
+        tl.store(codes + at, code.to(tl.uint8), mask=row < num_rows)
+        tl.store(lost + at, error, mask=row < num_rows)
