@@ -228,10 +228,10 @@ def _train(
     def training_steps(first: int, last: int) -> Iterator[StepMetrics]:
         return trainer.steps(first_step=first, num_steps=last)
 
-    training = training_steps(0, count + job.profile)
-    _time_steps(islice(training, count), seen, pulse)
-    if job.profile:
-        seen.profile = profiled(lambda: next(training), device=world.device)
+    _time_steps(islice(training_steps(0, count), count), seen, pulse)  # keeps their graphs
+    if job.profile:  # by itself, so that no part of it has run before and none of the next one does
+        step = training_steps(count, count + 1)
+        seen.profile = profiled(lambda: next(step), device=world.device)
     if job.checkpoint_pairs:
         done = count + job.profile
         more = training_steps(done, done + 2 * job.checkpoint_pairs * count)

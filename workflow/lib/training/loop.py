@@ -242,14 +242,14 @@ class Trainer:
         trained_tokens = int(self.store.trained_tokens_per_row[numbers].sum())
         return StepRows(step, numbers, groups, trained_tokens)
 
-    def _begun(self, step: int, batches: Iterator[MicroBatch]) -> "StepUnderWay":
+    def _begun(self, step: int, batches: Iterator[MicroBatch]) -> StepUnderWay:
         """Return a step of which nothing has run yet; it takes its micro-batches from `batches`."""
         rows = self._rows_of(step)
         return self._under_way(rows, islice(batches, len(rows.groups)))
 
     def _under_way(
         self, rows: StepRows, batches: Iterator[MicroBatch], *, by_graphs: bool = True
-    ) -> "StepUnderWay":
+    ) -> StepUnderWay:
         scale = loss_scale_of(self.training)
         plainly = partial(forward_backward, self.training)
         loss = LossSum(
@@ -261,7 +261,7 @@ class Trainer:
         self._seed_dropout(rows)
         return StepUnderWay(rows, batches, loss)
 
-    def _begun_ahead(self, steps: range, batches: Iterator[MicroBatch]) -> "StepUnderWay | None":
+    def _begun_ahead(self, steps: range, batches: Iterator[MicroBatch]) -> StepUnderWay | None:
         """Launch the first micro-batch of the first of these steps; None if there is none, or where
         it has to wait for the host: without graphs, and where the host decides whether a step is
         updated or repeated.
@@ -276,12 +276,12 @@ class Trainer:
         self._run(under_way, count=1)
         return under_way
 
-    def _run(self, under_way: "StepUnderWay", *, count: int | None = None) -> None:
+    def _run(self, under_way: StepUnderWay, *, count: int | None = None) -> None:
         """Run the next `count` micro-batches of a step, all that are left if None."""
         with self.training.adapters.unchanged(), self.training.product_types.in_eight_bits():
             under_way.loss.add(islice(under_way.batches, count))
 
-    def _finished(self, under_way: "StepUnderWay") -> "OnTheWay":
+    def _finished(self, under_way: StepUnderWay) -> OnTheWay:
         """Run what is left of a step, clip its gradients, and begin its update; return its loss and
         its gradient norm before clipping.
         """
@@ -299,7 +299,7 @@ class Trainer:
         return OnTheWay(loss, norm)
 
     def _judged(
-        self, rows: StepRows, result: "OnTheWay", ahead: "StepUnderWay | None"
+        self, rows: StepRows, result: OnTheWay, ahead: StepUnderWay | None
     ) -> tuple[float, float]:
         """Complete a step, and return its loss and its gradient norm. Nothing is updated if
         `check_step` raises.
