@@ -84,6 +84,12 @@ for form in FORMATS.values():
 for one, other in int8_products(device="cpu"):
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3)
 """
+RESTORED = """
+import torch
+from tests.support.eight_bit_cases import restored_rows
+for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=True):
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+"""
 
 
 @pytest.mark.skipif(
@@ -91,7 +97,7 @@ for one, other in int8_products(device="cpu"):
 )
 @pytest.mark.parametrize(
     "claims",
-    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, SUMMED, EIGHT_BITS],
+    [DECODED, DECODED_RUNS, ACT_AND_MUL, ROTARY, DROPPED, LENGTHENED, SUMMED, EIGHT_BITS, RESTORED],
     ids=[
         "decoding",
         "decoding of parts",
@@ -101,6 +107,7 @@ for one, other in int8_products(device="cpu"):
         "row lengths",
         "sums by token",
         "products in 8 bits",
+        "rows of 8 bits",
     ],
 )
 def test_kernels_compute_what_the_libraries_do(claims: str) -> None:

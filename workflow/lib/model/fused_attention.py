@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.exact_activations import keep_exact
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 

@@ -32,7 +32,7 @@ from workflow.lib.model.activation_offload import (
     is_parameter,
 )
 from workflow.lib.model.layers.eight_bits.products import Format, Rounded, restored, rounded
-from workflow.lib.model.layers.exact_activations import is_exact, keep_exact
+from workflow.lib.model.layers.eight_bits.exact_activations import is_exact, keep_exact
 
 FLOAT8 = Format("float8", torch.float8_e4m3fn, 448.0, 128)
 BLOCKS = (128, 64)  # tried in this order

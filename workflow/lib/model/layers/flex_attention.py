@@ -31,7 +31,7 @@ from workflow.lib.model.layers.attention_arguments import (
     refuse_others,
     refuse_without_documents,
 )
-from workflow.lib.model.layers.exact_activations import keep_exact
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.flex_masks import PackedMasks
 from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.device_types import RECORDED

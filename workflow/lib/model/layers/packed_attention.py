@@ -22,7 +22,7 @@ from workflow.lib.model.layers.attention_arguments import (
     refuse_others,
     refuse_without_documents,
 )
-from workflow.lib.model.layers.exact_activations import keep_exact
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
