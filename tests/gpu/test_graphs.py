@@ -14,7 +14,12 @@ from tests.support.plans import make_plan
 pytestmark = pytest.mark.gpu
 
 STEPS = 6
-KINDS = {"plain": {}, "recomputed, dropout": {"dropout": 0.1}, "float8": {"products": "float8"}}
+KINDS = {
+    "plain": {},
+    "recomputed, dropout": {"dropout": 0.1},
+    "float8": {"products": "float8"},
+    "kept in float8": {"saved_activations": "float8"},
+}
 
 
 def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) -> dict[str, Any]:
@@ -30,7 +35,9 @@ def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) ->
     torch.use_deterministic_algorithms(True)
     config = settings()
     lora = config.lora.model_copy(update={"dropout": levers.get("dropout", 0.0)})
-    config = config.model_copy(update={"lora": lora})
+    saved = {"saved_activations": levers.get("saved_activations", "compute_dtype")}
+    train = config.train.model_copy(update=saved)
+    config = config.model_copy(update={"lora": lora, "train": train})
     plan = make_plan(
         device="cuda", micro_batch_size=2, num_steps=STEPS, compute_dtype="bfloat16",
         activation_checkpointing="dropout" in levers,

@@ -11,7 +11,7 @@ from torch import nn
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.eight_bits.products import Rounded, restored, rounded
+from workflow.lib.model.layers.eight_bits.products import restored, rounded
 from workflow.lib.model.rounded_activations import FLOAT8, RoundedActivations
 
 CPU = torch.device("cpu")
@@ -46,7 +46,11 @@ def run(
 ) -> tuple[torch.Tensor, list[Any], ActivationOffload | None]:
     """Return the gradient of hidden states, what was kept for backward, and where it waited."""
     stash = ActivationOffload(CPU, window_bytes=4096) if offload else None
-    rounding, layer, x = RoundedActivations(torch.float32, stash), Layer(compute), hidden_states(width)
+    rounding, layer, x = (
+        RoundedActivations(torch.float32, stash),
+        Layer(compute),
+        hidden_states(width),
+    )
     rounding.follow_([layer])
     kept: list[Any] = []
     pack = rounding._pack

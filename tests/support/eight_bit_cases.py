@@ -93,7 +93,7 @@ def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pair
     rows of whole blocks of 64, of one and a half of 128, and of more than a program has; one row is
     not finite.
 
-    interpreted: Triton's interpreter reads float8's NaN as a number, so there the kernel reads fp32.
+    interpreted: Triton's interpreter reads float8's NaN as a number; there the kernel reads fp32.
     """
     pairs: Pairs = []
     for width, block in ((576, 64), (192, 128), (4096 + 128, 128)):

@@ -1,10 +1,10 @@
 """Activations that backward needs, rounded to float8 (e4m3) from forward to backward
 (`train.saved_activations`), on the device or on their way to host memory and back.
 
-Autograd hands what a decoder layer saves to `RoundedActivations`. A tensor x becomes bytes x' with a
-scale a in fp32 for each block of 128 neighbours in memory (64 where rows are no multiple of 128), and
-backward gets x' a in the compute type. A block never crosses the innermost dimension, so no token
-changes another's rounding. What several nodes save, in whatever shapes, is rounded once.
+Autograd hands what a decoder layer saves to `RoundedActivations`. A tensor x becomes bytes x' with
+a scale a in fp32 for each block of 128 neighbours in memory (64 where rows are no multiple of 128),
+and backward gets x' a in the compute type. A block never crosses the innermost dimension, so no
+token changes another's rounding. What several nodes save, in whatever shapes, is rounded once.
 
 Not rounded is what would cost more than it saves: other types (indices, statistics in fp32),
 tensors of less than an eighth of the hidden states' elements (low-rank products, log-sum-exp,
@@ -31,8 +31,8 @@ from workflow.lib.model.activation_offload import (
     dense,
     is_parameter,
 )
-from workflow.lib.model.layers.eight_bits.products import Format, Rounded, restored, rounded
 from workflow.lib.model.layers.eight_bits.exact_activations import is_exact, keep_exact
+from workflow.lib.model.layers.eight_bits.products import Format, Rounded, restored, rounded
 
 FLOAT8 = Format("float8", torch.float8_e4m3fn, 448.0, 128)
 BLOCKS = (128, 64)  # tried in this order

@@ -168,9 +168,7 @@ class _Run:
         self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
         self.training.multiply_in_(setup.products, setup.products_in)
         rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype
-        self._laid_out: TrainingModel = lay_out_(
-            self.training, plan, world, choice, rounds=rounds
-        )
+        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice, rounds=rounds)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
 

@@ -21,8 +21,8 @@ from workflow.lib.system.compute_choice import (
     AttentionNeeds,
     ProductsHardware,
     automatic_attention,
-    choose_dtype,
     check_saved_activations,
+    choose_dtype,
     choose_products,
 )
 from workflow.lib.system.errors import setting_error

@@ -14,7 +14,13 @@ from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import lora_parameters, saved_activations
+from workflow.lib.planning.memory.terms import (
+    ROUNDED_BYTES,
+    kept_activations,
+    lora_parameters,
+    rounded_elements,
+    saved_activations,
+)
 from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
@@ -116,6 +122,8 @@ class Work:
     """Moved for dropout's masked inputs, and the gradients of them."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
+    rounded_bytes: float = 0
+    """Read and written to round activations after forward and to restore them for backward."""
     stashed_bytes: float = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
@@ -172,7 +180,8 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        stashed_bytes=_stashed_bytes(shape, setup, saved_bytes=saved_bytes),
+        rounded_bytes=_rounded_bytes(shape, setup),
+        stashed_bytes=_stashed_bytes(shape, setup),
         hosted_layers=setup.offload_layers,
         hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
         layers=layers,
@@ -239,8 +248,19 @@ def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
     return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: float) -> float:
+def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Of layers that are not recomputed: each element read and written twice, in the compute type
+    and in 8 bits with their scales. Counted, not measured.
+    """
+    whole = shape.num_layers - setup.recomputed_layers(shape.num_layers)
+    elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
+    return 2 * whole * elements * (setup.compute_bytes + ROUNDED_BYTES)
+
+
+def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
     inputs, whole = stashed_counts(shape, setup)
+    layers = shape.num_layers
+    saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers
     return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
 
 
@@ -260,7 +280,11 @@ def gpu_parts(
         "products": work.product_flops / (gpu.flops * constants.product_share),
         "attention": work.attention_flops / (gpu.flops * constants.attention_share),
         "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
-        "elementwise": (constants.elementwise_traffic * work.kept_bytes + work.dropped_bytes)
+        "elementwise": (
+            constants.elementwise_traffic * work.kept_bytes
+            + work.dropped_bytes
+            + work.rounded_bytes
+        )
         / gpu.bandwidth,
         # copies to and from the host take memory bandwidth too
         "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
