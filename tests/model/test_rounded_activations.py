@@ -126,13 +126,13 @@ def test_changed_memory_is_rounded_anew() -> None:
     torch.testing.assert_close(gradient, expected(x) + expected(x + 1))
 
 
-def test_what_is_small_alike_for_all_layers_or_a_mask_stays() -> None:
+def test_what_is_small_or_alike_for_all_layers_or_repeated_stays() -> None:
     cosine = torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH)
-    mask = torch.zeros(1, 1, 64, 64)
+    repeated = torch.zeros(1, 4, TOKENS, WIDTH)
     low = torch.linspace(-1, 1, TOKENS * (WIDTH // 8 - 1)).view(TOKENS, -1)
 
     def compute(x: torch.Tensor, cosine: torch.Tensor) -> torch.Tensor:
-        weighed = (x.sum() * mask).sum() + (x.sum() * low).sum()
+        weighed = sum((x.sum() * small).sum() for small in (repeated, low))
         return x * cosine + weighed
 
     gradient, kept, _ = run(compute, cosine)
@@ -152,7 +152,7 @@ def test_views_of_what_is_kept_exact_stay() -> None:
 
 
 def test_nothing_between_layers_is_rounded() -> None:
-    """So a layer is recomputed from its input as it was."""
+    """That may be the input of a layer that is recomputed."""
     layer, x = Layer(lambda x: x + 1), hidden_states()
     rounding = RoundedActivations(torch.float32, None)
     rounding.follow_([layer])

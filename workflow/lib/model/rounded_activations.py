@@ -8,10 +8,10 @@ token changes another's rounding. What several nodes save, in whatever shapes, i
 
 Not rounded is what would cost more than it saves: other types (indices, statistics in fp32),
 tensors of less than an eighth of the hidden states' elements (low-rank products, log-sum-exp,
-router scores), scores and masks, what all layers are given alike (cosine and sine), and what is
-saved between layers: the input that a layer is recomputed from, of which all that follows would be
-made. Nor are queries and keys (`exact_activations`): backward of attention makes its weights again
-from them and the log-sum-exp, which would no longer belong together. docs/numerics.md has figures.
+router scores), scores and masks, what all layers are given alike (cosine and sine), and the input
+that a layer is recomputed from, as all that it saves would be made of that. Nor are queries and
+keys (`exact_activations`): backward of attention makes its weights again from them and the
+log-sum-exp, which would no longer belong together. docs/numerics.md has figures.
 """
 
 import math
@@ -76,12 +76,10 @@ class RoundedActivations:
         self._copies: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Copy]]
         self._copies = WeakKeyDictionary()
         """By the memory that they were made of, and the part and version of it."""
-        self._inside, self._smallest = False, 0
+        self._inside, self._smallest, self._seq_len = False, 0, 0
 
     def follow_(self, layers: Sequence[nn.Module]) -> None:
-        """Round what these layers save, of layers that run one after the other; nothing between
-        them.
-        """
+        """Round what these layers save, none of which may be recomputed; nothing between them."""
         for layer in layers:
             layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True)
             layer.register_forward_hook(self._layer_ends)
@@ -89,7 +87,7 @@ class RoundedActivations:
     def _layer_begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         hidden, *others = *args, *(x for name, x in kwargs.items() if name != "hidden_states")
         hidden = kwargs.get("hidden_states", hidden)
-        self._smallest = hidden.numel() // SMALLEST_SHARE
+        self._smallest, self._seq_len = hidden.numel() // SMALLEST_SHARE, hidden.shape[-2]
         alike = (x for x in tree_iter(others) if isinstance(x, torch.Tensor) and x is not hidden)
         keep_exact(*alike)
         self._inside = True
@@ -127,7 +125,15 @@ class RoundedActivations:
         if num_elements < self._smallest or _innermost(tensor) < NARROWEST:
             return False
         expanded = tensor.untyped_storage().nbytes() < num_elements * tensor.element_size()
-        return not (expanded or _has_scores(tensor) or is_exact(tensor))
+        return not (expanded or self._by_heads(tensor) or is_exact(tensor))
+
+    def _by_heads(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor (rows, heads, seq_len, ...) has numbers for pairs of tokens, or the keys
+        or values that a mask makes Transformers repeat.
+        """
+        if tensor.dim() != 4 or tensor.shape[2] != self._seq_len:
+            return False
+        return tensor.shape[3] == self._seq_len or tensor.is_contiguous()
 
     def _rounded(self, values: torch.Tensor) -> _Copy:
         """Return the copy of a tensor without gaps."""
@@ -153,13 +159,6 @@ def _innermost(tensor: torch.Tensor) -> int:
     """Return the size of the dimension whose elements are neighbours in memory, 1 for none."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return max((size for size, stride in sizes if stride == 1), default=1)
-
-
-def _has_scores(tensor: torch.Tensor) -> bool:
-    """Whether a tensor (rows, heads, seq_len, seq_len) has a number for each pair of tokens: it may
-    be a mask with infinities.
-    """
-    return tensor.dim() == 4 and tensor.shape[2] == tensor.shape[3]
 
 
 def _rows(values: torch.Tensor) -> tuple[tuple[int, int], int]:

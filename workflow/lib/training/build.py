@@ -198,7 +198,8 @@ def lay_out_(
             training.activation_offload.follow_(layers, choice.activations_on_host)
     if rounds is not None:
         training.rounded_activations = RoundedActivations(rounds, training.activation_offload)
-        training.rounded_activations.follow_(layers)
+        whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]
+        training.rounded_activations.follow_(whole)
     return TrainingModel(training, units, 0, offloaded_layers)
 
 

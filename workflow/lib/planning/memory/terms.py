@@ -201,9 +201,13 @@ def rounded_elements(layer: DecoderLayer, setup: Setup) -> int:
 
 
 def _exact_activations(layer: DecoderLayer, setup: Setup) -> int:
-    """Bytes of queries, keys, log-sum-exp, scores, low-rank products, and norms' inputs in fp32."""
+    """Bytes of queries, keys, log-sum-exp, scores, low-rank products, and norms' inputs in fp32;
+    with a mask, of values too, which are repeated like the keys.
+    """
     t, c = setup.tokens, setup.compute_bytes
-    exact = c * t * (layer.query_width + layer.key_width) + 4 * t * layer.num_heads
+    kernel = setup.attention in ("flash", "flex")
+    keys = layer.key_width if kernel else 2 * layer.query_width
+    exact = c * t * (layer.query_width + keys) + 4 * t * layer.num_heads
     exact += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in _targets(layer, setup))
     if layer.plain and not fuses_norms(layer, setup) and layer.norm_bytes > c:
         widths = layer.hidden_norms * layer.hidden_size + sum(layer.head_norms)
