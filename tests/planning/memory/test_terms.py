@@ -147,8 +147,8 @@ def test_fused_layers_keep_a_third_for_norms_and_two_wide_tensors_less() -> None
 
 
 def test_rounded_activations_take_a_byte_and_their_scales_but_for_queries_and_keys() -> None:
-    """Of a fused layer of 70B: both norms' inputs, values, output, gate and up, each with a scale of
-    4 bytes for 128; at 2 bytes queries, keys and what adapters multiply; log-sum-exp in fp32.
+    """Of a fused layer of 70B: both norms' inputs, values, output, gate and up, with a scale of 4
+    bytes for 128 each; at 2 bytes queries, keys and what adapters multiply; log-sum-exp in fp32.
     """
     chosen = setup(
         activation_checkpointing=False, fused_layers=True, saved_activations="float8", rank=16

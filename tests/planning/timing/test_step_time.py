@@ -13,10 +13,12 @@ from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
+    ROUNDING_LAUNCH_S,
     Work,
     estimate,
     gpu_parts,
     gpu_seconds,
+    launch_seconds,
     micro_batch_work,
 )
 from workflow.lib.system.gpu_models import BY_NAME
@@ -56,8 +58,12 @@ def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -
     elements = plain.tokens * (2 * 8192 + 1024 + 8192 + 2 * 28672)
     assert rounded.rounded_bytes == 8 * 2 * elements * (2 + 33 / 32)
     assert exact.rounded_bytes == 0
+    assert (exact.rounding_passes, rounded.rounding_passes) == (0, 16)
+    launches = [launch_seconds(x, H200_CONSTANTS, Traffic(1.0, 0.0, 0.0)) for x in (exact, rounded)]
+    assert launches[1] - launches[0] == pytest.approx(16 * ROUNDING_LAUNCH_S)
     assert rounded.kept_bytes == exact.kept_bytes
-    parts = [gpu_parts(work, BY_NAME[H200]) for work in (exact, rounded)]
+    eight = Traffic(0.0, 0.0, 0.0, gpus_of_host=8)
+    parts = [gpu_parts(work, BY_NAME[H200], traffic=eight) for work in (exact, rounded)]
     assert parts[1]["waiting_for_the_host"] < parts[0]["waiting_for_the_host"]
     assert parts[1]["elementwise"] > parts[0]["elementwise"]
     recomputed = replace(chosen, activation_checkpointing=True)

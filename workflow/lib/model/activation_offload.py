@@ -266,6 +266,8 @@ class ActivationOffload:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gaps between its elements: a copy if it has some."""
+    if tensor.is_contiguous():  # most are, and the other way takes the host longer
+        return tensor
     # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
     gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()
     return tensor.contiguous() if gaps else tensor

@@ -90,6 +90,9 @@ EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
 # Of Python's time for a pass of a layer, of the same prototype: Llama 3 8B, 2 rows of 2,048, took
 # 437 ms for 96 passes and 339 ms for 64.
 EIGHT_BIT_LAUNCH = 2.0
+# More of Python's time for a pass of a layer that rounds, or restores, its activations: six of a
+# plain layer at 0.14 ms, and nine times one at 0.09 ms (torch 2.11, 4,096 rows, November 2026).
+ROUNDING_LAUNCH_S = 0.83e-3
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
@@ -124,6 +127,8 @@ class Work:
     """Embedding rows that come from host memory."""
     rounded_bytes: float = 0
     """Read and written to round activations after forward and to restore them for backward."""
+    rounding_passes: int = 0
+    """Forward and backward passes of layers for it."""
     stashed_bytes: float = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
@@ -169,6 +174,8 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     plain = _mean_saved(shape, replace(setup, fused_layers=False))
     frozen = 2 * (used - idle) * (1 - _saved_share(setup, passes=passes))
     expert_share = shape.total(_has_experts) / layers
+    rounds = setup.saved_activations != COMPUTE_DTYPE
+    rounding_passes = 2 * (layers - recomputed) * rounds
     return Work(
         product_flops=t * (frozen + 2 * (passes + 1) * adapters + head) + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
@@ -180,7 +187,8 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        rounded_bytes=_rounded_bytes(shape, setup),
+        rounded_bytes=rounding_passes * _rounded_bytes(shape, setup),
+        rounding_passes=rounding_passes,
         stashed_bytes=_stashed_bytes(shape, setup),
         hosted_layers=setup.offload_layers,
         hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
@@ -249,12 +257,11 @@ def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Of layers that are not recomputed: each element read and written twice, in the compute type
-    and in 8 bits with their scales. Counted, not measured.
+    """Moved to round a layer's activations, and again to restore them: each element in the compute
+    type, and in 8 bits with its share of a scale. Counted, not measured.
     """
-    whole = shape.num_layers - setup.recomputed_layers(shape.num_layers)
     elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
-    return 2 * whole * elements * (setup.compute_bytes + ROUNDED_BYTES)
+    return elements * (setup.compute_bytes + ROUNDED_BYTES)
 
 
 def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -303,7 +310,8 @@ def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
     sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
     own_s = constants.launch_s * (EIGHT_BIT_LAUNCH if work.eight_bits else 1)
     experts = 1 + (EXPERT_LAUNCH - 1) * work.expert_share
-    return work.layer_passes * (own_s * experts + sharded_s)
+    rounding_s = ROUNDING_LAUNCH_S * work.rounding_passes
+    return work.layer_passes * (own_s * experts + sharded_s) + rounding_s
 
 
 def _waiting(
