@@ -142,6 +142,7 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "hang_seconds": {"hang_seconds": 7.0},
     "deterministic": {"deterministic": True},
     "log_every_steps": {"log_every_steps": 5},
+    "saved_activations": {"saved_activations": "float8"},
     "products": {"products": "int8"},
     "products_in": {"products_in": "backward"},
     "max_products_loss_rise": {"max_products_loss_rise": 0.1},

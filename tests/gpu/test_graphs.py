@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recomputed, dropout": {"dropout": 0.1},
     "float8": {"products": "float8"},
     "embedding on the host": {"offload_embedding": True},
+    "kept in float8": {"saved_activations": "float8"},
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {},
@@ -48,7 +49,9 @@ def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) ->
     torch.use_deterministic_algorithms(True)
     config = settings()
     lora = config.lora.model_copy(update={"dropout": levers.get("dropout", 0.0)})
-    config = config.model_copy(update={"lora": lora})
+    saved = {"saved_activations": levers.get("saved_activations", "compute_dtype")}
+    train = config.train.model_copy(update=saved)
+    config = config.model_copy(update={"lora": lora, "train": train})
     plan = make_plan(
         device="cuda", num_steps=STEPS, compute_dtype="bfloat16",
         activation_checkpointing="dropout" in levers,

@@ -35,6 +35,7 @@ LLAMA = {
 ALONE = {"processes": 1}
 KEPT = {"activation_checkpointing": False}
 FEW = {"targets": ("q_proj", "v_proj")}
+FLOAT8 = {"saved_activations": "float8"}
 CLOSE = 0.03
 MOST = 0.11  # above what the engine asks for, where a term is an upper bound
 LOOSE = (
@@ -114,6 +115,10 @@ def recorded(process: RecordingProcess, levers: Setup) -> Tape:
         {"offload_layers": 1},
         {"products": "float8"},
         ALONE | {"products": "int8"},
+        ALONE | KEPT | FLOAT8,
+        ALONE | KEPT | FLOAT8 | {"fused_layers": False},
+        ALONE | KEPT | FLOAT8 | {"attention": "sdpa"},
+        FLOAT8 | {"activation_checkpointing": 8, "offload_activations": 4},
         {"trains_head": True, "trains_embedding": True},
     ],
     ids=str,

@@ -13,6 +13,7 @@ from workflow.lib.model.layers.eight_bits.products import (
     RoundedWeight,
     decoded,
     product,
+    restored,
     rounded,
     row_scales,
 )
@@ -98,6 +99,25 @@ def _rounded_rows(
         rows.to(device), given, dtype=dtype, largest=form.largest, block=form.block
     )
     return [(values, copy.values), (sizes, copy.scales)]
+
+
+def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pairs:
+    """Return pairs of rows that the kernel restores in `dtype` and what it must give, bit by bit:
+    rows of whole blocks of 64, of one and a half of 128, and of more than a program has; one row is
+    not finite.
+
+    interpreted: Triton's interpreter reads float8's NaN as a number; there the kernel reads fp32.
+    """
+    pairs: Pairs = []
+    for width, block in ((576, 64), (192, 128), (4096 + 128, 128)):
+        rows = activations(width)
+        rows[5, 7] = torch.inf
+        copy = rounded(rows, FORMATS["float8"]._replace(block=block))
+        values = copy.values.float() if interpreted else copy.values
+        there = (values.to(device), copy.scales.to(device))
+        made = gpu_kernels.restore_rows(*there, dtype=dtype, block=block)
+        pairs.append((made.cpu(), restored(copy, dtype=dtype)))
+    return pairs
 
 
 def int8_products(*, device: str) -> Pairs:

@@ -2,7 +2,11 @@
 
 import pytest
 
-from workflow.lib.system.compute_choice import ProductsHardware, choose_products
+from workflow.lib.system.compute_choice import (
+    ProductsHardware,
+    check_saved_activations,
+    choose_products,
+)
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -50,6 +54,15 @@ def test_cpu_emulates_what_is_asked_for() -> None:
 def test_type_that_a_gpu_lacks_is_refused(gpu: str, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         choose_products(name, hardware(gpu), compute_dtype="bfloat16")
+
+
+def test_saved_activations_in_float8_need_a_gpu_that_has_it() -> None:
+    for device in (CPU, hardware("NVIDIA H200")):
+        check_saved_activations("float8", device)
+    check_saved_activations("compute_dtype", hardware("NVIDIA GeForce RTX 3090"))
+    refused = r"train\.saved_activations = 'float8': this GPU has no float8 .* Set it to compute"
+    with pytest.raises(UserError, match=refused):
+        check_saved_activations("float8", hardware("NVIDIA GeForce RTX 3090"))
 
 
 def test_other_compute_type_on_a_gpu_is_refused() -> None:

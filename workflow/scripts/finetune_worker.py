@@ -96,6 +96,8 @@ def work(args: argparse.Namespace, config: RunConfig, plan: Plan) -> None:
         model = build_training_model(
             args.base, config, plan, world, numerics=numerics, moved=pulse.moved
         )
+        if model.training.rounded_activations is not None:
+            logger.info("kept for backward: activations in float8, queries and keys as they are")
         trainable = model.trainable_by_module().items()
         logger.info("trained parameters: %s", ", ".join(f"{name} {n:,}" for name, n in trainable))
         pulse.phase("checking the model", num_bytes=file_bytes, least_s=FIRST_PASS_S)

@@ -132,6 +132,12 @@ for case in (
     for ours, expected in case:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
 """
+RESTORED = """
+import torch
+from tests.support.eight_bit_cases import restored_rows
+for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=True):
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+"""
 
 
 @pytest.mark.skipif(
@@ -151,6 +157,7 @@ for case in (
         NORMS,
         FEED_FORWARD,
         EIGHT_BITS,
+        RESTORED,
         EXPERTS,
     ],
     ids=[
@@ -165,6 +172,7 @@ for case in (
         "norms",
         "feed-forward in one node",
         "products in 8 bits",
+        "rows of 8 bits",
         "experts",
     ],
 )

@@ -8,8 +8,14 @@ from tests.support.memory_examples import tiny
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes
-from workflow.lib.planning.memory.offload_terms import fetched_layers, hosted_slice, offloaded_bytes
+from workflow.lib.planning.memory.offload_terms import (
+    fetched_layers,
+    hosted_slice,
+    offload_window,
+    offloaded_bytes,
+)
 from workflow.lib.planning.memory.terms import (
+    kept_activations,
     lora_parameters,
     moment_bytes,
     saved_activations,
@@ -138,6 +144,34 @@ def test_fused_layers_keep_a_third_for_norms_and_two_wide_tensors_less() -> None
         for flag in (False, True)
     )
     assert stock - fused == chosen.tokens * (2 * 2 * 8192 + 2 * 2 * 8192 + 2 * 2 * 28672)
+
+
+def test_rounded_activations_take_a_byte_and_their_scales_but_for_queries_and_keys() -> None:
+    """Of a fused layer of 70B: both norms' inputs, values, output, gate and up, with a scale of 4
+    bytes for 128 each; at 2 bytes queries, keys and what adapters multiply; log-sum-exp in fp32.
+    """
+    chosen = setup(
+        activation_checkpointing=False, fused_layers=True, saved_activations="float8", rank=16
+    )
+    elements = 2 * 8192 + 1024 + 8192 + 2 * 28672
+    exact = 2 * (8192 + 1024) + 2 * 7 * 16 + 4 * 64
+    layer = llama_70b().kinds[0]
+    assert kept_activations(layer, chosen) == chosen.tokens * (elements * 33 // 32 + exact)
+    plain = replace(chosen, saved_activations="compute_dtype")
+    assert kept_activations(layer, plain) == saved_activations(layer, plain)
+    share = kept_activations(layer, chosen) / saved_activations(layer, chosen)
+    assert share == pytest.approx(0.565, abs=0.002)
+
+
+def test_rounded_activations_of_all_layers_on_the_host_are_as_much_less() -> None:
+    plain = setup(offload_activations=True, activation_checkpointing=False, fused_layers=True)
+    chosen = replace(plain, saved_activations="float8")
+    one, other = (offloaded_bytes(llama_70b(), x) for x in (chosen, plain))
+    assert one / other == pytest.approx(0.565, abs=0.002)
+    assert offload_window(llama_70b(), chosen) == kept_activations(llama_70b().kinds[0], chosen)
+    inputs = replace(plain, activation_checkpointing=True)
+    rounded = replace(inputs, saved_activations="float8")
+    assert offloaded_bytes(llama_70b(), rounded) == offloaded_bytes(llama_70b(), inputs)
 
 
 def test_offloaded_inputs_leave_two_on_the_gpu() -> None:

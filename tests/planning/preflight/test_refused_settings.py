@@ -52,6 +52,12 @@ def test_offloading_from_host_memory_to_host_memory_is_refused() -> None:
         decided(on=cpu_machine(processes=2), hardware={"offload_activations": True})
 
 
+def test_saved_activations_in_float8_are_refused_for_gpus_without_it() -> None:
+    old = machine(gpu_names=("NVIDIA GeForce RTX 3090",) * 2, float8=False)
+    with pytest.raises(UserError, match=r"train\.saved_activations = 'float8': this GPU has no"):
+        decided(llama_8b, on=old, train={"saved_activations": "float8"})
+
+
 def test_activations_of_more_layers_than_there_are_cannot_be_offloaded() -> None:
     with pytest.raises(
         UserError, match=r"hardware\.offload_activations = 33: the model has 32 decoder layers"

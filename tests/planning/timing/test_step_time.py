@@ -13,10 +13,12 @@ from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
+    ROUNDING_LAUNCH_S,
     Work,
     estimate,
     gpu_parts,
     gpu_seconds,
+    launch_seconds,
     micro_batch_work,
 )
 from workflow.lib.system.gpu_models import BY_NAME
@@ -45,6 +47,27 @@ def test_product_work_of_one_layer_by_hand() -> None:
     not_recomputed = 2 * 8192 * 28672  # the down projection
     head = 2 * 32000 * 8192
     assert work.product_flops == 100 * (6 * linears - not_recomputed + 8 * adapters + head)
+
+
+def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -> None:
+    shape = llama_70b(layers=8)
+    plain = setup(activation_checkpointing=False, fused_layers=True, offload_activations=6)
+    chosen = replace(plain, saved_activations="float8")
+    exact, rounded = (micro_batch_work(shape, x, trained_share=1.0) for x in (plain, chosen))
+    assert rounded.stashed_bytes / exact.stashed_bytes == pytest.approx(0.565, abs=0.002)
+    elements = plain.tokens * (2 * 8192 + 1024 + 8192 + 2 * 28672)
+    assert rounded.rounded_bytes == 8 * 2 * elements * (2 + 33 / 32)
+    assert exact.rounded_bytes == 0
+    assert (exact.rounding_passes, rounded.rounding_passes) == (0, 16)
+    launches = [launch_seconds(x, H200_CONSTANTS, Traffic(1.0, 0.0, 0.0)) for x in (exact, rounded)]
+    assert launches[1] - launches[0] == pytest.approx(16 * ROUNDING_LAUNCH_S)
+    assert rounded.kept_bytes == exact.kept_bytes
+    eight = Traffic(0.0, 0.0, 0.0, gpus_of_host=8)
+    parts = [gpu_parts(work, BY_NAME[H200], traffic=eight) for work in (exact, rounded)]
+    assert parts[1]["waiting_for_the_host"] < parts[0]["waiting_for_the_host"]
+    assert parts[1]["elementwise"] > parts[0]["elementwise"]
+    recomputed = replace(chosen, activation_checkpointing=True)
+    assert micro_batch_work(shape, recomputed, trained_share=1.0).rounded_bytes == 0
 
 
 def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:

@@ -1,8 +1,9 @@
 """Activations that backward needs, kept in host memory instead of the device's (ZeRO-Offload's
 idea, for activations).
 
-Autograd hands every tensor that it saves to `ActivationOffload`, which copies it to page-locked
-memory on a stream of its own, and fetches it back ahead of its use. Of the tensors that are on
+Autograd, or `rounded_activations` before it, hands every tensor that is saved to
+`ActivationOffload`, which copies it to page-locked memory on a stream of its own, and fetches it
+back ahead of its use. Of the tensors that are on
 their way, and of those fetched but not yet used, at most `window_bytes` are on the device at a time
 each. With recomputation what is saved of a layer is its input alone. What several nodes save, in
 whatever shapes, travels once.
@@ -62,7 +63,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """One of the tensors that autograd has saved, which may share their bytes."""
 
     saved: _Saved
@@ -73,6 +74,10 @@ class _View:
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the tensor."""
         return values.view(self.dtype).as_strided(self.shape, self.strides)
+
+
+Packed = View | torch.Tensor
+"""What stands for a saved tensor; the tensor itself if it stays where it is."""
 
 
 class ActivationOffload:
@@ -110,10 +115,15 @@ class ActivationOffload:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Within the block take what autograd saves, but for parameters and what is small."""
+        with self.one_pass(), saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Within the block `pack` belongs to one forward pass; the backward pass follows."""
         self._begin()
         self._takes = self._takes_first
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        yield
         # Its keys hold addresses of storages, which others may get from now on.
         self._known.clear()
         # What has not left yet is on the device still, so it counts as if it were fetched.
@@ -131,15 +141,13 @@ class ActivationOffload:
         self._saved, self._known = [], {}
         self._leaving.clear()
 
-    def _pack(self, tensor: torch.Tensor) -> "_View | torch.Tensor":
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Take a tensor; return what stands for it, the tensor itself if it stays."""
         num_bytes, storage = tensor.numel() * tensor.element_size(), tensor.untyped_storage()
         expanded = storage.nbytes() < num_bytes  # it would be written out, and so grow
-        if not self._takes or num_bytes < self._least or expanded or _is_parameter(tensor):
+        if not self._takes or num_bytes < self._least or expanded or is_parameter(tensor):
             return tensor
-        tensor = tensor.detach()
-        # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
-        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-            tensor = tensor.contiguous()
+        tensor = dense(tensor.detach())
         offset = tensor.storage_offset() * tensor.element_size()
         # The same bytes in another shape or type are known by where they are. The version tells
         # them from bytes that were written there since.
@@ -149,7 +157,7 @@ class ActivationOffload:
             saved = self._known[key] = self._send(tensor)
         saved.uses += 1
         self._make_room()
-        return _View(saved, tensor.dtype, tensor.shape, tensor.stride())
+        return View(saved, tensor.dtype, tensor.shape, tensor.stride())
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
         """Start the copy of a tensor without gaps to the host.
@@ -180,7 +188,15 @@ class ActivationOffload:
             # Another tensor may get its address.
             self._known = {key: saved for key, saved in self._known.items() if saved is not oldest}
 
-    def _unpack(self, packed: "_View | torch.Tensor") -> torch.Tensor:
+    @staticmethod
+    def pack_again(packed: Packed) -> Packed:
+        """Return what stands for a tensor that was packed before and is saved once more."""
+        if isinstance(packed, View):
+            packed.saved.uses += 1
+        return packed
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """Return the tensor, for one of its uses."""
         if isinstance(packed, torch.Tensor):
             return packed
         saved = packed.saved
@@ -248,7 +264,16 @@ class ActivationOffload:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without gaps between its elements: a copy if it has some."""
+    if tensor.is_contiguous():  # most are, and the other way takes the host longer
+        return tensor
+    # `empty_like` keeps the strides of tensors that are dense, in whatever order of dimensions.
+    gaps = torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    return tensor.contiguous() if gaps else tensor
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a parameter or a view of one: FSDP frees its memory after forward and
     fills it again.
     """

@@ -78,12 +78,16 @@ def resolve_products(name: str, device: torch.device, *, compute_dtype: torch.dt
     """Return the type that `train.products` means on this device; raises `UserError` as
     `choose_products` does.
     """
+    dtype = str(compute_dtype).removeprefix("torch.")
+    return choose_products(name, products_hardware(device), compute_dtype=dtype)
+
+
+def products_hardware(device: torch.device) -> ProductsHardware:
+    """Return what this device computes in 8 bits."""
     capability = (0, 0)
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-    hardware = ProductsHardware(device.type == "cuda", capability >= (8, 0), capability >= (8, 9))
-    dtype = str(compute_dtype).removeprefix("torch.")
-    return choose_products(name, hardware, compute_dtype=dtype)
+    return ProductsHardware(device.type == "cuda", capability >= (8, 0), capability >= (8, 9))
 
 
 def has_bfloat16(device: torch.device) -> bool:

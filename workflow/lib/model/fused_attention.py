@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 
@@ -68,6 +69,7 @@ class FusedAttention(nn.Module):
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
         query, key = apply_rotary(query, key, *position_embeddings, neighbours=self._neighbours)
+        keep_exact(query, key)
         config: Any = self.config
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, self._eager)
         heads = (x.transpose(1, 2) for x in (query, key, value))

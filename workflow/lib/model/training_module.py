@@ -25,6 +25,7 @@ from workflow.lib.model.layers.packed_attention import FLATTENED, document_bound
 from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
 
@@ -50,6 +51,8 @@ class CausalLMForTraining(nn.Module):
         """In what the frozen weights are multiplied."""
         self.activation_offload: ActivationOffload | None = None
         """Where the decoder's activations wait for backward; None = where they are."""
+        self.rounded_activations: RoundedActivations | None = None
+        """What rounds the decoder layers' activations until backward; None = nothing does."""
         self.loss_scale: LossScale | None = None
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -118,9 +121,10 @@ class CausalLMForTraining(nn.Module):
         return hidden.flatten(0, 1)
 
     def _saving(self) -> AbstractContextManager[None]:
-        if self.activation_offload is None or not torch.is_grad_enabled():
+        saving = self.rounded_activations or self.activation_offload
+        if saving is None or not torch.is_grad_enabled():
             return nullcontext()
-        return self.activation_offload.forward()
+        return saving.forward()
 
     def family_logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits (rows * seq_len, vocab) fp32 as the model family's own forward makes

@@ -46,7 +46,7 @@ from workflow.lib.recording.request import Request
 from workflow.lib.recording.some_layers import keep_layers_, layer_kinds, representatives
 from workflow.lib.recording.term_names import module_tensors, name_terms
 from workflow.lib.settings.config import LoraSettings, TrainConfig
-from workflow.lib.system.compute_choice import FLEX, VARLEN
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX, VARLEN
 from workflow.lib.system.device_types import RECORDED
 from workflow.lib.training.build import TrainingModel, adapt_, chosen_layers, lay_out_
 from workflow.lib.training.gradients import LossSum, clip_gradients
@@ -169,7 +169,8 @@ class _Run:
         fused = setup.fused_layers
         self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
         self.training.multiply_in_(setup.products, setup.products_in)
-        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice)
+        rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype
+        self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice, rounds=rounds)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
         self._graphs: MicroBatchGraphs | None = None

@@ -131,6 +131,13 @@ def choose_products(name: str, device: ProductsHardware, *, compute_dtype: str) 
     return name
 
 
+def check_saved_activations(name: str, device: ProductsHardware) -> None:
+    """Raise `UserError` if a GPU cannot round to what `train.saved_activations` names."""
+    if name == FLOAT8 and device.cuda and not device.float8:
+        lack = "this GPU has no float8 (it needs NVIDIA's compute capability 8.9)"
+        raise setting_error("train.saved_activations", name, lack, f"Set it to {COMPUTE_DTYPE}")
+
+
 def automatic_attention(
     needs: AttentionNeeds,
     *,

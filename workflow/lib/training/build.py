@@ -21,6 +21,7 @@ from workflow.lib.distributed.layer_offload import OffloadedLayers, offload_laye
 from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
+from workflow.lib.model.backends import products_hardware
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
@@ -29,9 +30,10 @@ from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, check_saved_activations
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,16 @@ def build_training_model(
     Raises `UserError` if the base does not fit its config or the targets.
     """
     _limit_memory(plan, world.device)
-    dtype = numerics.compute_dtype
+    dtype, saved = numerics.compute_dtype, config.train.saved_activations
+    check_saved_activations(saved, products_hardware(world.device))
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
     choice = chosen_layers(plan, len(decoder_layers(model)))
     training, fused = adapt_(
         model, config.lora, plan, choice, fused_layers=config.train.fused_layers
     )
     training.multiply_in_(numerics.products, config.train.products_in)
-    laid_out = lay_out_(training, plan, world, choice)
+    rounds = None if saved == COMPUTE_DTYPE else dtype
+    laid_out = lay_out_(training, plan, world, choice, rounds=rounds)
     offloaded_layers = laid_out.offloaded_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
@@ -170,10 +174,17 @@ def adapt_(
 
 
 def lay_out_(
-    training: CausalLMForTraining, plan: Plan, world: World, choice: LayerChoice
+    training: CausalLMForTraining,
+    plan: Plan,
+    world: World,
+    choice: LayerChoice,
+    *,
+    rounds: torch.dtype | None = None,
 ) -> TrainingModel:
     """Divide a meta-device model between processes and host memory as the plan says; nothing is
     allocated or read yet. Collective.
+
+    rounds: the compute type, if what decoder layers save in it is rounded to float8.
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
@@ -185,6 +196,10 @@ def lay_out_(
         )
         if plan.offload_activations is not True:  # else what lies before and behind them too
             training.activation_offload.follow_(layers, choice.activations_on_host)
+    if rounds is not None:
+        training.rounded_activations = RoundedActivations(rounds, training.activation_offload)
+        whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]
+        training.rounded_activations.follow_(whole)
     return TrainingModel(training, units, 0, offloaded_layers)
 
 

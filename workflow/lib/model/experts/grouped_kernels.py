@@ -68,7 +68,7 @@ def row_tiles(ends: torch.Tensor, *, num_rows: int) -> torch.Tensor:
     tiles = torch.empty((2, most), dtype=torch.int32, device=ends.device)
     _launch(
         "row_tiles", (-(-most // TABLE_TILES),), tiles, ends, num_experts, most,
-        rows=TILE_ROWS, size=_power_of_two(num_experts), some=TABLE_TILES, num_warps=WARPS,
+        rows=TILE_ROWS, size=kernels.power_of_two(num_experts), some=TABLE_TILES, num_warps=WARPS,
     )  # fmt: skip
     return tiles
 
@@ -127,7 +127,7 @@ def rows_product(
         halves=HALVES and tile.parts == 1,
         columns=tile.columns,
         depth=tile.depth,
-        ranks=min(MOST_RANKS, max(16, _power_of_two(rank or 1))),
+        ranks=min(MOST_RANKS, max(16, kernels.power_of_two(rank or 1))),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -136,7 +136,7 @@ def rows_product(
 
 def _tile(num_columns: int, values: torch.Tensor) -> Tile:
     """Return the tile for a product of `values` with this many outputs."""
-    few = max(16, _power_of_two(num_columns))
+    few = max(16, kernels.power_of_two(num_columns))
     if values.itemsize == 2 and few in FEW:
         return FEW[few]
     if values.device.type == "cuda" and values.itemsize <= 2:
@@ -154,7 +154,7 @@ def weights_product(
     """
     num_experts, rank, num_columns = out.shape
     values = right.values.contiguous()
-    ranks = min(MOST_RANKS, max(16, _power_of_two(rank)))
+    ranks = min(MOST_RANKS, max(16, kernels.power_of_two(rank)))
     grid = (-(-num_columns // SUM_TILE["columns"]), num_experts, -(-rank // ranks))
     _launch(
         "weights_product", grid, out, left, values, routing.order, routing.ends, num_columns, rank,
@@ -171,7 +171,7 @@ def gated(up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """
     num_rows, width = up.shape[0], up.shape[1] // 2
     product = up.new_empty(num_rows, width)
-    size = min(PROGRAM_ELEMENTS, _power_of_two(width))
+    size = min(PROGRAM_ELEMENTS, kernels.power_of_two(width))
     _launch(
         "gated", (num_rows, -(-width // size)), product, up.contiguous(), width,
         kind=activation, size=size, num_warps=WARPS,
@@ -194,7 +194,7 @@ def gated_backward_(
     """
     num_rows, width = grad.shape
     of_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
-    size = min(PROGRAM_ELEMENTS, _power_of_two(width))
+    size = min(PROGRAM_ELEMENTS, kernels.power_of_two(width))
     _launch(
         "gated_backward", (num_rows,), of_weights, grad, up, weights.contiguous(), order, width,
         kind=activation, size=size, num_warps=WARPS,
@@ -251,8 +251,3 @@ def _coding(base: NF4Stack) -> dict[str, Any]:
     # As for `kernels.dequantize_nf4`: products and sums are not contracted.
     double = base.spec.double_quant
     return {"block_size": base.spec.block_size, "double": double, "enable_fp_fusion": False}
-
-
-def _power_of_two(number: int) -> int:
-    """Return the next power of two, the only sizes that Triton's ranges have."""
-    return 1 << (number - 1).bit_length()

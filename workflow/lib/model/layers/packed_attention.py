@@ -22,6 +22,7 @@ from workflow.lib.model.layers.attention_arguments import (
     refuse_others,
     refuse_without_documents,
 )
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
@@ -81,6 +82,7 @@ def varlen_attention(
     refuse_others(module, others, implementation=VARLEN, instead=FLEX)
     if cu_seq_lens_q is None or max_length_q is None:
         refuse_without_documents(module, implementation=VARLEN)
+    keep_exact(query, key)
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]

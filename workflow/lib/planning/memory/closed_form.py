@@ -22,6 +22,7 @@ from workflow.lib.planning.memory.terms import (
     dequantized_weight,
     fuses_feed_forward,
     hosted_layers,
+    kept_activations,
     kept_within_step,
     layer_tensors,
     layer_workspace,
@@ -30,6 +31,7 @@ from workflow.lib.planning.memory.terms import (
     stored_terms,
     table_slice,
 )
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 from workflow.lib.system.units import GIB, MIB
 
 # Inside the allocator: cuBLAS workspace on Hopper, for the forward's thread and for autograd's (32
@@ -230,19 +232,19 @@ def _saved_by(layers: Sequence[int], shape: ModelShape, setup: Setup) -> Terms:
     whole = [layer for layer in whole if not setup.recomputes(layer)]
     return {
         "layer_inputs": (len(layers) - len(whole)) * _hidden(shape, setup),
-        "saved_activations": shape.total(lambda layer: saved_activations(layer, setup), whole),
+        "saved_activations": shape.total(lambda layer: kept_activations(layer, setup), whole),
     }
 
 
 def _with_recomputed(saved: Terms, shape: ModelShape, setup: Setup, *, layer: int) -> Terms:
     """`saved`, and what backward has of `layer` besides: all activations if it has just recomputed
-    them, else, of offloaded ones, those of the feed-forward's node.
+    them, else, of offloaded and of rounded ones, those of the feed-forward's node.
 
     As if it were of the kind that has most: so it is of another layer, if not of this one.
     """
     if setup.recomputes(layer):
         more = shape.largest(lambda layer: saved_activations(layer, setup))
-    elif layer in layers_of_stash(shape, setup):
+    elif setup.saved_activations != COMPUTE_DTYPE or layer in layers_of_stash(shape, setup):
         row = setup.compute_bytes * setup.tokens
         more = row * shape.largest(lambda x: x.hidden_size + 2 * x.intermediate_size)
     else:

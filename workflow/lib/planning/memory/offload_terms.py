@@ -10,7 +10,7 @@ from workflow.lib.model.architecture.layer_choice import activation_offload_laye
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.layer_tensors import rounded, sharded_bytes
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import hosted_layers, layer_tensors, saved_activations
+from workflow.lib.planning.memory.terms import hosted_layers, kept_activations, layer_tensors
 
 
 def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
@@ -40,7 +40,7 @@ def offload_window(shape: ModelShape, setup: Setup) -> int | None:
         return None
     if stashed_counts(shape, setup)[1] == 0:
         return 2 * setup.compute_bytes * setup.tokens * shape.hidden_size
-    return shape.largest(lambda layer: saved_activations(layer, setup))
+    return shape.largest(lambda layer: kept_activations(layer, setup))
 
 
 def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -56,7 +56,7 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     whole = [layer for layer in away if not setup.recomputes(layer)]
     row = setup.compute_bytes * setup.tokens * shape.hidden_size
     inputs = (len(away) - len(whole)) * (1 << (row - 1).bit_length())
-    return inputs + shape.total(lambda layer: saved_activations(layer, setup), whole) * 5 // 4
+    return inputs + shape.total(lambda layer: kept_activations(layer, setup), whole) * 5 // 4
 
 
 def hosted_slice(layer: DecoderLayer, setup: Setup) -> int:

@@ -43,6 +43,8 @@ class Setup:
     """What training steps multiply frozen weights in: `compute_dtype`, `float8` or `int8`."""
     products_in: str = "both"
     """`train.products_in`."""
+    saved_activations: str = COMPUTE_DTYPE
+    """In what they wait for backward: `compute_dtype` or `float8`."""
     fused_layers: bool = False
     """Fused norms and feed-forwards, where the family has such."""
     offload_activations: bool | int = False

@@ -25,7 +25,7 @@ from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX_BLOCK, FLOAT8
 
 MOMENT_BLOCK_SIZE, SMALLEST_PAGED = 256, 100_000  # elements; bitsandbytes/optim/optimizer.py
 CODE_TABLES = (16 * 4, 256 * 4, 4)  # quant_map, nested_quant_map, nested_offset of every NF4 linear
-
+ROUNDED_BYTES = 1 + 4 / 128  # of an activation in float8: with its share of a block's scale
 
 Terms = dict[str, int]
 
@@ -184,6 +184,35 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     saved_bytes += c * t * sum(setup.rank_of(x.name) for x in _targets(layer, setup))
     saved_bytes += _dora_values(layer, setup) + _linear_inputs(layer, setup)
     return saved_bytes + _saved_scores(layer, setup)
+
+
+def kept_activations(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes of it that wait for backward, rounded or not (`rounded_activations`)."""
+    spared = setup.compute_bytes - ROUNDED_BYTES
+    return saved_activations(layer, setup) - int(rounded_elements(layer, setup) * spared)
+
+
+def rounded_elements(layer: DecoderLayer, setup: Setup) -> int:
+    """How many numbers that autograd keeps of a layer are rounded until backward."""
+    if setup.saved_activations == COMPUTE_DTYPE:
+        return 0
+    rounded_bytes = saved_activations(layer, setup) - _exact_activations(layer, setup)
+    return rounded_bytes // setup.compute_bytes
+
+
+def _exact_activations(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes of queries, keys, log-sum-exp, scores, low-rank products, and norms' inputs in fp32;
+    with a mask, of values too, which are repeated like the keys.
+    """
+    t, c = setup.tokens, setup.compute_bytes
+    kernel = setup.attention in ("flash", "flex")
+    keys = layer.key_width if kernel else 2 * layer.query_width
+    exact = c * t * (layer.query_width + keys) + 4 * t * layer.num_heads
+    exact += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in _targets(layer, setup))
+    if layer.plain and not fuses_norms(layer, setup) and layer.norm_bytes > c:
+        widths = layer.hidden_norms * layer.hidden_size + sum(layer.head_norms)
+        exact += layer.norm_bytes * t * widths
+    return exact + _saved_scores(layer, setup)
 
 
 def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:

@@ -21,6 +21,7 @@ from workflow.lib.system.compute_choice import (
     AttentionNeeds,
     ProductsHardware,
     automatic_attention,
+    check_saved_activations,
     choose_dtype,
     choose_products,
 )
@@ -96,9 +97,12 @@ def products(run: RunConfig, machine: Machine) -> str:
     """Return what training steps multiply frozen weights in; raises `UserError` for a type that the
     machine has not.
     """
-    hardware = ProductsHardware(machine.device == "cuda", machine.int8, machine.float8)
     dtype = compute_dtype(run.model, machine)
-    return choose_products(run.train.products, hardware, compute_dtype=dtype)
+    return choose_products(run.train.products, _hardware(machine), compute_dtype=dtype)
+
+
+def _hardware(machine: Machine) -> ProductsHardware:
+    return ProductsHardware(machine.device == "cuda", machine.int8, machine.float8)
 
 
 def training_attention(
@@ -173,6 +177,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
     trained = trained_modules(run, shape)
     ranks = _largest_ranks(target_ranks(run, shape))
     cuda = machine.device == "cuda"
+    check_saved_activations(run.train.saved_activations, _hardware(machine))
     dtype = compute_dtype(run.model, machine)
     return Setup(
         processes=machine.processes,
@@ -189,6 +194,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         reshard_after_forward=run.hardware.reshard_after_forward is not False,
         products=products(run, machine),
         products_in=run.train.products_in,
+        saved_activations=run.train.saved_activations,
         fused_layers=run.train.fused_layers,
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,

@@ -14,7 +14,13 @@ from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import lora_parameters, saved_activations
+from workflow.lib.planning.memory.terms import (
+    ROUNDED_BYTES,
+    kept_activations,
+    lora_parameters,
+    rounded_elements,
+    saved_activations,
+)
 from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
@@ -84,6 +90,9 @@ EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
 # Of Python's time for a pass of a layer, of the same prototype: Llama 3 8B, 2 rows of 2,048, took
 # 437 ms for 96 passes and 339 ms for 64.
 EIGHT_BIT_LAUNCH = 2.0
+# More of Python's time for a pass of a layer that rounds, or restores, its activations: six of a
+# plain layer at 0.14 ms, and nine times one at 0.09 ms (torch 2.11, 4,096 rows, November 2026).
+ROUNDING_LAUNCH_S = 0.83e-3
 DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
@@ -116,6 +125,10 @@ class Work:
     """Moved for dropout's masked inputs, and the gradients of them."""
     looked_up_bytes: int = 0
     """Embedding rows that come from host memory."""
+    rounded_bytes: float = 0
+    """Read and written to round activations after forward and to restore them for backward."""
+    rounding_passes: int = 0
+    """Forward and backward passes of layers for it."""
     stashed_bytes: float = 0
     """Activations that go to host memory, and come back."""
     hosted_layers: int = 0
@@ -164,6 +177,8 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
     saved = _saved_share(setup, passes=passes) * (used - idle - in_plain)
     frozen = 2 * (used - idle - saved)
     expert_share = shape.total(_has_experts) / layers
+    rounds = setup.saved_activations != COMPUTE_DTYPE
+    rounding_passes = 2 * (layers - recomputed) * rounds
     return Work(
         product_flops=t * (frozen + 2 * (passes + 1) * adapters + head) + 2 * setup.rank * normed,
         attention_flops=t * forward * (passes - 1 + 2.5),
@@ -175,7 +190,9 @@ def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        stashed_bytes=_stashed_bytes(shape, setup, saved_bytes=saved_bytes),
+        rounded_bytes=rounding_passes * _rounded_bytes(shape, setup),
+        rounding_passes=rounding_passes,
+        stashed_bytes=_stashed_bytes(shape, setup),
         hosted_layers=setup.offload_layers,
         hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
         layers=layers,
@@ -242,8 +259,18 @@ def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
     return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
 
 
-def _stashed_bytes(shape: ModelShape, setup: Setup, *, saved_bytes: float) -> float:
+def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Moved to round a layer's activations, and again to restore them: each element in the compute
+    type, and in 8 bits with its share of a scale. Counted, not measured.
+    """
+    elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
+    return elements * (setup.compute_bytes + ROUNDED_BYTES)
+
+
+def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
     inputs, whole = stashed_counts(shape, setup)
+    layers = shape.num_layers
+    saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers
     return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
 
 
@@ -263,7 +290,11 @@ def gpu_parts(
         "products": work.product_flops / (gpu.flops * constants.product_share),
         "attention": work.attention_flops / (gpu.flops * constants.attention_share),
         "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
-        "elementwise": (constants.elementwise_traffic * work.kept_bytes + work.dropped_bytes)
+        "elementwise": (
+            constants.elementwise_traffic * work.kept_bytes
+            + work.dropped_bytes
+            + work.rounded_bytes
+        )
         / gpu.bandwidth,
         # copies to and from the host take memory bandwidth too
         "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
@@ -282,7 +313,8 @@ def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:
     sharded_s = constants.sharded_launch_s * (traffic != NO_TRAFFIC)
     own_s = constants.launch_s * (EIGHT_BIT_LAUNCH if work.eight_bits else 1)
     experts = 1 + (EXPERT_LAUNCH - 1) * work.expert_share
-    return work.layer_passes * (own_s * experts + sharded_s)
+    rounding_s = ROUNDING_LAUNCH_S * work.rounding_passes
+    return work.layer_passes * (own_s * experts + sharded_s) + rounding_s
 
 
 def _waiting(

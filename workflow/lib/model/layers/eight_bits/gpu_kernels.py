@@ -92,15 +92,19 @@ def round_rows(
     dtype: torch.dtype,
     largest: float,
     block: int | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits, and their
-    scales (T, blocks) fp32: one for each `block` columns, or for a row.
+    scales (T, blocks) fp32: one for each `block` columns, or for a row. They are written `into` two
+    tensors, where these are given.
     """
     rows = rows.contiguous()
     num_rows, width = rows.shape
     num_blocks = 1 if block is None else -(-width // block)
-    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    scales = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=rows.device)
+    out, scales = into or (
+        torch.empty(rows.shape, dtype=dtype, device=rows.device),
+        torch.empty((num_rows, num_blocks), dtype=torch.float32, device=rows.device),
+    )
     given = (scales, rows, rows if factors is None else factors, width)
     options: dict[str, Any] = {"most": largest, "folds": factors is not None}
     if block is None:
@@ -124,6 +128,21 @@ def row_program(width: int) -> dict[str, Any]:
         "size": size,
         "num_warps": min(32, max(4, size // 32 // THREAD_ELEMENTS)),
     }
+
+
+def restore_rows(
+    values: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype, block: int
+) -> torch.Tensor:
+    """Return rows (T, width) in `dtype` of values in 8 bits and their scales (T, blocks)."""
+    num_rows, width = values.shape
+    num_blocks = scales.shape[1]
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    blocks = min(BLOCKS_ELEMENTS // block, kernels.power_of_two(num_blocks))
+    _launch(
+        "restore_blocks", (num_rows, -(-num_blocks // blocks)), out, values, scales, width,
+        num_blocks, block_size=block, blocks=blocks, num_warps=WARPS,
+    )  # fmt: skip
+    return out
 
 
 def block_product(

@@ -79,16 +79,23 @@ def check_shape(path: str, shape: tuple[int, int], *, block_size: int, name: str
         )
 
 
-def rounded(rows: torch.Tensor, form: Format, *, factors: torch.Tensor | None = None) -> Rounded:
+def rounded(
+    rows: torch.Tensor,
+    form: Format,
+    *,
+    factors: torch.Tensor | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Rounded:
     """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits.
 
     A row or block with NaN or infinity has the scale infinity: products with it are not finite.
+    into: values and scales to fill; None: new ones.
     """
     if _has_kernels(rows.device):
-        values, scales = gpu_kernels.round_rows(
-            rows, factors, dtype=form.dtype, largest=form.largest, block=form.block
+        made = gpu_kernels.round_rows(
+            rows, factors, dtype=form.dtype, largest=form.largest, block=form.block, into=into
         )
-        return Rounded(values, scales, form)
+        return Rounded(*made, form)
     exact = rows.float() if factors is None else rows.float() * factors
     blocks = exact.split(form.block or exact.shape[1], dim=1)
     infinite = {"nan": torch.inf, "posinf": torch.inf}
@@ -98,7 +105,22 @@ def rounded(rows: torch.Tensor, form: Format, *, factors: torch.Tensor | None = 
         block * inverse[:, None]
         for block, inverse in zip(blocks, scales.reciprocal().unbind(1), strict=True)
     ]
-    return Rounded(_nearest(torch.cat(scaled, dim=1), form), scales, form)
+    made = (_nearest(torch.cat(scaled, dim=1), form), scales)
+    if into is not None:
+        made = (into[0].copy_(made[0]), into[1].copy_(made[1]))
+    return Rounded(*made, form)
+
+
+def restored(copy: Rounded, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows (T, width) of a copy with scales of blocks, in `dtype`: NaN where a block had
+    a value that is not finite.
+    """
+    values, scales, form = copy
+    assert form.block is not None, "rows with one scale are multiplied and never restored"
+    if _has_kernels(values.device):
+        return gpu_kernels.restore_rows(values, scales, dtype=dtype, block=form.block)
+    widths = scales.repeat_interleave(form.block, dim=1)[:, : values.shape[1]]
+    return (values.float() * widths).to(dtype)
 
 
 def row_scales(data: NF4Data, shape: tuple[int, int], form: Format) -> torch.Tensor:

@@ -228,6 +228,27 @@ def round_blocks(
 
 
 @triton.jit
+def restore_blocks(
+    out,
+    values,
+    scales,
+    width,
+    num_blocks,
+    block_size: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    """`blocks` blocks of a row of 8 bits, each times its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * blocks + tl.arange(0, blocks)
+    column = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    inside = column < width
+    scale = tl.load(scales + row * num_blocks + block, mask=block < num_blocks, other=0.0)
+    # Not 0 for what is outside: a constant of 8 bits is nothing that all versions can convert.
+    value = tl.load(values + row * width + column, mask=inside).to(tl.float32) * scale[:, None]
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def block_product(
     out,
     left,
