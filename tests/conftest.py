@@ -14,6 +14,7 @@ from tests.support.canaries import CANARIES
 from tests.support.preloaded_python import VARIABLE, start_server
 from tests.support.shared import current_test, made_once
 from tests.support.workflow_project import LONG, Project, make_project
+from workflow.lib.system.hardware import visible_gpus
 
 if TYPE_CHECKING:
     from tests.support.tokenizing import Stage
@@ -69,9 +70,10 @@ LONGEST_FIRST = (
 
 def pytest_configure() -> None:
     """Let Ctrl-C reach what the tests start: a shell makes its background jobs deaf to it, and all
-    that they start. One server of preloaded stages serves all processes of the session.
+    that they start. One server of preloaded stages serves all processes of the session, but where
+    there are GPUs: their driver does not survive a fork.
     """
-    if VARIABLE not in os.environ:
+    if VARIABLE not in os.environ and not visible_gpus():
         start_server()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

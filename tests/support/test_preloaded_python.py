@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.support.preloaded_python import SETTLED, preloaded_python
+from tests.support.preloaded_python import SETTLED, VARIABLE, preloaded_python
+
+pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="with GPUs nothing is forked")
 
 PROBE = """
 import json, multiprocessing, os, signal, sys, time
