@@ -19,10 +19,6 @@ from workflow.lib.system.units import GIB
 LINES = {(line["case"], line["versions"]["commit"]): line for line in all_lines() if counts(line)}
 # One of each kind: `python -m tests.support.measurements` looks at all.
 KINDS = (
-    ("moe_kept", "e477513"),
-    ("moe", "e477513"),
-    ("oss_kept", "e477513"),
-    ("mixtral", "e477513"),
     ("gemma2_kept", "ebf624b"),
     ("olmo2", "0d0e7fd"),
     ("no_recomputation", "2986d7a"),
