@@ -37,6 +37,8 @@ AS_NOW = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
 # Since these, norms that multiply by 1 + w are fused: none has been measured yet.
 GEMMA_NORMS: frozenset[str] = frozenset()
+# Of mixtures, which had other kernels before.
+EXPERT_KERNELS: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def counts(line: dict[str, Any]) -> bool:
         return False
     commit, asked = line["versions"]["commit"], line["setup"]
     if _is_gemma(line) and commit not in GEMMA_NORMS:
+        return False
+    config = model_config(BenchmarkConfig(**line["sizes"]))
+    if any("experts" in name for name in config) and commit not in EXPERT_KERNELS:
         return False
     casts_again = asked["processes"] > 1 and not (asked["dropout"] or asked.get("dora"))
     return commit in CASTS_ONCE or (commit in AS_NOW and casts_again)

@@ -13,10 +13,13 @@ import torch
 from tokenizers import Tokenizer
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.models import quantized, random_store, tiny_llama
+from tests.support.mixtures import tiny_mixture
+from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.layers.nf4_linear import nf4_linears
+from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.best_adapter import HeldOut
@@ -173,3 +176,15 @@ def test_auto_goes_on_without_8_bits_where_they_cost_too_much(gates: list[Any]) 
     assert check.name == "products in 8 bits are off where they cost the base more than allowed"
     assert not gates[0]["auto", "on"]
     assert gates[0]["allowed", "on"]
+
+
+@pytest.mark.parametrize(("products", "rounds"), [("float8", True), ("int8", False)])
+def test_experts_are_in_float8_with_linears_and_stay_where_linears_are_in_int8(
+    products: str, rounds: bool, tmp_path: Path
+) -> None:
+    source = tiny_mixture("qwen3_moe", tmp_path / "original", moe_intermediate_size=64)
+    training = adapted(quantized(source, tmp_path / "nf4"), attention="eager")
+    training.multiply_in_(products, "both")
+    linears = [module for _, module in nf4_linears(training.peft_model)]
+    given = {isinstance(x, NF4Stack): x.product_types is training.product_types for x in linears}
+    assert given == {False: True, True: rounds}
