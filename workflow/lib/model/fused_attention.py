@@ -123,9 +123,9 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
         of_query, of_key = (
-            _rotate(grad, *ctx.saved_tensors, back=True, neighbours=ctx.neighbours)
-            for grad in grads
+            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours) for grad in grads
         )
         return of_query, of_key, None, None, None
 
