@@ -86,8 +86,8 @@ class RoundedActivations:
 
     def _layer_begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         named = dict(kwargs)
-        first = (named.pop("hidden_states"),) if "hidden_states" in named else ()
-        hidden, *others = (*first, *args, *named.values())
+        first = [named.pop("hidden_states")] if "hidden_states" in named else []
+        hidden, *others = [*first, *args, *named.values()]
         self._smallest, self._seq_len = hidden.numel() // SMALLEST_SHARE, hidden.shape[-2]
         alike = (x for x in tree_iter(others) if isinstance(x, torch.Tensor) and x is not hidden)
         keep_exact(*alike)
