@@ -84,10 +84,11 @@ class RoundedActivations:
             layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True)
             layer.register_forward_hook(self._layer_ends)
 
-    def _layer_begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _layer_begins(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = dict(kwargs)
         first = [named.pop("hidden_states")] if "hidden_states" in named else []
-        hidden, *others = [*first, *args, *named.values()]
+        given: list[Any] = [*first, *args, *named.values()]
+        hidden, others = given[0], given[1:]
         self._smallest, self._seq_len = hidden.numel() // SMALLEST_SHARE, hidden.shape[-2]
         alike = (x for x in tree_iter(others) if isinstance(x, torch.Tensor) and x is not hidden)
         keep_exact(*alike)
