@@ -22,7 +22,10 @@ MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 
 # These settings are written only where they are set.
 EVERY = Config.model_validate(
-    {"lora": {"modules_to_save": ["lm_head"]}, "train": {"products": "float8"}}
+    {
+        "lora": {"modules_to_save": ["lm_head"]},
+        "train": {"products": "float8", "saved_activations": "float8"},
+    }
 )
 
 

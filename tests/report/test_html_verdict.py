@@ -36,6 +36,17 @@ def test_failed_check_is_counted_in_the_verdict(tmp_path: Path) -> None:
     assert "1 of 5 failed" in rendered(tmp_path, "demo")
 
 
+def test_page_says_where_activations_were_rounded(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    words = "activations waited for backward in float8"
+    assert words not in rendered(tmp_path, "demo")
+    edit(
+        folder / "finetune" / "summary.json",
+        lambda d: d["settings"]["train"].update(saved_activations="float8"),
+    )
+    assert words in rendered(tmp_path, "demo")
+
+
 def test_different_heldout_documents_forbid_a_comparison(tmp_path: Path) -> None:
     for name in ("demo", "other"):
         write_run(tmp_path, name, num_steps=3)

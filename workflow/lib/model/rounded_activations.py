@@ -84,9 +84,11 @@ class RoundedActivations:
             layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True)
             layer.register_forward_hook(self._layer_ends)
 
-    def _layer_begins(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden, *others = *args, *(x for name, x in kwargs.items() if name != "hidden_states")
-        hidden = kwargs.get("hidden_states", hidden)
+    def _layer_begins(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(kwargs)
+        first = [named.pop("hidden_states")] if "hidden_states" in named else []
+        given: list[Any] = [*first, *args, *named.values()]
+        hidden, others = given[0], given[1:]
         self._smallest, self._seq_len = hidden.numel() // SMALLEST_SHARE, hidden.shape[-2]
         alike = (x for x in tree_iter(others) if isinstance(x, torch.Tensor) and x is not hidden)
         keep_exact(*alike)
@@ -152,7 +154,10 @@ class RoundedActivations:
             values = self._stash.unpack(there) if self._stash else there
             assert isinstance(values, torch.Tensor)
             return packed.copy.restored(values).as_strided(packed.shape, packed.strides)
-        return self._stash.unpack(packed) if self._stash else packed
+        if self._stash is None:
+            assert isinstance(packed, torch.Tensor), "there is nowhere else"
+            return packed
+        return self._stash.unpack(packed)
 
 
 def _innermost(tensor: torch.Tensor) -> int:
