@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from workflow.lib.model.layers.eight_bits.triton_code import _block_scales, _decoded
-from workflow.lib.model.layers.triton_kernels import _act
+from workflow.lib.model.layers.triton_kernels import act
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def gated(product, up, width, kind: tl.constexpr, size: tl.constexpr):
     inside = column < width
     lower = tl.load(up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     upper = tl.load(up + (row * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
-    value, _ = _act(lower, kind)
+    value, _ = act(lower, kind)
     tl.store(
         product + row * width + column, (value * upper).to(product.dtype.element_ty), mask=inside
     )
@@ -270,7 +270,7 @@ def gated_backward(
         slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         lower = tl.load(up + lower_at, mask=inside, other=0.0).to(tl.float32)
         upper = tl.load(up + lower_at + width, mask=inside, other=0.0).to(tl.float32)
-        value, derivative = _act(lower, kind)
+        value, derivative = act(lower, kind)
         total += slope * value * upper
         slope *= weight
         tl.store(grad + at, (value * upper).to(dtype), mask=inside)
