@@ -106,6 +106,8 @@ def recorded(process: RecordingProcess, levers: Setup) -> Tape:
         ALONE | {"trains_head": True, "trains_embedding": True, "accumulates": True},
         ALONE | {"optimizer": "adamw_8bit"},
         ALONE | FEW,
+        {"cuda_graphs": True},
+        {"cuda_graphs": True, "offload_embedding": True, "accumulates": True},
         {"processes": 3, "activation_checkpointing": 2},
         {"processes": 4, "replicas": 2},
         {"processes": 16},

@@ -191,7 +191,9 @@ class _Run:
             self.training.rows_of = self._embedding_rows
         if self._setup.graphed:
             capture = partial(RecordedCapture, recorder.tape)
-            self._graphs = MicroBatchGraphs(self.training, self._world, capture)
+            # All processes have the same micro-batches, so none asks the others for theirs.
+            alone = replace(self._world, size=1)
+            self._graphs = MicroBatchGraphs(self.training, alone, capture)
         Phases(recorder.tape).follow_(self.training, self._embedding, self._layers)
 
     def check(self, recorder: AllocationRecorder) -> None:
