@@ -34,11 +34,11 @@ MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
 # moments and weights that are decoded were there at other times.
 AS_NOW = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 # Since these one process casts its adapters once a step; dropout and DoRA are computed by nodes.
-CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01"}
+CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01", "7ba77b7"}
 # Since these, norms that multiply by 1 + w are fused: none has been measured yet.
 GEMMA_NORMS: frozenset[str] = frozenset()
 # Of mixtures, which had other kernels before.
-EXPERT_KERNELS: set[str] = set()
+EXPERT_KERNELS = {"7ba77b7"}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from workflow.lib.benchmark.cases import Request, requests
 from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
 from workflow.lib.benchmark.prediction import Prepared, model_flops_per_token, prepare
 from workflow.lib.benchmark.random_base import write_random_base
+from workflow.lib.benchmark.time_limit import TimeLimit
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.config import load_benchmark, merge
 from workflow.lib.system.environment import is_worker
@@ -84,19 +85,18 @@ def main(args: argparse.Namespace) -> None:
     }
     for key in [key for key in wanted if rows.get(key, {}).get("status") in FINAL]:
         logger.info("%s: measured before", wanted.pop(key).label)
-    started, longest_s = time.monotonic(), 0.0
+    limit = TimeLimit(args.time_limit_s)
     with recording_process() as recordings:
         prepared = partial(prepare, num_gpus=len(gpus), recordings=recordings)
         for keys in starts(wanted, together=args.together):
-            began = time.monotonic()
-            enough_time = args.time_limit_s - (began - started) > longest_s
+            enough_time = limit.allows(len(keys))
             asked = {key: wanted[key] for key in keys}
-            for row in several(args, asked, prepared, enough_time=enough_time):
-                rows[row.key] = row.as_json()
-                logger.info("%s: %s", wanted[row.key].label, summary_words(row))
+            with limit.measuring(len(keys)):
+                for row in several(args, asked, prepared, enough_time=enough_time):
+                    rows[row.key] = row.as_json()
+                    logger.info("%s: %s", wanted[row.key].label, summary_words(row))
             write_jsonl(args.output, rows.values())
             shutil.rmtree(kept_folder(args), ignore_errors=True)
-            longest_s = max(longest_s, time.monotonic() - began)
 
 
 def starts(wanted: Mapping[str, Request], *, together: int) -> Iterator[list[str]]:
