@@ -125,9 +125,9 @@ def import_late() -> None:
     sys.path.pop(0)
 
 
-def forget_workflow() -> None:
-    """Let the modules of a workflow be imported anew."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "workflow"]:
+def forget(packages: set[str]) -> None:
+    """Let the modules of these packages be imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
 
 
@@ -141,9 +141,11 @@ def become(request: Request) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     search = request.environment.get("PYTHONPATH")
-    sys.path[:0] = [request.folder, *(search.split(os.pathsep) if search else [])]
-    if str(REPOSITORY / "Snakefile") not in request.arguments:
-        forget_workflow()
+    places = search.split(os.pathsep) if search else []
+    sys.path[:0] = [request.folder, *places]
+    if places or str(REPOSITORY / "Snakefile") not in request.arguments:
+        # what stands in these places comes before what is installed
+        forget({"workflow"} | {path.stem for place in places for path in Path(place).glob("*")})
     sys.argv = ["snakemake", *request.arguments]
     sys.executable = request.python
 

@@ -17,6 +17,7 @@ from typing import Any
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.describe_model import describe_config
+from workflow.lib.model.layers.eight_bits.products import FORMATS
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay
@@ -37,8 +38,8 @@ AS_NOW = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
 CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01", "7ba77b7"}
 # Since these, norms that multiply by 1 + w are fused: none has been measured yet.
 GEMMA_NORMS: frozenset[str] = frozenset()
-# Of mixtures, which had other kernels before.
-EXPERT_KERNELS = {"7ba77b7"}
+# Of mixtures, and of products in 8 bits: both had other kernels before.
+EXPERT_KERNELS = EIGHT_BIT_KERNELS = {"7ba77b7"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def counts(line: dict[str, Any]) -> bool:
         return False
     config = model_config(BenchmarkConfig(**line["sizes"]))
     if any("experts" in name for name in config) and commit not in EXPERT_KERNELS:
+        return False
+    if asked.get("products") in FORMATS and commit not in EIGHT_BIT_KERNELS:
         return False
     casts_again = asked["processes"] > 1 and not (asked["dropout"] or asked.get("dora"))
     return commit in CASTS_ONCE or (commit in AS_NOW and casts_again)

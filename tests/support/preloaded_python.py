@@ -53,7 +53,7 @@ PACKAGES = (
 # By these packages. Not the number of threads: Snakemake sets it for every job, and forks obey it.
 READ_AT_IMPORT = (
     *("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT"),
-    *("OMP_WAIT_POLICY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("OMP_WAIT_POLICY", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"),
 )
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SETTLED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the environment of tests' stages

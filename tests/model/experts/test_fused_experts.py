@@ -22,7 +22,7 @@ from workflow.lib.model.experts.expert_products import value
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
-from workflow.lib.model.layers.expert_stacks import experts_modules
+from workflow.lib.model.layers.expert_stacks import experts_modules, product_names
 from workflow.lib.model.layers.frozen_products import ProductTypes
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import NF4Linear
@@ -74,7 +74,7 @@ class Pair:
 
     def __init__(self, family: str, **changes: Any) -> None:
         original = stock_experts(family, **changes)
-        self.names = replace_experts._products(original)
+        self.names = product_names(original)
         stacks = {}
         for name in self.names:
             stored = getattr(original, name).data

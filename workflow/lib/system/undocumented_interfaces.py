@@ -47,7 +47,7 @@ def _of_instance(
 
 
 INTERFACES = (
-    *_of("torch", "torch", "", "_foreach_mul_", "_scaled_mm"),
+    *_of("torch", "torch", "", "_foreach_mul_", "_foreach_zero_", "_scaled_mm"),
     *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
     *_of("torch", "torch", "Tensor", "_base", "_make_wrapper_subclass", "_version"),
     *_of("torch", "torch", "UntypedStorage", "_cdata"),
