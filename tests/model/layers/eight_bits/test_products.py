@@ -130,8 +130,9 @@ def test_row_that_is_not_finite_stays_so_and_alone(
     y = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
     others = [0, 1, 3]
     assert not y[2][torch.arange(OUT) != 5].isfinite().any()
-    clean = product(rounded(rows[others], form), weight_of(linear, form), dtype=torch.float32)
-    assert torch.equal(y[others], clean)
+    rows[2] = 0.0  # as many rows as before: a CPU may sum other numbers of rows in another order
+    clean = product(rounded(rows, form), weight_of(linear, form), dtype=torch.float32)
+    assert torch.equal(y[others], clean[others])
 
 
 def test_row_of_zeros_gives_zeros(linear: NF4Linear, form: Format) -> None:
