@@ -80,7 +80,9 @@ def test_cap_bounds_what_is_predicted_to_be_reserved(process: recordings.Recordi
     free = prepared(process, "python_launches", **sizes, check_bytes=True).predicted
     assert free is not None
     cap = (free.peak_bytes + free.reserved_bytes) / 2 / GIB
-    capped = prepared(process, "python_launches", **sizes, check_bytes=True, memory_cap_gib=cap).predicted
+    capped = prepared(
+        process, "python_launches", **sizes, check_bytes=True, memory_cap_gib=cap
+    ).predicted
     assert capped is not None
     assert capped.peak_bytes == free.peak_bytes
     assert capped.reserved_bytes <= cap * GIB < free.reserved_bytes

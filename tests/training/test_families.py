@@ -53,6 +53,9 @@ from workflow.lib.training.startup_checks import check_attention
 CPU = torch.device("cpu")
 # fp32 on both sides, sums in another order through two layers; gradients relative to the largest.
 LOSS, GRADIENT = 2e-5, 1e-4
+# Of the gradient of a recurrent layer's gate. It is as far off (1.03e-4) with norms in fp32, fp64
+# or by torch's own operation: this model's rounding is what is left.
+ROUNDED_MORE = {"qwen3_5_moe_text": 1.5e-4}
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -83,6 +86,7 @@ def of_family(found: dict[int, dict[str, Any]], family: str, processes: int) -> 
 
 
 def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
+    bound = ROUNDED_MORE.get(place.name, GRADIENT)
     names = names_of(place / "of-2")
     for rows, theirs in stock(place)[1].items():
         assert ours[rows]["loss"] == pytest.approx(theirs["loss"], rel=LOSS), rows
@@ -91,7 +95,7 @@ def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
         for name, gradient in theirs["gradients"].items():
             largest = float(gradient.abs().max())
             assert largest > 0, f"{rows}: {name} has no influence, so nothing is compared"
-            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=GRADIENT * largest)
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound * largest)
 
 
 @every_family
