@@ -27,6 +27,13 @@ def test_bytes_of_a_small_layer_by_hand() -> None:
     assert layer_bytes(layer()) == expected
 
 
+def test_scores_count_where_they_are_more_than_the_matrices() -> None:
+    """Attention has ended before a linear is rounded."""
+    matrices = 4 * (3 * 160**2 + 7 * 96 * 160)
+    assert layer_bytes(layer(), scores=matrices // 8) == layer_bytes(layer())
+    assert layer_bytes(layer(), scores=10**6) == layer_bytes(layer()) - matrices + 8 * 10**6
+
+
 @pytest.mark.parametrize("enough", [True, False])
 def test_too_little_memory_is_told_with_both_numbers(
     enough: bool, monkeypatch: pytest.MonkeyPatch

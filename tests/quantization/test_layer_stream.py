@@ -59,6 +59,14 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=bound)
 
 
+@pytest.mark.parametrize(("family", "heads"), [("gemma2", 5), ("qwen3", 0)])
+def test_heads_that_make_all_scores_are_told(tmp_path: Path, family: str, heads: int) -> None:
+    folder = tiny(family, tmp_path)
+    with CheckpointReader(folder) as reader:
+        stream = LayerStream(folder, reader, device=CPU, dtype=torch.float32)
+    assert stream.eager_heads == heads
+
+
 def test_no_more_than_one_layer_has_weights(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
 

@@ -24,7 +24,7 @@ from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.planning.calibration_cost import chosen_method, num_columns
+from workflow.lib.planning.calibration_cost import chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
     stacks = expert_stacks(model)
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]
-    method, reason = chosen_method(settings.method, columns=num_columns(shapes))
+    method, reason = chosen_method(settings.method, shapes)
     if reason is not None:
         logger.info("%s: %s", method, reason)
     device = choose_device()

@@ -60,9 +60,13 @@ def write_calibrated(
     Continues what is in the folder if it was begun with the same fingerprint.
     """
     stream = LayerStream(inputs.model, inputs.reader, device=inputs.device, dtype=inputs.dtype)
-    check_gpu_memory(stream.layers, inputs.device)
-    rows = calibration_batches(settings, inputs.store, inputs.model, device=inputs.device)
-    measured = measured_batches(inputs.store, device=inputs.device)
+    heads = stream.eager_heads
+    rows = calibration_batches(
+        settings, inputs.store, inputs.model, device=inputs.device, eager_heads=heads
+    )
+    measured = measured_batches(inputs.store, device=inputs.device, eager_heads=heads)
+    scores = heads * max(scores_of_a_head(batch) for batch in [*rows, *measured])
+    check_gpu_memory(stream.layers, inputs.device, scores=scores)
     tokens = sum(_tokens(batch) for batch in rows)
     logger.info(
         "calibrating %d layers with %d tokens; %d held-out documents show what 4 bits cost",
@@ -80,6 +84,12 @@ def write_calibrated(
     total_bytes = _write_files(folder, inputs, settings, stream)
     remove_state(folder)
     return total_bytes, facts
+
+
+def scores_of_a_head(batch: Batch) -> int:
+    """Return how many scores one head makes of a batch."""
+    num_rows, width = batch.input_ids.shape
+    return num_rows * width**2
 
 
 def _tokens(batch: Batch) -> int:

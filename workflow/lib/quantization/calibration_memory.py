@@ -22,15 +22,18 @@ MATRICES = 3
 WEIGHT_COPIES = 7
 # Experts of a token: the most of the families that we know (Qwen3-Next).
 TOP_K = 10
+# Bytes of a score of eager attention in 16 bits: capped or with a sink, and the softmax of it.
+SCORE_BYTES = 8
 # fp32 copies of a stack's scales at a time, of a block of 64 weights each.
 SCALE_COPIES, BLOCK_SIZE = 5, 64
 
 
-def layer_bytes(layer: nn.Module) -> int:
+def layer_bytes(layer: nn.Module, *, scores: int = 0) -> int:
     """Bytes on the GPU while a decoder layer is calibrated.
 
-    One H200, torch 2.11, 2026-11-23: 3% and 4% above what was allocated for dense layers
-    (docs/results.md). With experts it is counted and not yet measured.
+    scores: those that eager attention makes at once. On one H200 (torch 2.11, 2026-11-25) this was
+    15 to 29% above what was allocated for dense layers and a mixture, and 24% above where eager
+    attention takes most (docs/results.md).
     """
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     stacks = [x for _, experts in experts_modules(layer) for x in loaded_stacks(experts).values()]
@@ -43,7 +46,8 @@ def layer_bytes(layer: nn.Module) -> int:
     inputs = 3 * 4 * BATCH_TOKENS * widest
     # the layer, and of its linears the original weights and codes of a byte
     layer_and_codes = weights + 3 * (weights - in_stacks) // 2
-    return layer_and_codes + matrices + inputs + _stack_bytes(stacks)
+    # attention has ended before the matrices are made
+    return layer_and_codes + max(matrices, SCORE_BYTES * scores) + inputs + _stack_bytes(stacks)
 
 
 def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
@@ -57,11 +61,15 @@ def _stack_bytes(stacks: Sequence[LoadedStack]) -> int:
     return rows + 4 * SCALE_COPIES * max(x.weights.numel() for x in stacks) // BLOCK_SIZE
 
 
-def check_gpu_memory(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Raise `UserError` if a layer cannot be calibrated in the free memory of a GPU."""
+def check_gpu_memory(layers: Iterable[nn.Module], device: torch.device, *, scores: int = 0) -> None:
+    """Raise `UserError` if a layer cannot be calibrated in the free memory of a GPU.
+
+    scores: as in `layer_bytes`.
+    """
     if device.type != "cuda":
         return
-    needed, free = max(map(layer_bytes, layers)), torch.cuda.mem_get_info(device)[0]
+    needed = max(layer_bytes(layer, scores=scores) for layer in layers)
+    free, _ = torch.cuda.mem_get_info(device)
     if needed > free:
         raise setting_error(
             "quantize.method",

@@ -1,6 +1,7 @@
 """The tokens that calibrate: rows of the run's training tokens, and of a text of the user's own."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,26 +20,43 @@ SEED = 0  # of the rows and documents that are drawn
 BATCH_TOKENS = 8192  # that go through a layer at once
 MEASURED_DOCUMENTS = 64  # held out, that show what 4 bits cost
 MEASURED_TOKENS = 32_768  # of them at most: each is cut at its share
+# Of eager attention, that a layer makes at once: 2 GiB in 8 bytes each. One row may have more.
+SCORES = 2**28
 
 
 def calibration_batches(
-    settings: QuantizeConfig, store: TokenStore, model: Path, *, device: torch.device
+    settings: QuantizeConfig,
+    store: TokenStore,
+    model: Path,
+    *,
+    device: torch.device,
+    eager_heads: int = 0,
 ) -> list[Batch]:
     """Return batches of `calibration_tokens` tokens: of training rows, half of them of
     `calibration_text` if there is one. Never held-out tokens.
 
+    eager_heads: heads of a layer that make all scores of a row.
     Raises `UserError` if there are no training rows, or too few tokens of the text.
     """
     wanted = settings.calibration_tokens
+    size = rows_at_once(store.seq_len, eager_heads=eager_heads)
     general: list[Batch] = []
     if settings.calibration_text is not None:
         ids = text_rows(settings.calibration_text, model, tokens=wanted // 2, width=store.seq_len)
-        general = _batches(ids, None, device)
+        general = _batches(ids, None, device, size=size)
         wanted -= ids.size
-    return _training_batches(store, tokens=wanted, device=device) + general
+    return _training_batches(store, tokens=wanted, device=device, size=size) + general
 
 
-def _training_batches(store: TokenStore, *, tokens: int, device: torch.device) -> list[Batch]:
+def rows_at_once(width: int, *, eager_heads: int) -> int:
+    """Return how many rows of so many tokens go through a layer together."""
+    scores = max(1, eager_heads) * width**2
+    return max(1, min(BATCH_TOKENS // width, SCORES // scores))
+
+
+def _training_batches(
+    store: TokenStore, *, tokens: int, device: torch.device, size: int
+) -> list[Batch]:
     if not store.num_rows:
         raise UserError("calibration: the tokens hold no training row. Set quantize.method: absmax")
     wanted = max(1, round(tokens / store.seq_len))
@@ -53,7 +71,7 @@ def _training_batches(store: TokenStore, *, tokens: int, device: torch.device) -
         )
     drawn = np.random.default_rng(SEED).choice(store.num_rows, size=count, replace=False)
     rows = sorted(drawn.tolist())
-    batches = _batches(store.input_ids[rows], store.position_ids[rows], device)
+    batches = _batches(store.input_ids[rows], store.position_ids[rows], device, size=size)
     filling = store.manifest["pad_token_id"]
     return [replace(batch, counted=batch.input_ids != filling) for batch in batches]
 
@@ -81,9 +99,9 @@ def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
     return np.asarray(ids[: rows * width], dtype=np.int64).reshape(rows, width)
 
 
-def _batches(ids: np.ndarray, positions: np.ndarray | None, device: torch.device) -> list[Batch]:
-    size = max(1, BATCH_TOKENS // ids.shape[1])
-
+def _batches(
+    ids: np.ndarray, positions: np.ndarray | None, device: torch.device, *, size: int
+) -> list[Batch]:
     def tensor(rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(rows.astype(np.int64)).to(device)
 
@@ -96,15 +114,22 @@ def _batches(ids: np.ndarray, positions: np.ndarray | None, device: torch.device
     ]
 
 
-def measured_batches(store: TokenStore, *, device: torch.device) -> list[Batch]:
-    """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all."""
+def measured_batches(
+    store: TokenStore, *, device: torch.device, eager_heads: int = 0
+) -> list[Batch]:
+    """Return held-out documents, a batch each, drawn by `SEED`, about `MEASURED_TOKENS` in all.
+
+    eager_heads: as in `calibration_batches`; a document is cut where they would make more than
+    `SCORES`.
+    """
     documents = store.heldout_documents()
     chosen = choose_documents(documents, at_most=MEASURED_DOCUMENTS, seed=SEED)
     longest = max(1, MEASURED_TOKENS // max(1, len(chosen)))
+    longest = min(longest, math.isqrt(SCORES // max(1, eager_heads)))
     batches = []
     for ids, mask in (documents[number] for number in chosen):
         counted = torch.from_numpy(np.array(mask[:longest]))
         if counted.any():
-            batch = _batches(np.asarray(ids[:longest]).reshape(1, -1), None, device)[0]
+            batch = _batches(np.asarray(ids[:longest]).reshape(1, -1), None, device, size=1)[0]
             batches.append(replace(batch, counted=counted.reshape(1, -1).to(device)))
     return batches

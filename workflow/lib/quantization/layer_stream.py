@@ -102,6 +102,12 @@ class LayerStream:
         for name, tensor in [*module.named_parameters(), *stored_buffers(module)]:
             tensor.data.copy_(self._reader.tensor(f"{prefix}.{name}" if prefix else name))
 
+    @property
+    def eager_heads(self) -> int:
+        """Heads of a layer that make all scores of a row; 0 where none are made."""
+        config = self.model.config.get_text_config()
+        return config.num_attention_heads if config._attn_implementation == "eager" else 0
+
     def stored_names(self, number: int) -> list[str]:
         """Return the names of a layer's tensors in the checkpoint."""
         prefix = self.prefixes[number] + "."

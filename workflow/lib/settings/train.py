@@ -47,7 +47,7 @@ class QuantizeConfig(Section):
     """How codes and scales are chosen; the stored format is the same. absmax = each block's largest
     weight scales it, as bitsandbytes does; calibrated = so that the outputs for tokens of
     calibration change least (scales searched, errors fed back to later columns as in GPTQ); auto =
-    calibrated for models that one H200 rounds within an hour, else absmax: the model decides, not
+    calibrated for models that one H200 calibrates in an hour, else absmax: the model decides, not
     the machine."""
     calibration_tokens: int = Field(24_576, ge=256, le=2**24)
     """Tokens that calibrate, of the run's training rows; never of held-out ones. Not read

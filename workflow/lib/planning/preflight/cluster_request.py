@@ -12,7 +12,7 @@ from pathlib import Path
 from workflow.lib.artifacts.preflight_record import Forecast
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape, read_shape
 from workflow.lib.model.architecture.safetensors_headers import read_headers
-from workflow.lib.planning.calibration_cost import COLUMN_S, chosen_method
+from workflow.lib.planning.calibration_cost import Shape, chosen_method, rounding_seconds
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight.checks import read_machine, read_tokens
 from workflow.lib.planning.preflight.decision import Decision, decide
@@ -95,7 +95,7 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     if run.quantize.method == "absmax":
         return _allocation(host_bytes, minutes)
     shape = read_shape(Path(description))  # behind the tokens, so the description is there
-    method, _ = chosen_method(run.quantize.method, columns=shape.total(_columns))
+    method, _ = chosen_method(run.quantize.method, _weights(shape))
     if method == "calibrated":
         host_bytes += _calibration_bytes(run, shape)
         minutes += _calibration_minutes(run, shape)
@@ -130,15 +130,20 @@ def _calibration_minutes(run: RunConfig, shape: ModelShape) -> float:
     tokens += MEASURED_MODELS * MEASURED_TOKENS
     flops = 2 * tokens * shape.total(lambda layer: layer.used_weights)
     if cuda:
-        seconds = flops / CALIBRATION_FLOPS_GPU + COLUMN_S * shape.total(_columns)
+        seconds = flops / CALIBRATION_FLOPS_GPU + rounding_seconds(_weights(shape))
     else:
         seconds = (flops + shape.total(_rounding_flops)) / CALIBRATION_FLOPS_CPU
     return seconds / 60 * TIME_ROOM
 
 
-def _columns(layer: DecoderLayer) -> int:
-    """Columns of all linears and experts of a layer, which are rounded one after the other."""
-    return sum(linear.experts * linear.in_features for linear in layer.linears)
+def _weights(shape: ModelShape) -> list[Shape]:
+    """Return the shapes of all linears and experts, those of each layer."""
+    return [
+        (linear.experts, linear.out_features, linear.in_features)
+        for number, kind in enumerate(shape.kinds)
+        for linear in kind.linears
+        for _ in range(shape.counts[number])
+    ]
 
 
 def _rounding_flops(layer: DecoderLayer) -> int:
