@@ -16,7 +16,7 @@ from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
 from workflow.lib.distributed.world import process_group
-from workflow.lib.model.architecture.layer_choice import choose_layers
+from workflow.lib.model.architecture.layer_choice import Recomputation, choose_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import build_on_meta, local, local_range
@@ -231,10 +231,14 @@ def test_process_group_is_left(reports: list[dict[str, Any]]) -> None:
     assert all(report["left"] for report in reports)
 
 
-@pytest.mark.parametrize(("every", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0])])
-def test_every_kth_layer_is_recomputed(folder: Path, every: int, chosen: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("level", "chosen"), [(1, [0, 1, 2]), (2, [0, 2]), (3, [0]), (7, [0]), (0.4, [0, 2])]
+)
+def test_layers_of_a_level_are_recomputed(
+    folder: Path, level: Recomputation, chosen: list[int]
+) -> None:
     model = build_on_meta(folder / "original", dtype=torch.float32)
-    choice = choose_layers(3, recomputed_every=every, offload_activations=False, offload_layers=0)
+    choice = choose_layers(3, recomputation=level, offload_activations=False, offload_layers=0)
     checkpoint_activations_(model, choice.recomputed)
     layers: Any = decoder_layers(model)
     assert [n for n, layer in enumerate(layers) if layer.gradient_checkpointing] == chosen

@@ -168,10 +168,10 @@ def test_offloaded_layers_are_spread_evenly() -> None:
     assert spread(3, 7) == [1, 3, 5]
     assert spread(8, 8) == [*range(8)]
     assert spread(0, 8) == []
-    assert activation_offload_layers(3, recomputed_every=0, num_layers=8) == [0, 2, 5]
-    assert activation_offload_layers(2, recomputed_every=4, num_layers=8) == [1, 5]
-    assert activation_offload_layers(7, recomputed_every=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
-    assert activation_offload_layers(True, recomputed_every=1, num_layers=3) == [0, 1, 2]
+    assert activation_offload_layers(3, recomputation=False, num_layers=8) == [0, 2, 5]
+    assert activation_offload_layers(2, recomputation=4, num_layers=8) == [1, 5]
+    assert activation_offload_layers(7, recomputation=4, num_layers=8) == [0, 1, 2, 3, 5, 6, 7]
+    assert activation_offload_layers(True, recomputation=True, num_layers=3) == [0, 1, 2]
     for total in range(1, 90):
         for count in range(1, total + 1):
             chosen = spread(count, total)

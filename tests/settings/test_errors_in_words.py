@@ -59,8 +59,8 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys() -> None:
         (
             "train",
             "activation_checkpointing",
-            1.5,
-            "must be true or false or a whole number or 'auto'",
+            [2],
+            "must be true or false or a number or 'auto'",
         ),
         ("hardware", "gpus", "two", "must be a whole number or 'auto'"),
         ("hardware", "host_memory_gib", [], "must be a number or 'auto'"),
@@ -99,6 +99,8 @@ def test_wrong_value_gives_one_line_with_setting_value_bound_and_change(
     ("section", "key", "value", "bound"),
     [
         ("train", "micro_batch_size", 17, "must be between 1 and global_batch_size = 16"),
+        ("train", "activation_checkpointing", 1.5, "a share of the layers must be above 0 and"),
+        ("train", "activation_checkpointing", 0, "a number of layers must be at least 1"),
         ("train", "micro_batch_size", 0, "must be between 1 and global_batch_size = 16"),
         ("hardware", "gpus", -1, "must be 0 to 4096"),
         ("hardware", "gpu_memory_gib", 0, "must be above 0"),

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.memory_examples import measured_case, peak
 from tests.support.preflight_examples import llama_70b, llama_405b, num_calls, setup
+from workflow.lib.model.architecture.layer_choice import Recomputation
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.setup import Setup
@@ -160,8 +161,8 @@ def test_preflight_imports_neither_torch_nor_transformers() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("every", [False, True, 2, 4])
-def test_recomputed_layers_are_as_many_as_are_named(every: bool | int) -> None:
-    chosen = setup(activation_checkpointing=every)
+@pytest.mark.parametrize("level", [False, True, 2, 4, 0.625, 0.9, 0.1])
+def test_recomputed_layers_are_as_many_as_are_named(level: Recomputation) -> None:
+    chosen = setup(activation_checkpointing=level)
     for count in range(9):
         assert chosen.recomputed_layers(count) == sum(map(chosen.recomputes, range(count)))

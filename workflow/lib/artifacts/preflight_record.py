@@ -29,8 +29,8 @@ class Plan(PreflightRecord):
     """Rows of a process and forward pass."""
     accumulation_steps: int
     """Micro-batches of a process and optimizer step."""
-    activation_checkpointing: bool | int
-    """Recomputation in backward: of all layers, of none, or of every k-th."""
+    activation_checkpointing: bool | int | float
+    """Recomputation in backward: of all layers, of none, of every k-th, or of a share of them."""
     offload_activations: bool | int
     """What backward needs waits in host memory: all of it, or that of so many layers."""
     offload_window_bytes: int | None
@@ -99,7 +99,7 @@ class TriedPlan(PreflightRecord):
 
     micro_batch_size: int
     """Rows of a process and forward pass."""
-    activation_checkpointing: bool | int
+    activation_checkpointing: bool | int | float
     """As in the plan."""
     recomputation: str
     """`activation_checkpointing` in words."""

@@ -104,6 +104,8 @@ def _shown(value: Any) -> str:
 
 def _either(bounds: list[str]) -> str:
     """Join what the branches of a union ask for: `must be a whole number or 'auto'`."""
+    if "must be a number" in bounds:
+        bounds = [bound for bound in bounds if bound != "must be a whole number"]
     others = [bound.removeprefix("must be ") for bound in bounds[1:]]
     return " or ".join([bounds[0], *(other for other in others if not bounds[0].endswith(other))])
 

@@ -169,10 +169,11 @@ class TrainConfig(Section):
     """AdamW denominator term."""
     max_grad_norm: float | None = Field(1.0, gt=0.0)
     """Clip the global gradient norm to this; null = no clipping (the norm is logged anyway)."""
-    activation_checkpointing: bool | int | Literal["auto"] = "auto"
+    activation_checkpointing: bool | int | float | Literal["auto"] = "auto"
     """Recompute activations in backward instead of keeping them: true = of every decoder layer,
-    false = of none, a number k = of every k-th layer; `auto` = what preflight predicts to be
-    fastest of all that fits, together with the micro-batch. Does not change the result."""
+    false = of none, a number k = of every k-th layer, a share such as 0.625 = of 5 of 8; `auto` =
+    what preflight predicts to be fastest of all that fits, together with the micro-batch. Does not
+    change the result."""
     products: Literal["compute_dtype", "float8", "int8", "auto"] = "compute_dtype"
     """In what training steps multiply by the frozen NF4 weights. `float8` (e4m3; GPUs of compute
     capability 8.9 and more) rounds weights by row and activations by token; `int8` (8.0 and more)
@@ -262,10 +263,15 @@ class TrainConfig(Section):
                 "evaluate_every_steps is null. Set it to a number of steps, or set select to last"
             )
         level = self.activation_checkpointing
-        if level != "auto" and level < 1 and level is not False:
+        if isinstance(level, float) and not 0 < level < 1:
             raise ValueError(
-                f"activation_checkpointing = {self.activation_checkpointing}: a number of layers "
-                "must be at least 1. Set it to false to recompute none"
+                f"activation_checkpointing = {level}: a share of the layers must be above 0 and "
+                "below 1. Set it to a share, to a whole number k for every k-th layer, or to true"
+            )
+        if level != "auto" and level is not False and level <= 0:
+            raise ValueError(
+                f"activation_checkpointing = {level}: a number of layers must be at least 1. Set "
+                "it to false to recompute none"
             )
         return self
 

@@ -144,7 +144,7 @@ def chosen_layers(plan: Plan, num_layers: int) -> LayerChoice:
     """Return the layers that the levers of a plan take."""
     return choose_layers(
         num_layers,
-        recomputed_every=int(plan.activation_checkpointing),
+        recomputation=plan.activation_checkpointing,
         offload_activations=plan.offload_activations,
         offload_layers=plan.offload_layers,
     )

@@ -1,7 +1,13 @@
 """Which decoder layers a lever takes when it takes some of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+# All layers, none, every k-th, or a share of them.
+Recomputation = bool | int | float
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,41 @@ class LayerChoice:
 
 
 def choose_layers(
-    num_layers: int, *, recomputed_every: int, offload_activations: bool | int, offload_layers: int
+    num_layers: int,
+    *,
+    recomputation: Recomputation,
+    offload_activations: bool | int,
+    offload_layers: int,
 ) -> LayerChoice:
-    """Return what the levers of a plan take of so many layers; recomputed_every: 0 = none."""
+    """Return what the levers of a plan take of so many layers."""
     return LayerChoice(
-        range(0, num_layers, recomputed_every) if recomputed_every else (),
+        recomputed_layers(recomputation, num_layers),
         activation_offload_layers(
-            offload_activations, recomputed_every=recomputed_every, num_layers=num_layers
+            offload_activations, recomputation=recomputation, num_layers=num_layers
         ),
         spread(offload_layers, num_layers),
     )
+
+
+def recomputed_share(recomputation: Recomputation) -> Fraction:
+    """Return the share of the layers that is recomputed."""
+    if isinstance(recomputation, float):
+        return Fraction(str(recomputation))
+    return Fraction(1, int(recomputation)) if recomputation else Fraction(0)
+
+
+@cache
+def is_recomputed(recomputation: Recomputation, layer: int) -> bool:
+    """Return whether backward recomputes a layer: the first is one of them, and they are spread
+    evenly.
+    """
+    share = recomputed_share(recomputation)
+    return math.ceil((layer + 1) * share) > math.ceil(layer * share)
+
+
+def recomputed_layers(recomputation: Recomputation, num_layers: int) -> list[int]:
+    """Return the layers that backward recomputes."""
+    return [layer for layer in range(num_layers) if is_recomputed(recomputation, layer)]
 
 
 def spread(count: int, total: int) -> list[int]:
@@ -40,18 +71,17 @@ def spread(count: int, total: int) -> list[int]:
 
 
 def activation_offload_layers(
-    wanted: bool | int, *, recomputed_every: int, num_layers: int
+    wanted: bool | int, *, recomputation: Recomputation, num_layers: int
 ) -> list[int]:
     """Return the decoder layers whose activations wait in host memory: all (True), none, or up to
     `wanted` of them.
 
     First come those that are not recomputed, spread evenly and the last one last, whose backward
     follows at once.
-    recomputed_every: 0 = none is recomputed.
     """
     if wanted is True:
         return [*range(num_layers)]
-    recomputed = [*range(0, num_layers, recomputed_every)] if recomputed_every else []
+    recomputed = recomputed_layers(recomputation, num_layers)
     whole = sorted({*range(num_layers)} - {*recomputed})
     first = min(int(wanted), len(whole))
     then = min(int(wanted) - first, len(recomputed))

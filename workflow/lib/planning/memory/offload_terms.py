@@ -15,9 +15,10 @@ from workflow.lib.planning.memory.terms import hosted_layers, kept_activations, 
 
 def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
     """The layers whose activations wait in host memory."""
-    every = int(setup.activation_checkpointing)
     return activation_offload_layers(
-        setup.offload_activations, recomputed_every=every, num_layers=shape.num_layers
+        setup.offload_activations,
+        recomputation=setup.activation_checkpointing,
+        num_layers=shape.num_layers,
     )
 
 

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from workflow.lib.model.architecture.layer_choice import (
+    Recomputation,
+    is_recomputed,
+    recomputed_share,
+)
 from workflow.lib.model.architecture.vocabulary_slices import (
     vocabulary_slices,
 )
@@ -27,7 +32,7 @@ class Setup:
     dropout: bool
     block_size: int
     double_quant: bool
-    activation_checkpointing: bool | int
+    activation_checkpointing: Recomputation
     """Recomputation in backward: of all layers, of none, or of every k-th."""
     reshard_after_forward: bool
     accumulates: bool
@@ -133,19 +138,12 @@ class Setup:
         """Whether backward recomputes decoder layer `layer`
         (`decoder_layers.checkpoint_activations_`).
         """
-        every = int(self.activation_checkpointing)
-        return every > 0 and layer % every == 0
+        return is_recomputed(self.activation_checkpointing, layer)
 
     def recomputed_among(self, layers: Sequence[int]) -> int:
         """How many of these layers backward recomputes."""
-        every = int(self.activation_checkpointing)
-        if every < 2:
-            return every * len(layers)
-        return sum(layer % every == 0 for layer in layers)
+        return sum(map(self.recomputes, layers))
 
     def recomputed_layers(self, num_layers: int) -> int:
-        """How many of the first `num_layers` layers backward recomputes: as many as `recomputes`
-        names.
-        """
-        every = int(self.activation_checkpointing)
-        return math.ceil(num_layers / every) if every > 0 else 0
+        """How many of the first `num_layers` layers backward recomputes."""
+        return math.ceil(num_layers * recomputed_share(self.activation_checkpointing))

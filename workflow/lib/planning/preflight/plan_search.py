@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from workflow.lib.model.architecture.layer_choice import Recomputation, recomputed_share
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
@@ -27,9 +28,9 @@ from workflow.lib.system.units import GIB
 
 # Larger micro-batches bring a CPU nothing: its products are full at a few hundred rows.
 LARGEST_CPU_MICRO_BATCH = 8
-# `auto`: none, every 8th to every 2nd layer, all. Finer steps differ by less than what the
-# prediction is off.
-LEVELS: tuple[bool | int, ...] = (False, 8, 4, 3, 2, True)
+# `auto`: none, every 8th to every 2nd layer, more than half, all. Finer steps differ by less than
+# what the prediction is off.
+LEVELS: tuple[Recomputation, ...] = (False, 8, 4, 3, 2, 0.625, 0.75, True)
 # Two plans of different kinds are told apart by no less than what predicted times are off
 # (docs/memory-model.md), two of a kind by less.
 UNSURE, NEGLIGIBLE = 0.10, 0.03
@@ -69,8 +70,10 @@ class Candidate:
     @property
     def recomputation(self) -> str:
         """The level in words."""
-        every = int(self.setup.activation_checkpointing)
-        return {0: "none", 1: "every layer"}.get(every, f"1 of {every} layers")
+        share = recomputed_share(self.setup.activation_checkpointing)
+        if share in (0, 1):
+            return "every layer" if share else "none"
+        return f"{share.numerator} of {share.denominator} layers"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Choices:
 
     sizes: list[int]
     """Rows of a micro-batch."""
-    levels: list[bool | int]
+    levels: list[Recomputation]
     offload: list[bool | int]
     reshard: list[bool]
     host_layers: bool = False
@@ -91,7 +94,7 @@ class Choices:
         for size, level, offload, reshard in product(
             self.sizes, self.levels, self.offload, self.reshard
         ):
-            if type(offload) is int and int(level) == 1 and len(self.offload) > 1:
+            if type(offload) is int and level == 1 and len(self.offload) > 1:
                 continue  # of recomputed layers the inputs are offloaded, all or none
             yield replace(
                 setup,
@@ -133,9 +136,9 @@ def _flags(wanted: bool | str, *, first: bool, choice: bool) -> list[bool]:
     return [first, not first] if choice else [first]
 
 
-def checkpointing_levels(wanted: bool | int | str) -> list[bool | int]:
+def checkpointing_levels(wanted: Recomputation | str) -> list[Recomputation]:
     """Return the levels of recomputation to consider: the one that is set, or all for `auto`."""
-    return [int(wanted) if type(wanted) is int else bool(wanted)] if wanted != "auto" else [*LEVELS]
+    return [*LEVELS] if isinstance(wanted, str) else [wanted]
 
 
 @dataclass(frozen=True)
