@@ -1,11 +1,12 @@
 """The verdict of a page: held-out loss, tasks, checks, required gain, and the best of a sweep."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.report_examples import edit, write_run
+from tests.support.report_examples import add_original, edit, write_run
 from tests.support.report_pages import Page, read, rendered
 from workflow.lib.report.html_page import render_page
 from workflow.lib.settings.config import ReportConfig
@@ -71,6 +72,16 @@ def test_best_run_of_a_sweep_comes_first(tmp_path: Path) -> None:
     first, rest = page.split("</article>", 1)
     assert 'Best of 3 runs: <span class="run">two</span>' in first.replace("\n", " ")
     assert "The other 2 runs in the same detail" in rest
+
+
+def test_every_form_is_open_for_the_best_run_alone(tmp_path: Path) -> None:
+    names = ("one", "two", "three")
+    for name, loss in zip(names, (1.7, 1.2, 1.5), strict=True):
+        add_original(better(tmp_path, name, loss), loss=2.5)
+    tags = re.findall(r"<details([^>]*)>\s*<summary>Every form", rendered(tmp_path, *names))
+    assert [tag.endswith(" open") for tag in tags] == [False, True, False]
+    (alone,) = re.findall(r"<details([^>]*)>\s*<summary>Every form", rendered(tmp_path, "one"))
+    assert alone.endswith(" open")
 
 
 def test_run_that_got_worse_or_failed_is_named_before_the_best(tmp_path: Path) -> None:
