@@ -13,7 +13,7 @@ from tests.support.distributed import run_distributed
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.artifacts.preflight_record import Plan
-from workflow.lib.training.micro_batch_graphs import Capture, CudaCapture, Replay
+from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,4 @@
-"""Recurrent layers begin anew with every packed document; rows are taken apart and put together
-again without loss.
-"""
+"""Recurrent layers begin anew with every packed document."""
 
 from typing import Any
 
@@ -8,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from workflow.lib.model.document_states import OneByOne, documents_of
+from workflow.lib.model.document_states import OneByOne
+from workflow.lib.model.documents import documents_of, room_of
 from workflow.lib.system.errors import UserError
 
 LENGTHS = [[9, 1, 13], [23], [2, 2, 19]]
 
 
-def positions(lengths: list[list[int]]) -> torch.Tensor:
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+ALL = [9, 1, 13, 23, 2, 2, 19]
+ROOM = tuple(count + 1 for count in room_of(ALL, longest=23))  # one long document more
 
 
 class RunningSum(nn.Module):
@@ -34,10 +33,11 @@ def summed_by_hand(x: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
     return torch.stack([torch.cat(row) for row in rows])
 
 
-def test_every_document_is_summed_from_its_own_beginning() -> None:
+@pytest.mark.parametrize("room", [(), ROOM], ids=["exact", "room"])
+def test_every_document_is_summed_from_its_own_beginning(room: tuple[int, ...]) -> None:
     x = torch.randn(3, 23, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     layer = Separated()
-    layer.documents = documents_of(positions(LENGTHS))
+    layer.documents = documents_of(ALL, room=room, longest=23)
     y = layer(x)
     torch.testing.assert_close(y, summed_by_hand(x, LENGTHS))
     assert not torch.allclose(y, RunningSum()(x))
@@ -51,26 +51,24 @@ def test_what_belongs_to_the_tokens_is_divided_as_they_are() -> None:
     """One mask for all rows, too, as rotary tables are."""
     x, mask = torch.ones(3, 23, 1), torch.arange(23.0)[None]
     layer = Separated()
-    layer.documents = documents_of(positions(LENGTHS))
+    layer.documents = documents_of(ALL)
     expected = summed_by_hand(x, LENGTHS) * mask[..., None]
     torch.testing.assert_close(layer(hidden_states=x, mask=mask), expected)
 
 
 def test_rows_of_one_document_each_are_handed_on_as_they_are() -> None:
-    assert documents_of(positions([[23], [23]])) is None
-
-
-def test_fewer_than_half_of_the_places_are_filled_up() -> None:
-    lengths = [[1] * 5 + [2] * 2 + [5, 9], [20, 3], [4, 7, 12]]
-    documents = documents_of(positions(lengths))
-    assert documents is not None
-    assert sum(places.numel() for places, _ in documents.groups) < 2 * 3 * 23
-    assert len(documents.groups) <= (23).bit_length()
+    """With all that comes with them, as what cannot be divided."""
+    layer = Separated()
+    layer.documents = documents_of([23] * 3)
+    x = torch.ones(3, 23, 1)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        layer(x, mask=torch.ones(3, 7))
+    torch.testing.assert_close(layer(x), x.cumsum(dim=1))
 
 
 def test_argument_that_cannot_be_divided_is_refused() -> None:
     layer = Separated()
-    layer.documents = documents_of(positions(LENGTHS))
+    layer.documents = documents_of(ALL)
     with pytest.raises(UserError) as caught:
         layer(torch.ones(3, 23, 1), mask=torch.ones(3, 7))
     assert str(caught.value) == (

@@ -54,7 +54,7 @@ def _line(family: str, measured: set[str]) -> str:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     drop_other_parts_(model)
-    layers, recurrent = len(decoder_layers(model)), separate_documents_(model, AdapterState())
+    layers, recurrent = len(decoder_layers(model)), len(separate_documents_(model, AdapterState()))
     experts = len(list(experts_modules(model)))
     needs = attention_needs(config.to_dict())
     on_gpu = automatic_attention(

@@ -40,7 +40,8 @@ from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model import document_states, training_module
+from workflow.lib.model import training_module
+from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
@@ -173,12 +174,17 @@ def test_start_up_check_finds_attention_to_the_document_before(
     assert checked("unpacked").passed
 
 
+def rows_as_documents(position_ids: torch.Tensor) -> Documents:
+    rows, tokens = position_ids.shape
+    return documents_of([tokens] * rows)
+
+
 @pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
 def test_start_up_check_finds_a_state_of_the_document_before(
     checked: Callable[[str], Check], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "recurrent layers take documents one by one" in checked("packed").detail
-    monkeypatch.setattr(document_states, "documents_of", lambda positions: None)
+    monkeypatch.setattr(training_module, "documents_in", rows_as_documents)
     with pytest.raises(UserError, match=REFUSED):
         checked("packed")
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workflow.lib.model.documents import Documents
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -18,6 +20,8 @@ class MicroBatch:
     embedded: the tokens' embedding rows (rows * seq_len, hidden), where they are looked up outside
     of the model.
     row_keys: (rows,) of what the adapters' dropout draws from; None where nothing is dropped.
+    documents: those of the bounds, for recurrent layers; None where a model has none, or where they
+    are to be found out from the positions, for which the device has to be waited for.
     """
 
     input_ids: torch.Tensor
@@ -27,6 +31,7 @@ class MicroBatch:
     bounds: tuple[torch.Tensor, int]
     embedded: torch.Tensor | None = None
     row_keys: torch.Tensor | None = None
+    documents: Documents | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""
@@ -46,4 +51,5 @@ class MicroBatch:
             bounds=(change(bounds), longest),
             embedded=None if self.embedded is None else change(self.embedded),
             row_keys=None if self.row_keys is None else change(self.row_keys),
+            documents=None if self.documents is None else self.documents.each(change),
         )

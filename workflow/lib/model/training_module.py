@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
-from workflow.lib.model.document_states import separate_documents_
+from workflow.lib.model.document_states import separate_documents_, tell_documents_
+from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.host_embedding import embed_rows
 from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
@@ -60,8 +61,12 @@ class CausalLMForTraining(nn.Module):
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
-        self.recurrent_layers = separate_documents_(causal_lm, self.adapters)
+        self._recurrent = separate_documents_(causal_lm, self.adapters)
+
+    @property
+    def recurrent_layers(self) -> int:
         """How many there are, which take packed documents one by one."""
+        return len(self._recurrent)
 
     def multiply_in_(self, products: str, where: str) -> None:
         """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
@@ -83,9 +88,7 @@ class CausalLMForTraining(nn.Module):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss () fp32 of a micro-batch's targets."""
         self.adapters.row_keys = batch.row_keys
-        hidden = self._hidden_states(
-            batch.input_ids, batch.position_ids, bounds=batch.bounds, embedded=batch.embedded
-        )
+        hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
         loss: torch.Tensor = self.head_loss(hidden.index_select(0, batch.positions), batch.targets)
         return loss
 
@@ -97,7 +100,7 @@ class CausalLMForTraining(nn.Module):
         input_ids, position_ids: (rows, seq_len) int64.
         """
         self.adapters.row_keys = None
-        hidden = self._hidden_states(input_ids, position_ids, bounds=None, embedded=None)
+        hidden = self._hidden_states(input_ids, position_ids)
         logits: torch.Tensor = self.head_loss(hidden.index_select(0, positions), None)
         return logits
 
@@ -105,20 +108,25 @@ class CausalLMForTraining(nn.Module):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        *,
-        bounds: tuple[torch.Tensor, int] | None,
-        embedded: torch.Tensor | None,
+        batch: MicroBatch | None = None,
     ) -> torch.Tensor:
         """Return the decoder's last hidden states (rows * seq_len, hidden).
 
-        bounds and embedded as in `MicroBatch`; None: they are not known yet.
+        batch: has these rows; None: what else it would say of them is not known yet.
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
+        bounds = None if batch is None else batch.bounds
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
-        inputs = self._embedded(inputs, embedded)
+        self._tell_documents(inputs["position_ids"], None if batch is None else batch.documents)
+        inputs = self._embedded(inputs, None if batch is None else batch.embedded)
         with self._saving():
             hidden: torch.Tensor = decoder(**inputs).last_hidden_state
         return hidden.flatten(0, 1)
+
+    def _tell_documents(self, position_ids: torch.Tensor, documents: Documents | None) -> None:
+        """Say to recurrent layers which documents the rows have."""
+        if self._recurrent:
+            tell_documents_(self._recurrent, documents or documents_in(position_ids))
 
     def _saving(self) -> AbstractContextManager[None]:
         saving = self.rounded_activations or self.activation_offload
@@ -132,6 +140,7 @@ class CausalLMForTraining(nn.Module):
         """
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
+        self._tell_documents(inputs["position_ids"], None)
         logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
         return logits.flatten(0, 1).float()
 
@@ -140,7 +149,7 @@ class CausalLMForTraining(nn.Module):
 
         input_ids, position_ids: (rows, seq_len) int64.
         """
-        return self._hidden_states(input_ids, position_ids, bounds=None, embedded=None)
+        return self._hidden_states(input_ids, position_ids)
 
     def family_hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor
@@ -164,6 +173,12 @@ class CausalLMForTraining(nn.Module):
         embedding = causal_lm.get_input_embeddings()
         rows = self.rows_of(ids.flatten()) if rows is None else rows
         return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
+
+
+def documents_in(position_ids: torch.Tensor) -> Documents:
+    """Return the documents of rows (rows, seq_len) on their device, which the host waits for."""
+    bounds, _ = document_bounds(position_ids)
+    return documents_of(bounds.diff().tolist()).each(lambda x: x.to(position_ids.device))
 
 
 def _decoder_inputs(

@@ -28,6 +28,7 @@ from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.model.documents import documents_of
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.micro_batch import MicroBatch
@@ -237,14 +238,16 @@ class _Run:
 
     def _batch(self, rows: int) -> MicroBatch:
         """Rows of one document each, all of whose tokens are trained; in host memory."""
-        ids = torch.zeros(rows, self._setup.seq_len, dtype=torch.int64)
+        length = self._setup.seq_len
+        ids = torch.zeros(rows, length, dtype=torch.int64)
         batch = MicroBatch(
             input_ids=ids,
             position_ids=torch.zeros_like(ids),
             positions=torch.zeros_like(ids.flatten()),
             targets=torch.zeros_like(ids.flatten()),
-            bounds=(torch.zeros(rows + 1, dtype=torch.int32), self._setup.seq_len),
+            bounds=(length * torch.arange(rows + 1, dtype=torch.int32), length),
             row_keys=torch.zeros(rows, dtype=torch.int64),
+            documents=documents_of([length] * rows),
         )
         if self._setup.offload_embedding:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))

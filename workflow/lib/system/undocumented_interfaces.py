@@ -51,7 +51,8 @@ INTERFACES = (
     *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
     *_of("torch", "torch", "Tensor", "_base", "_make_wrapper_subclass", "_version"),
     *_of("torch", "torch", "UntypedStorage", "_cdata"),
-    *_of("torch", "torch", "_C", "_current_graph_task_id"),
+    *_of("torch", "torch", "_C", "_current_graph_task_id", "_cuda_endAllocateToPool"),
+    *_of("torch", "torch", "_C", "_cuda_releasePool"),
     *_of_instance(
         "torch",
         "torch.nn",

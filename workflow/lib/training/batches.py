@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model.documents import documents_of
 from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.micro_batch import MicroBatch
 
@@ -78,12 +79,14 @@ def micro_batches(
     device: torch.device,
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     stay_on_host: bool = False,
+    apart: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield a micro-batch on `device` for each group of rows; the next one is being made
     meanwhile.
 
     look_up: embedding rows (n, hidden), in (page-locked) host memory, of ids (n,). stay_on_host:
-    yield them in page-locked host memory instead.
+    yield them in page-locked host memory instead. apart: with their `documents`, for recurrent
+    layers.
     """
 
     def load(group: RowGroup) -> MicroBatch:
@@ -91,6 +94,8 @@ def micro_batches(
         batch = replace(stored_batch(store, group.numbers), row_keys=keys)
         if look_up is not None:
             batch = replace(batch, embedded=look_up(batch.input_ids.flatten()))
+        if apart:
+            batch = replace(batch, documents=documents_of(batch.bounds[0].diff().tolist()))
         return batch.pinned() if device.type == "cuda" else batch
 
     def placed(batch: MicroBatch) -> MicroBatch:

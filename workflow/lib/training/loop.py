@@ -218,6 +218,7 @@ class Trainer:
             device=self.world.device,
             look_up=rows_of.on_host if isinstance(rows_of, StoredRows) else None,
             stay_on_host=self.graphs is not None,  # these copy them where a graph reads them
+            apart=self.training.recurrent_layers > 0,
         )
 
     @cached_property

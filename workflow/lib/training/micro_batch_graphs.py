@@ -23,14 +23,14 @@ from torch import nn
 from workflow.lib.distributed.agreement import any_of_all, largest_of_all
 from workflow.lib.distributed.world import World
 from workflow.lib.model.chunked_loss import IGNORED
+from workflow.lib.model.documents import Documents, Room, documents_of, room_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay, first_cause
 
 logger = logging.getLogger("workflow")
 
 SIZES = 4  # of trained tokens at most: each has a graph of its own
-Replay = Callable[[], torch.Tensor]
-Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 
 
 class Layout(NamedTuple):
@@ -43,6 +43,9 @@ class Layout(NamedTuple):
     """Padded."""
     documents: int
     """Padded; as many as rows if every row is one document."""
+    room: Room
+    """Of recurrent layers, for packed rows; () where a model has none, or every row is one
+    document."""
 
 
 def forward_backward(training: nn.Module, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,9 @@ class FixedInputs:
             bounds=(empty(bounds, layout.documents + 1), like.input_ids.shape[1]),
             embedded=None if rows is None else empty(rows),
             row_keys=None if keys is None else empty(keys),
+            documents=None if like.documents is None else _laid_out(like, layout).each(empty),
         )
+        self._layout = layout
 
     def fill(self, batch: MicroBatch) -> None:
         """Copy a micro-batch into them, without waiting for it. What pads it is no target, and
@@ -84,6 +89,18 @@ class FixedInputs:
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
         _padded_(fixed.embedded, batch.embedded)
         _padded_(fixed.row_keys, batch.row_keys)
+        if fixed.documents is not None and self._layout.room:
+            documents = _laid_out(batch, self._layout)
+            if fixed.input_ids.is_cuda:
+                documents = documents.each(torch.Tensor.pin_memory)
+            _padded_(fixed.documents.places, documents.places)
+            _padded_(fixed.documents.order, documents.order)
+
+
+def _laid_out(batch: MicroBatch, layout: Layout) -> Documents:
+    """Return a micro-batch's documents in the groups of a layout, in host memory."""
+    lengths = batch.bounds[0].diff().tolist()
+    return documents_of(lengths, room=layout.room, longest=batch.input_ids.shape[1])
 
 
 def _padded_(
@@ -95,29 +112,6 @@ def _padded_(
     target[: len(values)].copy_(values, non_blocking=True)
     if padding is not None:
         target[len(values) :].fill_(padding)
-
-
-class CudaCapture:
-    """Captures functions into CUDA graphs that share their memory: only one runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Replay:
-        """Capture what `function` launches; return what launches it again and returns the same
-        tensor, with new values. Raises `RuntimeError` for what cannot be captured.
-        """
-        graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.stream(torch.cuda.current_stream())
-        # Other threads copy rows and checkpoints meanwhile, which is none of a capture's business.
-        with here, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = function()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay
 
 
 class MicroBatchGraphs:
@@ -134,6 +128,8 @@ class MicroBatchGraphs:
         self._training, self._world, self._make_capture = training, world, make_capture
         self._documents = 0
         """Documents of the layouts of packed rows."""
+        self._room: Room = ()
+        """What recurrent layers have room for in these."""
         self._inputs: dict[Layout, FixedInputs] = {}
         """Of layouts that have run once."""
         self._captured: dict[Layout, Replay] = {}
@@ -179,22 +175,35 @@ class MicroBatchGraphs:
         unit = _whole_units(-(-tokens // SIZES), self._training.head_loss.chunk_rows())
         documents = len(batch.bounds[0]) - 1
         packed = longest < seq_len or documents != rows
-        trained, packed_documents = largest_of_all(
-            [max(1, len(batch.positions)), documents if packed else 0], world=self._world
+        recurrent = self._training.recurrent_layers > 0
+        lengths = batch.bounds[0].diff().tolist() if recurrent else []
+        trained, packed_documents, *room = largest_of_all(
+            [
+                max(1, len(batch.positions)),
+                documents if packed else 0,
+                *room_of(lengths, longest=seq_len),
+            ],
+            world=self._world,
         )
-        if packed_documents:
-            documents = self._capacity(packed_documents, rows)
-        return Layout(rows, _whole_units(trained, unit), documents)
+        trained = _whole_units(trained, unit)
+        if not packed_documents:
+            return Layout(rows, trained, documents, ())
+        self._make_room(packed_documents, rows, tuple(room))
+        return Layout(rows, trained, self._documents, self._room if recurrent else ())
 
-    def _capacity(self, documents: int, rows: int) -> int:
-        """Return how many documents a layout of packed rows has room for: twice those of its first
-        micro-batch, or more. As many as rows would mean that each row is one document.
+    def _make_room(self, documents: int, rows: int, room: Room) -> None:
+        """Let layouts of packed rows have room for these documents: for twice as many or more, of
+        which no more are long than a micro-batch has had. As many as rows would mean that each row
+        is one document.
         """
-        if max(documents, rows + 1) > self._documents:
+        few = max(documents, rows + 1) > self._documents
+        known = self._room or (0,) * len(room)
+        if few or any(more > most for more, most in zip(room, known, strict=True)):
             self.release()  # packed layouts of before will not come again
             self._inputs = {key: x for key, x in self._inputs.items() if key.documents == rows}
+            self._room = tuple(map(max, room, known))
+        if few:
             self._documents = 2 * max(documents, rows)
-        return self._documents
 
     def _ready(self, layout: Layout, inputs: FixedInputs, slope: torch.Tensor) -> bool:
         """Whether there is a graph of this layout; captures it if not."""
@@ -203,7 +212,7 @@ class MicroBatchGraphs:
             try:
                 self._captured[layout] = self._new_graph(inputs, slope)
             except RuntimeError as error:
-                failure = str(error).strip().partition("\n")[0]
+                failure = str(first_cause(error)).strip().partition("\n")[0]
             failure = any_of_all(failure, world=self._world)
             if failure is not None:
                 self._turn_off(failure)

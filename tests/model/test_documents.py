@@ -1,0 +1,98 @@
+"""Packed rows are taken apart into documents and put together again without loss, in the shapes of
+the documents or in those of a room.
+"""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from workflow.lib.model.documents import Documents, documents_of, room_of
+
+ROWS = [[9, 1, 13], [23], [2, 2, 19]]
+LENGTHS = [*chain.from_iterable(ROWS)]
+OTHERS = [[23], [3, 20], [8, 8, 1, 6]]
+LONGEST = 23
+ROOM = tuple(
+    map(max, *(room_of([*chain.from_iterable(r)], longest=LONGEST) for r in (ROWS, OTHERS)))
+)
+
+shapes = pytest.mark.parametrize("room", [(), ROOM], ids=["exact", "room"])
+
+
+def documents(room: tuple[int, ...], rows: list[list[int]] = ROWS) -> Documents:
+    return documents_of([*chain.from_iterable(rows)], room=room, longest=LONGEST)
+
+
+def rows_of(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@shapes
+def test_rows_are_put_together_as_they_were(room: tuple[int, ...]) -> None:
+    x = rows_of(3, 23, 2)
+    apart = documents(room)
+    parts = apart.apart(x)
+    assert [part.shape[:2] for part in parts] == [*apart.shapes]
+    y = apart.together(parts, x.shape[:2])
+    torch.testing.assert_close(y, x)
+    (gradient,) = torch.autograd.grad(y, x, 2 * x.detach())
+    torch.testing.assert_close(gradient, 2 * x.detach())
+
+
+@shapes
+def test_each_document_begins_a_row_and_goes_on_to_its_end(room: tuple[int, ...]) -> None:
+    tokens = torch.arange(69).view(3, 23)
+    rows = [row for part in documents(room).apart(tokens) for row in part.tolist()]
+    expected = [part.tolist() for part in tokens.flatten().split(LENGTHS)]
+    for document in expected:
+        assert any(row[: len(document)] == document for row in rows)
+
+
+@shapes
+def test_starts_are_those_of_the_rows(room: tuple[int, ...]) -> None:
+    apart = documents(room)
+    parts = apart.apart(torch.arange(69).view(3, 23))
+    for part, starts in zip(parts, apart.starts(torch.device("cpu")), strict=True):
+        assert part[:, 0].tolist() == starts.tolist()
+
+
+def test_room_gives_other_rows_the_same_shapes() -> None:
+    one, other = documents(ROOM), documents(ROOM, OTHERS)
+    assert one.shapes == other.shapes
+    assert one.places is not None
+    assert other.places is not None
+    assert one.places.shape == other.places.shape
+    assert not torch.equal(one.places, other.places)
+
+
+def test_room_is_a_few_rows_more_than_what_is_needed() -> None:
+    """The k-th longest document of any rows has a row of the length that it needs."""
+    assert room_of(LENGTHS, longest=LONGEST) == (7, 6, 4, 4, 2)
+    assert documents(ROOM).shapes == ((2, 23), (2, 16), (1, 8), (1, 4), (1, 2))
+    with pytest.raises(AssertionError, match="no room"):
+        documents(ROOM, [[17, 6], [23], [23]])
+
+
+def test_documents_of_one_length_are_not_copied() -> None:
+    apart = documents_of([23, 23, 23])
+    assert apart.are_rows((3, 23, 5))
+    assert not documents_of([69]).are_rows((3, 23, 5))
+    x = torch.randn(1, 69, 2)
+    (part,) = apart.apart(x)
+    assert part.shape == (3, 23, 2)
+    assert part.data_ptr() == x.data_ptr() == apart.together([part], x.shape[:2]).data_ptr()
+
+
+def test_fewer_than_half_of_the_places_are_filled_up() -> None:
+    lengths = [*[1] * 5, 2, 2, 5, 9, 20, 3, 4, 7, 12]
+    apart = documents_of(lengths)
+    assert sum(count * length for count, length in apart.shapes) < 2 * sum(lengths)
+    assert len(apart.shapes) <= (23).bit_length()
+
+
+def test_moved_documents_are_the_same() -> None:
+    apart = documents(())
+    assert apart.each(lambda x: x) == replace(apart)
+    assert documents_of([23, 23]).each(torch.clone) == documents_of([23, 23])

@@ -1,0 +1,162 @@
+"""Packed rows, taken apart into documents, and put together again.
+
+Documents of similar length go together, filled up at their ends to the longest: a document's last
+token again. What is made of them must be causal, so nothing of a document depends on what follows
+it; so the gradient of a place that is filled up is 0, and is not computed.
+
+Which token goes where is found in host memory, from the documents' lengths. Shapes are those of the
+lengths, or of a `Room` that any documents fit into that have no more long ones among them: then
+they are the same for all micro-batches, as CUDA graphs need them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Room = tuple[int, ...]
+"""How many documents have at least 1, 2, 4, 8, ... tokens, each up to the longest that may be."""
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the tokens of packed rows are when each document is a row of its own.
+
+    tokens: T, of all rows. shapes: for each group of documents, how many it has and their (filled
+    up) length; P is the number of its places in all groups. places: (P,) int64, the token at each
+    of them. order: (T,) int64, the place of each token. Both are None where the documents are of
+    one length, and lie there as rows already.
+    """
+
+    tokens: int
+    shapes: tuple[tuple[int, int], ...]
+    places: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
+        """Return the same with changed tensors."""
+        if self.places is None or self.order is None:
+            return self
+        return Documents(self.tokens, self.shapes, change(self.places), change(self.order))
+
+    def are_rows(self, shape: Sequence[int]) -> bool:
+        """Whether each row of a tensor of this shape (rows, tokens, ...) is one document."""
+        return self.places is None and self.shapes == (tuple(shape[:2]),)
+
+    def apart(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor of the packed rows (1 or rows, tokens, ...) by group: (documents, length,
+        ...).
+        """
+        rows = self.tokens // x.shape[1]
+        flat = x.expand(rows, *x.shape[1:]).flatten(0, 1)
+        if self.places is None:
+            return [flat.unflatten(0, self.shapes[0])]
+        at_places: torch.Tensor = _Apart.apply(flat, self.places, self.order)  # type: ignore[no-untyped-call]
+        parts = at_places.split([count * length for count, length in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def together(self, parts: list[torch.Tensor], rows: torch.Size) -> torch.Tensor:
+        """Return what was made of each group as packed rows (*rows, ...)."""
+        whole = torch.cat([part.flatten(0, 1) for part in parts]) if len(parts) > 1 else parts[0]
+        if self.order is not None:
+            flat = whole if len(parts) > 1 else whole.flatten(0, 1)
+            whole = _Together.apply(flat, self.order)  # type: ignore[no-untyped-call]
+        return whole.reshape(*rows, *parts[0].shape[2:])
+
+    def starts(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the first token (documents,) int64 of each document by group."""
+        if self.places is None:
+            count, length = self.shapes[0]
+            return [torch.arange(count, device=device) * length]
+        parts = self.places.split([count * length for count, length in self.shapes])
+        return [part[::length] for part, (_, length) in zip(parts, self.shapes, strict=True)]
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, places: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.order = order
+        return tokens.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].index_select(0, ctx.order), None, None
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, at_places: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.order, ctx.shape = order, at_places.shape
+        return at_places.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, ctx.order, grads[0]), None
+
+
+def room_of(lengths: Sequence[int], *, longest: int) -> Room:
+    """Return the room that documents of these lengths need; longest: that any document may have."""
+    sizes = np.asarray(lengths)
+    return tuple(int((sizes >= 2**digit).sum()) for digit in range(longest.bit_length()))
+
+
+def documents_of(
+    lengths: Sequence[int], *, room: Room = (), longest: int | None = None
+) -> Documents:
+    """Return the documents of these lengths, which lie one behind the other, in host memory.
+
+    room: its groups and no others, each document in the shortest that is left when longer ones have
+    theirs; longest: that any document may have then.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    tokens = int(sizes.sum())
+    if not room and (sizes == sizes[0]).all():
+        return Documents(tokens, ((len(sizes), int(sizes[0])),))
+    by_length = np.argsort(-sizes, kind="stable")
+    shapes = _shapes_in(room, longest or tokens) if room else _shapes_of(sizes[by_length])
+    places, order = _places(sizes, by_length, shapes)
+    return Documents(tokens, shapes, torch.from_numpy(places), torch.from_numpy(order))
+
+
+def _shapes_of(falling: Numbers) -> tuple[tuple[int, int], ...]:
+    """Return the groups of lengths: those of the same number of binary digits, so fewer than half
+    of the places are filled up.
+    """
+    digits = [int(length).bit_length() for length in falling]
+    firsts = [digits.index(digit) for digit in sorted({*digits}, reverse=True)]
+    return tuple((digits.count(digits[first]), int(falling[first])) for first in firsts)
+
+
+def _shapes_in(room: Room, longest: int) -> tuple[tuple[int, int], ...]:
+    """Return the groups of a room, those of long documents first."""
+    counts = [more - still_more for more, still_more in zip(room, (*room[1:], 0), strict=True)]
+    lengths = [min(2 ** (digit + 1), longest) for digit in range(len(room))]
+    pairs = zip(reversed(counts), reversed(lengths), strict=True)
+    return tuple((count, length) for count, length in pairs if count)
+
+
+def _places(
+    sizes: Numbers, by_length: Numbers, shapes: tuple[tuple[int, int], ...]
+) -> tuple[Numbers, Numbers]:
+    """Return `Documents.places` and `Documents.order`; the k-th longest document has the k-th row
+    of the groups.
+    """
+    widths = np.concatenate([np.full(count, length) for count, length in shapes])
+    first, last = np.zeros_like(widths), np.zeros_like(widths)  # of a row that is left: token 0
+    begins, own = np.cumsum(sizes) - sizes, slice(len(sizes))
+    first[own] = begins[by_length]
+    last[own] = first[own] + sizes[by_length] - 1
+    assert (last - first < widths).all(), "a document has no room"
+    offsets = np.cumsum(widths) - widths
+    column = np.arange(widths.sum()) - np.repeat(offsets, widths)
+    places = np.minimum(np.repeat(first, widths) + column, np.repeat(last, widths))
+    row_of = np.empty_like(by_length)
+    row_of[by_length] = np.arange(len(sizes))
+    order = np.arange(sizes.sum()) + np.repeat(offsets[row_of] - begins, sizes)
+    return places, order
