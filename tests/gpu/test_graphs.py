@@ -1,6 +1,7 @@
 """Micro-batches as CUDA graphs, on a GPU."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,15 @@ ON_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) -> dict[str, Any]:
+def trained(
+    base: Path,
+    levers: dict[str, Any],
+    graphed: str,
+    attention: str,
+    capturing: Callable[[], Capture] = CudaCapture,
+) -> dict[str, Any]:
     """Train in this process; graphed: `no`, `yes`, `layout`: as graphs do, but launched by Python,
-    or `fails`: the last process cannot capture.
+    or `fails`: the last process captures by `capturing`, which fails.
     """
     from workflow.lib.distributed.world import process_group
     from workflow.lib.model.lora import trainable_parameters
@@ -62,7 +69,7 @@ def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) ->
         model = build_training_model(base, config, plan, world, numerics=numerics)
         make_capture = {"yes": CudaCapture, "layout": launched_by_python, "fails": CudaCapture}
         if graphed == "fails" and world.rank == world.size - 1:
-            make_capture["fails"] = waiting_capture
+            make_capture["fails"] = capturing
         graphs = None
         if graphed != "no":
             graphs = MicroBatchGraphs(model.training, world, make_capture[graphed])
@@ -73,6 +80,7 @@ def trained(base: Path, levers: dict[str, Any], graphed: str, attention: str) ->
         for metrics in trainer.steps(first_step=0, num_steps=STEPS):
             found.append((metrics.loss, metrics.grad_norm))
             use_page_locked_memory()
+            torch.rand(1, device="cuda")  # as dropout of a family's own would
             if metrics.step == STEPS // 2:
                 trainer.release_graphs()
         final = {n: full(p) for n, p in trainable_parameters(model.training).items()}
@@ -149,7 +157,7 @@ def check_same_run(base: Path, levers: dict[str, Any], *, processes: int) -> Non
 
 def test_no_process_has_graphs_where_one_cannot_capture(base: Path, two_gpus: int) -> None:
     layout, fails = (
-        run_distributed(trained, base, {}, graphed, "varlen", world_size=two_gpus)
+        run_distributed(trained, base, {}, graphed, "varlen", waiting_capture, world_size=two_gpus)
         for graphed in ("layout", "fails")
     )
     assert fails[0]["off"] == fails[1]["off"] is not None

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workflow.lib.model.document_states import OneByOne
 from workflow.lib.model.documents import documents_of, room_of
@@ -45,6 +46,16 @@ def test_every_document_is_summed_from_its_own_beginning(room: tuple[int, ...]) 
     (ours,) = torch.autograd.grad(y, x, slope)
     (theirs,) = torch.autograd.grad(summed_by_hand(x, LENGTHS), x, slope)
     torch.testing.assert_close(ours, theirs)
+
+
+def test_no_shape_depends_on_what_only_the_device_knows() -> None:
+    """Fake tensors have no values, so nothing can be asked of them."""
+    layer, documents = Separated(), documents_of(ALL, room=ROOM, longest=23)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer.documents = documents.each(mode.from_tensor)
+        x = torch.empty(3, 23, 5, requires_grad=True)
+        layer(x).sum().backward()
+    assert x.grad is not None
 
 
 def test_what_belongs_to_the_tokens_is_divided_as_they_are() -> None:

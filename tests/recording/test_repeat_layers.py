@@ -72,11 +72,11 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     assert of_some.peak_phase == of_all.peak_phase
 
 
-def test_model_that_asks_for_values_is_refused_in_words(process: RecordingProcess) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16}
+def test_what_torch_refuses_is_told_in_words(process: RecordingProcess) -> None:
+    """Here, to divide 8 heads among 3 groups."""
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 3, "mamba_d_state": 16}
     hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}
-    config = LLAMA | hybrid | experts | mamba | {"num_hidden_layers": 2}
+    config = LLAMA | hybrid | mamba | {"num_hidden_layers": 2, "num_local_experts": 0}
     request = Request(config, setup(seq_len=128, processes=1, targets=("q_proj",)), None)
     with pytest.raises(NotRecordedError, match="cannot be recorded with this model"):
         process.record(request)

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.support.captures import ALONE, Captures, Function
+from tests.support.families import tiny_family
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.training_loops import BATCH, CLIP, ROWS, SEQ_LEN, STEPS, settings
 from workflow.lib.distributed.world import process_group
+from workflow.lib.model.documents import documents_of
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -29,6 +31,13 @@ SLOPE = torch.tensor(0.25)
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text", "falcon_h1"])
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base of a model with recurrent layers."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    return quantized(tiny_family(request.param, folder / "original"), folder / "nf4")
 
 
 @pytest.fixture
@@ -93,6 +102,41 @@ def test_a_run_by_replays_is_the_run_without(base: Path, one_process: Any) -> No
     for one, other in zip(plain, replayed, strict=True):
         assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
     torch.testing.assert_close(weights, same_weights, rtol=1e-3, atol=1e-5)
+
+
+def packed(*lengths: int) -> MicroBatch:
+    """One row of documents of these lengths."""
+    tokens = sum(lengths)
+    places = np.concatenate([np.arange(length) for length in lengths])[None]
+    ids = np.random.default_rng(len(lengths)).integers(3, 50, (1, tokens))
+    mask = places > 0
+    return replace(
+        make_batch(ids, places, mask, device=torch.device("cpu")),
+        row_keys=torch.zeros(1, dtype=torch.int64),
+        documents=documents_of(lengths),
+    )
+
+
+def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: Path) -> None:
+    """Shapes stay as they were captured; shorter or fewer documents fit into them. In fp32 a row
+    that is filled up otherwise is summed otherwise.
+    """
+    training, captures = adapted(recurrent, r=4), Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    batches = [packed(17, 6), packed(6, 17), packed(9, 5, 9), packed(4, 16, 3)]
+    for number, one in enumerate((*batches, packed(23))):
+        expected = forward_backward(training, one, SLOPE)
+        right = gradients(training)
+        training.zero_grad(set_to_none=False)
+        torch.testing.assert_close(graphs(one, SLOPE), expected, rtol=1e-5, atol=0)
+        for name, gradient in gradients(training).items():
+            largest = float(right[name].abs().max())
+            torch.testing.assert_close(gradient, right[name], rtol=0, atol=1e-4 * largest)
+        training.zero_grad(set_to_none=False)
+        if number == 1:
+            assert (captures.count, captures.replays) == (1, 1)
+    # three documents of more than 4 tokens have another room, which the fourth fits into
+    assert (captures.count, captures.replays) == (2, 2)
 
 
 def test_what_cannot_be_captured_runs_as_ever(

@@ -245,7 +245,7 @@ class _Run:
             position_ids=torch.zeros_like(ids),
             positions=torch.zeros_like(ids.flatten()),
             targets=torch.zeros_like(ids.flatten()),
-            bounds=(length * torch.arange(rows + 1, dtype=torch.int32), length),
+            bounds=(torch.zeros(rows + 1, dtype=torch.int32), length),
             row_keys=torch.zeros(rows, dtype=torch.int64),
             documents=documents_of([length] * rows),
         )

@@ -15,6 +15,7 @@ agree on every layout, and on whether a capture has failed for any of them.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -73,9 +74,12 @@ class FixedInputs:
             bounds=(empty(bounds, layout.documents + 1), like.input_ids.shape[1]),
             embedded=None if rows is None else empty(rows),
             row_keys=None if keys is None else empty(keys),
-            documents=None if like.documents is None else _laid_out(like, layout).each(empty),
+            documents=like.documents,
         )
         self._layout = layout
+        if layout.room:
+            documents = _laid_out(like, layout).each(empty)
+            self.batch = replace(self.batch, documents=documents)
 
     def fill(self, batch: MicroBatch) -> None:
         """Copy a micro-batch into them, without waiting for it. What pads it is no target, and
@@ -89,7 +93,8 @@ class FixedInputs:
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
         _padded_(fixed.embedded, batch.embedded)
         _padded_(fixed.row_keys, batch.row_keys)
-        if fixed.documents is not None and self._layout.room:
+        if self._layout.room:
+            assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)
             if fixed.input_ids.is_cuda:
                 documents = documents.each(torch.Tensor.pin_memory)

@@ -1,0 +1,26 @@
+"""Micro-batches of models with recurrent layers are recorded as they are captured: nothing in them
+waits for the device.
+"""
+
+import pytest
+
+from tests.support.families import RECURRENT
+from tests.support.other_decoders import config_of
+from tests.support.preflight_examples import setup
+from workflow.lib.planning.memory.allocation_tape import EMPTY_CACHE
+from workflow.lib.recording.recording_process import RecordingProcess
+from workflow.lib.recording.request import Request
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "lfm2_moe"])
+def test_captured_micro_batch_of_recurrent_layers_is_recorded(
+    process: RecordingProcess, family: str
+) -> None:
+    levers = setup(
+        seq_len=128, micro_batch_size=2, processes=1, targets=("q_proj",), cuda_graphs=True
+    )
+    assert levers.graphed
+    tape = process.record(Request(config_of(family), levers, None, checked=False), whole=True)
+    assert tape.events.count(EMPTY_CACHE) == 1
+    captured = tape.events[tape.events.index(EMPTY_CACHE) :]
+    assert "forward" in captured
