@@ -113,10 +113,18 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
     "gemma4_text": FamilyCase(
-        "wider heads in full layers, a stored buffer",
+        "wider heads in full layers, a stored buffer, embeddings of each layer, shared keys and values",
         GEMMA
-        | ALTERNATING
-        | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        | {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
     ),
     "olmo2": FamilyCase("norms after attention and feed-forward"),
     "olmo3": FamilyCase("sliding layers with norms after them", ALTERNATING),

@@ -30,6 +30,7 @@ from workflow.lib.model.chunked_loss import (
     OutputHead,
     TrainedHead,
 )
+from workflow.lib.model.layer_embeddings import look_up_elsewhere_, other_tables
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.device_types import GPUS
@@ -40,7 +41,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Cut embedding and head into slices; return these parameters, which FSDP must leave alone.
+    """Cut embedding, head and other tables of tokens into slices; return these parameters, which FSDP must leave alone.
 
     mesh: its last dimension are the processes that share a copy of the model, of which neighbours
     share the vocabulary (`vocabulary_slices`). Call on a meta-device model. A tied table stays one
@@ -60,7 +61,15 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
     model.set_output_embeddings(shared)
     training.head_loss = SlicedCrossEntropy(replace(training.head_loss.head, module=shared), group)
     training.rows_of = ExchangedRows(embedding, group, model.config.dtype)
-    return {p for p in (embedding.weight, weight, bias) if p is not None}
+    others = [_shared_table(table, mesh, model.config.dtype) for table in other_tables(model)]
+    return {p for p in (embedding.weight, weight, bias, *others) if p is not None}
+
+
+def _shared_table(table: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Parameter:
+    """Slice a table beside the embedding; return its parameter."""
+    table.weight = _sliced(table.weight, mesh)
+    look_up_elsewhere_(table, ExchangedRows(table, mesh.get_group(mesh.ndim - 1), dtype))
+    return table.weight
 
 
 def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:

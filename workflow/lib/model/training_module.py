@@ -16,6 +16,7 @@ from workflow.lib.model.document_states import separate_documents_, tell_documen
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.host_embedding import embed_rows
+from workflow.lib.model.layer_embeddings import layer_embeddings
 from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.frozen_products import ProductTypes
@@ -172,7 +173,8 @@ class CausalLMForTraining(nn.Module):
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         embedding = causal_lm.get_input_embeddings()
         rows = self.rows_of(ids.flatten()) if rows is None else rows
-        return others | {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
+        embedded = {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
+        return others | embedded | layer_embeddings(causal_lm.get_decoder(), ids)
 
 
 def documents_in(position_ids: torch.Tensor) -> Documents:

@@ -1,9 +1,9 @@
 """CUDA graphs of functions, and what is left to do where one cannot be captured.
 
 torch ends a capture in several steps, and leaves out all that follow one that fails
-(`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then goes on as during a capture, where
-it frees no page to make room. In torch 2.11 the device's random numbers do so too, and cannot be
-drawn. What was left out is done here.
+(`CUDAGraph::capture_end`, torch 2.11 to 2.13). Its allocator then goes on as during a capture,
+where it frees no page to make room. In torch 2.11 the device's random numbers do so too, and cannot
+be drawn. What was left out is done here.
 """
 
 from collections.abc import Callable
