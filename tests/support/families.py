@@ -57,6 +57,16 @@ LATENT = {
     "v_head_dim": 12,
 }
 GEMMA = {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+GEMMA4 = GEMMA | {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 
 
 @dataclass(frozen=True)
@@ -113,17 +123,29 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
     "gemma4_text": FamilyCase(
-        "wider heads in full layers, a stored buffer, embeddings of each layer, shared keys and values",
-        GEMMA
-        | {
-            "sliding_window": WINDOW,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 12,
-            "vocab_size_per_layer_input": VOCAB,
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
+        "wider heads in full layers, embeddings of each layer, keys and values of earlier layers",
+        GEMMA4,
+    ),
+    "gemma4": FamilyCase(
+        "a vision tower, which is left as it is",
+        {
+            "text_config": SIZES | GEMMA4,
+            "vision_config": {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "patch_size": 14,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": 1,
+            "video_token_id": 2,
+            "audio_token_id": 2,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
         },
     ),
     "olmo2": FamilyCase("norms after attention and feed-forward"),

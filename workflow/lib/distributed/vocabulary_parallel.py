@@ -30,7 +30,7 @@ from workflow.lib.model.chunked_loss import (
     OutputHead,
     TrainedHead,
 )
-from workflow.lib.model.layer_embeddings import look_up_elsewhere_, other_tables
+from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.device_types import GPUS

@@ -7,7 +7,10 @@ mapped into memory: no GPU memory, no traffic between GPUs, and one copy in the 
 processes of a machine, which the kernel may drop.
 """
 
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from transformers import PreTrainedModel
 from workflow.lib.model.nf4_model import checkpoint_name
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.device_types import GPUS
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def empty_table_(model: PreTrainedModel) -> None:
@@ -29,16 +34,56 @@ def empty_table_(model: PreTrainedModel) -> None:
         embedding.weight = nn.Parameter(embedding.weight.detach()[:0], requires_grad=False)
 
 
-def embed_rows(embedding: nn.Module, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return what the family's embedding makes (*shape, hidden) of the rows (n, hidden) of n tokens
-    in the form `shape`.
+class LookedUp:
+    """What the class of a table is mixed with whose rows (n, width) of ids (n,) come from
+    elsewhere.
     """
-    assert isinstance(embedding, nn.Embedding)
-    # It matters to gradients of the table alone, and this one has no such row.
-    embedding.padding_idx = None
-    indices = torch.arange(len(rows), device=rows.device).view(shape)
-    embedded: torch.Tensor = functional_call(embedding, {"weight": rows}, (indices,))
-    return embedded
+
+    family: nn.Embedding
+    rows_of: Rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return what the family makes of the rows (*ids.shape, width)."""
+        rows = self.rows_of(ids.flatten())
+        indices = torch.arange(len(rows), device=rows.device).view(ids.shape)
+        embedded: torch.Tensor = functional_call(self.family, {"weight": rows}, (indices,))
+        return embedded
+
+
+def look_up_elsewhere_(table: nn.Embedding, rows_of: Rows) -> None:
+    """Let a table take its rows from what is called for them; the family's own embedding still
+    runs, on a table of just these rows.
+    """
+    family, kind = copy(table), type(table)  # buffers stay those of the table
+    family._parameters = {"weight": nn.Parameter(torch.empty(0, 0), requires_grad=False)}
+    family.padding_idx = None  # it matters to gradients of the table alone
+    mixed: dict[str, Any] = {"family": family, "rows_of": rows_of}
+    table.__class__ = type(kind.__name__, (LookedUp, kind), mixed)
+
+
+def other_tables(model: PreTrainedModel) -> list[nn.Embedding]:
+    """Return the tables of a model's decoder beside its embedding: of Gemma 3n and 4, those of
+    which each layer gets a part of a token's row.
+    """
+    embedding = model.get_input_embeddings()
+    tables = [m for m in model.get_decoder().modules() if isinstance(m, nn.Embedding)]
+    return [table for table in tables if table is not embedding]
+
+
+def with_embeddings(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's inputs with all that its decoder would look up in several tables in place of
+    ids: what is around the decoder (Gemma 4's) would read the tables' weights itself.
+    """
+    decoder: Any = model.get_decoder()
+    if not getattr(decoder, "hidden_size_per_layer_input", 0):
+        return inputs
+    others = dict(inputs)
+    ids = others.pop("input_ids")
+    rows = {
+        "inputs_embeds": model.get_input_embeddings()(ids),
+        "per_layer_inputs": decoder.get_per_layer_inputs(ids),
+    }
+    return others | rows
 
 
 class StoredRows:

@@ -2,8 +2,8 @@
 
 It takes a micro-batch and returns a sum of losses, never logits of all positions."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.document_states import separate_documents_, tell_documents_
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
-from workflow.lib.model.host_embedding import embed_rows
-from workflow.lib.model.layer_embeddings import layer_embeddings
+from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
 from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
 from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.frozen_products import ProductTypes
@@ -59,6 +58,8 @@ class CausalLMForTraining(nn.Module):
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Embedding rows (n, hidden) of ids (n,), where its table is not whole and frozen."""
+        self._known_rows: torch.Tensor | None = None
+        """Those of the micro-batch that is computed, where they are known."""
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
@@ -119,8 +120,7 @@ class CausalLMForTraining(nn.Module):
         bounds = None if batch is None else batch.bounds
         inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
         self._tell_documents(inputs["position_ids"], None if batch is None else batch.documents)
-        inputs = self._embedded(inputs, None if batch is None else batch.embedded)
-        with self._saving():
+        with self._embedding(None if batch is None else batch.embedded), self._saving():
             hidden: torch.Tensor = decoder(**inputs).last_hidden_state
         return hidden.flatten(0, 1)
 
@@ -142,7 +142,8 @@ class CausalLMForTraining(nn.Module):
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
         inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
         self._tell_documents(inputs["position_ids"], None)
-        logits: torch.Tensor = causal_lm(**self._embedded(inputs, None)).logits
+        with self._embedding(None):
+            logits: torch.Tensor = causal_lm(**with_embeddings(causal_lm, inputs)).logits
         return logits.flatten(0, 1).float()
 
     def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -162,19 +163,24 @@ class CausalLMForTraining(nn.Module):
         with attending_by_reference(causal_lm.get_decoder().config):
             return self.hidden_states(input_ids, position_ids)
 
-    def _embedded(self, inputs: dict[str, Any], rows: torch.Tensor | None) -> dict[str, Any]:
-        """Return a decoder's inputs with embeddings in place of ids, where rows are looked up
-        outside of the model.
+    @contextmanager
+    def _embedding(self, rows: torch.Tensor | None) -> Iterator[None]:
+        """Within the block the embedding takes its rows from where they are, if that is outside of
+        the model; rows: those of the tokens, if they are known.
         """
-        if self.rows_of is None:
-            return inputs
-        others = dict(inputs)
-        ids = others.pop("input_ids")
-        causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
-        embedding = causal_lm.get_input_embeddings()
-        rows = self.rows_of(ids.flatten()) if rows is None else rows
-        embedded = {"inputs_embeds": embed_rows(embedding, rows, ids.shape)}
-        return others | embedded | layer_embeddings(causal_lm.get_decoder(), ids)
+        embedding = self.peft_model.get_base_model().get_input_embeddings()  # type: ignore[operator]
+        if self.rows_of is not None and not isinstance(embedding, LookedUp):
+            look_up_elsewhere_(embedding, self._look_up)
+        self._known_rows = rows
+        try:
+            yield
+        finally:
+            self._known_rows = None
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embedding's rows (n, hidden) of ids (n,)."""
+        assert self.rows_of is not None
+        return self.rows_of(ids) if self._known_rows is None else self._known_rows
 
 
 def documents_in(position_ids: torch.Tensor) -> Documents:

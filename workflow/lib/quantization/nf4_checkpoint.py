@@ -93,7 +93,7 @@ def quantize_tensor(
 
 
 def check_checkpoint(
-    model: nn.Module, linears: dict[str, tuple[int, int]], reader: CheckpointReader
+    model: PreTrainedModel, linears: dict[str, tuple[int, int]], reader: CheckpointReader
 ) -> None:
     """Raise `UserError` unless the checkpoint holds all of the model's tensors, in their shapes,
     with linears to quantize.
@@ -137,15 +137,15 @@ def check_checkpoint(
             )
 
 
-def _unknown_stacks(model: nn.Module) -> list[str]:
-    """Return the names of weights (experts, out, in) that are no linear's, nor a convolution's, nor
-    in a module that `expert_stacks` knows.
+def _unknown_stacks(model: PreTrainedModel) -> list[str]:
+    """Return the names of the decoder's weights (experts, out, in) that are no linear's, nor a
+    convolution's, nor in a module that `expert_stacks` knows.
     """
-    known = expert_stacks(model)
+    known, others = expert_stacks(model), tuple(f"{path}." for path in other_parts(model))
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if not isinstance(module, nn.Conv1d)
+        if not isinstance(module, nn.Conv1d) and not f"{path}.".startswith(others)
         for name, param in module.named_parameters(recurse=False)
         if param.dim() == 3 and min(param.shape) > 1 and f"{path}.{name}" not in known
     ]
