@@ -179,7 +179,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["architectures = ['BertForMaskedLM']: this is no causal language model"],
     ),
     (SIZES | {"model_type": "vit"}, ["'vit'", "has no causal language model of this type"]),
-    (SIZES | {"model_type": "gemma4_text"}, ["embed_tokens_per_layer.weight is a table"]),
     (
         SIZES | {"model_type": "llama", "vocab_size": None},
         ["vocab_size = None: must be a whole number above 0"],

@@ -41,7 +41,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Cut embedding, head and other tables of tokens into slices; return these parameters, which FSDP must leave alone.
+    """Cut embedding, head and other tables of tokens into slices; return these parameters, which
+    FSDP must leave alone.
 
     mesh: its last dimension are the processes that share a copy of the model, of which neighbours
     share the vocabulary (`vocabulary_slices`). Call on a meta-device model. A tied table stays one

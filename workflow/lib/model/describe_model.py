@@ -25,10 +25,11 @@ from workflow.lib.model.architecture.config_file import (
     refuse_quantized,
     text_part,
 )
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.model_shape import Linear, ModelShape
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
+from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
@@ -207,7 +208,7 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         tied_embeddings=_tied(model),
         logit_softcap=getattr(config, "final_logit_softcapping", None) is not None,
         attention_masks=1 + any("sliding" in x or "chunked" in x for x in types),
-        other_vectors=_other_vectors(model, paths),
+        **_others(model, paths),
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
         prefix="model.language_model." if wrapped else _parent(paths["embedding"]),
         attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
@@ -240,20 +241,35 @@ def _tied(model: PreTrainedModel) -> bool:
     return bool(model.config.tie_word_embeddings)
 
 
-def _other_vectors(model: PreTrainedModel, paths: dict[str, str]) -> tuple[tuple[str, int], ...]:
-    """Return the parameters outside decoder layers and tables; raises `UserError` if one is a table
-    too.
+def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:
+    """Return what a decoder has besides its layers, embedding and head, as `ModelShape` has it;
+    raises `UserError` for what is neither a vector, a linear nor a table of tokens.
     """
-    tables = {f"{paths['embedding']}.weight", f"{paths['head']}.weight"}
+    linears = [
+        Linear(path, module.out_features, module.in_features)
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and path != paths["head"]
+        and not path.startswith(f"{paths['layers']}.")
+    ]
+    beside = [id(table.weight) for table in other_tables(model)]
+    known = {f"{paths['embedding']}.weight", f"{paths['head']}.weight"}
+    known |= {f"{linear.path}.weight" for linear in linears}
     others = {
         name: param
         for name, param in model.named_parameters(remove_duplicate=False)
-        if name not in tables and not name.startswith(f"{paths['layers']}.")
+        if name not in known and not name.startswith(f"{paths['layers']}.")
     }
-    wide = [name for name, param in others.items() if param.dim() > 1]
+    tables = {name: tuple(param.shape) for name, param in others.items() if id(param) in beside}
+    vectors = {name: param for name, param in others.items() if name not in tables}
+    wide = [name for name, param in vectors.items() if param.dim() > 1]
     if wide:
         raise UserError(
-            f"{wide[0]} is a table beside embedding and head, whose memory is not known. "
-            "Choose another model.source."
+            f"{wide[0]} is neither a linear nor a table of tokens, and lies beside the decoder "
+            "layers: its memory is not known. Choose another model.source."
         )
-    return tuple((name, param.numel()) for name, param in sorted(others.items()))
+    return {
+        "other_vectors": tuple((name, param.numel()) for name, param in sorted(vectors.items())),
+        "other_linears": tuple(linears),
+        "other_tables": tuple(sorted(tables.items())),
+    }

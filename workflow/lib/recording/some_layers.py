@@ -14,19 +14,36 @@ from transformers import PreTrainedModel
 
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.host_embedding import other_tables
 
 EDGE = 2  # layers at both ends that stand for themselves alone
 TYPES = (bool, int, str, type(None))
 
 
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[Hashable]:
-    """Return what tells layers apart: their modules, and what the levers do with them."""
+    """Return what tells layers apart: their modules, and what the levers do with them; no two are
+    alike where layers take something from a certain other one.
+    """
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
+    connected = _connected(model)
     return [
-        (_modules(layer), types[number] if types else None, *(number in layers for layers in taken))
+        (
+            _modules(layer),
+            types[number] if types else None,
+            number if connected else None,
+            *(number in layers for layers in taken),
+        )
         for number, layer in enumerate(decoder_layers(model))
     ]
+
+
+def _connected(model: PreTrainedModel) -> bool:
+    """Whether layers attend to keys of earlier ones, or have parts of a table each (Gemma 3n, 4):
+    none can be taken out then.
+    """
+    shares = any(getattr(module, "is_kv_shared_layer", False) for module in model.modules())
+    return shares or bool(other_tables(model))
 
 
 def _modules(layer: nn.Module) -> Hashable:

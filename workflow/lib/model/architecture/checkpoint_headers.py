@@ -55,9 +55,14 @@ def expected_tensors(shape: ModelShape) -> Iterable[tuple[str, tuple[int, ...]]]
     """
     table = (shape.vocab_size, shape.hidden_size)
     yield f"{shape.prefix}{shape.embedding.removeprefix(_decoder(shape))}.weight", table
-    for name, length in shape.other_vectors:
+    others: list[tuple[str, tuple[int, ...]]] = [
+        *((name, (length,)) for name, length in shape.other_vectors),
+        *((f"{x.path}.weight", (x.out_features, x.in_features)) for x in shape.other_linears),
+        *shape.other_tables,
+    ]
+    for name, sizes in others:
         inside = name.startswith(_decoder(shape))
-        yield (shape.prefix if inside else "") + name.removeprefix(_decoder(shape)), (length,)
+        yield (shape.prefix if inside else "") + name.removeprefix(_decoder(shape)), sizes
     if not shape.tied_embeddings:
         yield f"{shape.head}.weight", table
     for number in range(shape.num_layers):

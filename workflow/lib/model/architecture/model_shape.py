@@ -201,6 +201,10 @@ class ModelShape:
     """Share of attention weights that training drops."""
     masked: bool = False
     """Its layers tell their attention nothing of documents but the mask."""
+    other_linears: tuple[Linear, ...] = ()
+    """Linears of the decoder outside of its layers, with their paths in the model."""
+    other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()
+    """Name and shape of tables of tokens beside the embedding (per-layer embeddings of Gemma)."""
     config_sha256: str = field(default="", compare=False)
     """Of the config.json that this describes."""
 
@@ -239,25 +243,29 @@ class ModelShape:
     @cached_property
     def linear_names(self) -> tuple[str, ...]:
         """Names of the linears of all kinds, each once."""
-        return tuple(dict.fromkeys(x.name for kind in self.kinds for x in kind.linears))
+        linears = [*(x for kind in self.kinds for x in kind.linears), *self.other_linears]
+        return tuple(dict.fromkeys(linear.name for linear in linears))
 
     def linear_paths(self) -> list[str]:
         """Return the paths of all decoder linears in the model."""
-        return [
+        of_layers = [
             f"{self.layers}.{number}.{linear.path}"
             for number in range(self.num_layers)
             for linear in self.layer(number).linears
         ]
+        return of_layers + [linear.path for linear in self.other_linears]
 
     @cached_property
     def quantized_weights(self) -> int:
         """Elements of all decoder linears."""
-        return self.total(lambda layer: layer.num_weights)
+        others = sum(linear.num_weights for linear in self.other_linears)
+        return self.total(lambda layer: layer.num_weights) + others
 
     @cached_property
     def plain_weights(self) -> int:
         """Elements of embedding, head, norms and all else that stays in the compute type."""
         tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+        tables += sum(prod(table) for _, table in self.other_tables)
         vectors = self.total(lambda layer: sum(length for _, length in layer.vectors))
         wide = self.total(lambda layer: sum(prod(shape) for _, shape in layer.tensors))
         return tables + vectors + wide + sum(length for _, length in self.other_vectors)
@@ -278,7 +286,12 @@ class ModelShape:
             }
             for kind in self.kinds
         ]
-        return asdict(self) | {"kinds": kinds, "other_vectors": dict(self.other_vectors)}
+        return asdict(self) | {
+            "kinds": kinds,
+            "other_vectors": dict(self.other_vectors),
+            "other_linears": {x.path: _sizes(x) for x in self.other_linears},
+            "other_tables": dict(self.other_tables),
+        }
 
 
 def _sizes(linear: Linear) -> list[int]:
@@ -302,7 +315,11 @@ def shape_of_document(document: Mapping[str, Any]) -> ModelShape:
         )
         for kind in document["kinds"]
     )
-    others = {"other_vectors": tuple(document["other_vectors"].items())}
+    others = {
+        "other_vectors": tuple(document["other_vectors"].items()),
+        "other_linears": tuple(Linear(x, *size) for x, size in document["other_linears"].items()),
+        "other_tables": tuple((name, tuple(x)) for name, x in document["other_tables"].items()),
+    }
     order = {"kinds": kinds, "order": tuple(document["order"])}
     return ModelShape(**dict(document) | order | others)
 

@@ -27,6 +27,7 @@ from workflow.lib.planning.memory.terms import (
     layer_tensors,
     layer_workspace,
     mask_bytes,
+    other_tensors,
     saved_activations,
     stored_terms,
     table_slice,
@@ -186,7 +187,8 @@ def _hidden(shape: ModelShape, setup: Setup) -> int:
 
 
 def _gradients(shape: ModelShape, setup: Setup) -> int:
-    return shape.total(lambda layer: layer_tensors(layer, setup).sharded["lora_weights"])
+    of_layers = shape.total(lambda layer: layer_tensors(layer, setup).sharded["lora_weights"])
+    return of_layers + other_tensors(shape, setup).sharded["lora_weights"]
 
 
 def _throughout(shape: ModelShape, setup: Setup) -> Terms:

@@ -1,10 +1,12 @@
 """Bytes on disk of what a run leaves behind, from shapes alone."""
 
-from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
+from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.planning.memory.layer_tensors import LayerTensors
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     MOMENT_BLOCK_SIZE,
     layer_tensors,
+    other_tensors,
     trainable_parameters,
 )
 from workflow.lib.planning.token_counts import TokenCounts
@@ -26,10 +28,12 @@ def disk_bytes(
     are counted with it: one for every checkpoint that a run may continue from, and the newest.
     """
 
-    def quantized(layer: DecoderLayer) -> int:
-        tensors = layer_tensors(layer, setup).by_term
-        packed = tensors["nf4_weights"] + tensors["nf4_scales"]
+    def packed_bytes(tensors: LayerTensors) -> int:
+        packed = tensors.by_term["nf4_weights"] + tensors.by_term["nf4_scales"]
         return sum(rows * width for rows, width in packed)
+
+    base = shape.total(lambda layer: packed_bytes(layer_tensors(layer, setup)))
+    base += packed_bytes(other_tensors(shape, setup))
 
     adapter = 4 * trainable_parameters(shape, setup)
     eight = setup.optimizer.endswith("8bit")
@@ -37,7 +41,7 @@ def disk_bytes(
     packed_tokens = tokens.packed_rows * tokens.seq_len
     return {
         "tokens": packed_tokens * (4 + 1 + 4) + tokens.heldout_tokens * (4 + 1),
-        "base": shape.total(quantized) + shape.source_bytes * shape.plain_weights,
+        "base": base + shape.source_bytes * shape.plain_weights,
         "checkpoints": (adapter + moments) * (keep_checkpoints + 1),
         "adapter": (2 + (keep_checkpoints + 1 if keep_best else 0)) * adapter,
     }

@@ -37,7 +37,8 @@ def lora_parameters(shape: ModelShape, setup: Setup) -> int:
         tensors = layer_tensors(layer, setup).by_term["lora_weights"]
         return sum(rows * width for rows, width in tensors) // 4
 
-    return shape.total(elements)
+    others = other_tensors(shape, setup).by_term["lora_weights"]
+    return shape.total(elements) + sum(rows * width for rows, width in others) // 4
 
 
 def trainable_parameters(shape: ModelShape, setup: Setup) -> int:
@@ -67,6 +68,22 @@ def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
     return layer_tensors_of(kind)
 
 
+def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
+    """Return the tensors of the decoder outside of its layers, without tables."""
+    kind = LayerKind(
+        linears=shape.other_linears,
+        vectors=tuple(length for _, length in shape.other_vectors),
+        tensors=(),
+        adapters=setup.adapters,
+        dora=setup.dora,
+        block_size=setup.block_size,
+        double_quant=setup.double_quant,
+        compute_bytes=setup.compute_bytes,
+        processes=setup.shards,
+    )
+    return layer_tensors_of(kind)
+
+
 def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Return what lies in memory from the second step on, in every phase."""
     c = setup.compute_bytes
@@ -74,17 +91,30 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     return setup.fixed_terms | {
         "nf4_weights": _sharded(shape, setup, "nf4_weights", hosted=False),
         "nf4_scales": _sharded(shape, setup, "nf4_scales", hosted=False),
-        "nf4_tables": shape.total(lambda x: len(x.linears)) * sum(map(rounded, CODE_TABLES))
+        "nf4_tables": (shape.total(lambda x: len(x.linears)) + len(shape.other_linears))
+        * sum(map(rounded, CODE_TABLES))
         + product_scales(shape, setup),
-        "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c),
+        "embedding_and_head": frozen_tables(shape, setup) * table_slice(shape, setup, width=c)
+        + sharded_bytes(
+            [(rows, width * c) for _, (rows, width) in shape.other_tables], processes=setup.slices
+        ),
         "module_weights": setup.trained_tables * table_slice(shape, setup, width=4),
-        "norms_and_biases": _sharded(shape, setup, "norms_and_biases")
-        + sharded_bytes([(length, c) for _, length in shape.other_vectors], processes=setup.shards),
+        "norms_and_biases": _sharded(shape, setup, "norms_and_biases"),
         "lora_weights": _sharded(shape, setup, "lora_weights"),
         "adam_moments": moment_bytes(shape, setup)[0],
         "inputs": setup.tokens
-        * (4 * 8 + head_dim_bytes),  # four int64 each: ids, positions, rows, targets
+        * (4 * 8 + head_dim_bytes)  # four int64 each: ids, positions, rows, targets
+        + _layer_inputs(shape, setup),
     }
+
+
+def _layer_inputs(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of what is made of tokens for all layers at once: rows of other tables, and the outputs
+    of other linears, kept by the norm behind them and by the layers.
+    """
+    widths = [width for _, (_, width) in shape.other_tables]
+    widths += [2 * linear.out_features for linear in shape.other_linears]
+    return setup.compute_bytes * setup.tokens * sum(widths)
 
 
 def _sharded(shape: ModelShape, setup: Setup, term: str, *, hosted: bool = True) -> int:
@@ -92,6 +122,7 @@ def _sharded(shape: ModelShape, setup: Setup, term: str, *, hosted: bool = True)
     without.
     """
     total = shape.total(lambda layer: layer_tensors(layer, setup).sharded[term])
+    total += other_tensors(shape, setup).sharded[term]
     if hosted or not setup.offload_layers:
         return total
     return total - shape.total(
@@ -126,7 +157,9 @@ def moment_bytes(shape: ModelShape, setup: Setup) -> tuple[int, int]:
         for kind, count in shape.counts.items()
         for size, leaves in layer_moments(shape.kinds[kind], setup)
     ]
-    for num_bytes, leaves in [*of_layers, *module_moments(shape, setup)]:
+    others = other_tensors(shape, setup).by_term["lora_weights"]
+    beside = _moments(others, setup, cuts=setup.shards)
+    for num_bytes, leaves in [*of_layers, *beside, *module_moments(shape, setup)]:
         sizes[leaves] += 2 * num_bytes
     return sizes[False], sizes[True]
 
