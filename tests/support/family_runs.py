@@ -210,6 +210,13 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
     return tuned.eval()  # the same as training: nothing is dropped
 
 
+def in_float64(model: PeftModel) -> PeftModel:
+    """Return a stock model that computes in fp64, but for what its family's code casts itself."""
+    base: Any = model.get_base_model()
+    base.set_experts_implementation("eager")  # grouped products have no fp64
+    return model.double()
+
+
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
     """Return the summed loss, its gradients, and the experts chosen in each layer, one document
     at a time.
