@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import torch
 
-from workflow.lib.model.documents import Documents, documents_of, room_of
+from workflow.lib.model.documents import Documents, documents_of, places_in, room_of
 
 ROWS = [[9, 1, 13], [23], [2, 2, 19]]
 LENGTHS = [*chain.from_iterable(ROWS)]
@@ -71,6 +71,7 @@ def test_room_is_a_few_rows_more_than_what_is_needed() -> None:
     """The k-th longest document of any rows has a row of the length that it needs."""
     assert room_of(LENGTHS, longest=LONGEST) == (7, 6, 4, 4, 2)
     assert documents(ROOM).shapes == ((2, 23), (2, 16), (1, 8), (1, 4), (1, 2))
+    assert places_in(ROOM, longest=LONGEST) == 2 * 23 + 2 * 16 + 8 + 4 + 2
     with pytest.raises(AssertionError, match="no room"):
         documents(ROOM, [[17, 6], [23], [23]])
 

@@ -52,7 +52,7 @@ from workflow.lib.system.files import read_json
 from workflow.lib.training.startup_checks import check_attention
 
 CPU = torch.device("cpu")
-# Ours in fp32, the family's in fp64, whose own rounding would be up to 1e-4 in fp32 (Gated DeltaNet);
+# Ours in fp32, the family's in fp64: in fp32 its rounding is up to 1e-4 (Gated DeltaNet);
 # gradients relative to the largest.
 LOSS, GRADIENT = 2e-5, 1e-4
 

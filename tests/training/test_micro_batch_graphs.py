@@ -123,7 +123,7 @@ def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: 
     """
     training, captures = adapted(recurrent, r=4), Captures()
     graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
-    batches = [packed(17, 6), packed(6, 17), packed(9, 5, 9), packed(4, 16, 3)]
+    batches = [packed(17, 6), packed(6, 17), packed(8, 3, 12), packed(2, 18, 3)]
     for number, one in enumerate((*batches, packed(23))):
         expected = forward_backward(training, one, SLOPE)
         right = gradients(training)
@@ -135,8 +135,25 @@ def test_documents_of_recurrent_layers_are_those_of_each_micro_batch(recurrent: 
         training.zero_grad(set_to_none=False)
         if number == 1:
             assert (captures.count, captures.replays) == (1, 1)
-    # three documents of more than 4 tokens have another room, which the fourth fits into
+    # two documents of 8 tokens and more have another room, which the fourth fits into
     assert (captures.count, captures.replays) == (2, 2)
+
+
+def test_graphs_are_off_where_recurrent_layers_would_be_filled_up_twice(
+    recurrent: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long documents of some micro-batches and many short ones of others need room by turns."""
+    training, captures = adapted(recurrent, r=4), Captures()
+    graphs = MicroBatchGraphs(training, ALONE, lambda: captures)
+    for _ in range(2):
+        graphs(packed(17, 6), SLOPE)
+    short = packed(3, 3, 3, 3, 3, 3, 3, 2)
+    expected = forward_backward(training, short, SLOPE)
+    torch.testing.assert_close(graphs(short, SLOPE), expected)
+    assert (captures.count, captures.replays) == (1, 1)
+    assert "documents of too different lengths for its recurrent layers" in caplog.text
+    graphs(packed(17, 6), SLOPE)
+    assert captures.replays == 1
 
 
 def test_what_cannot_be_captured_runs_as_ever(

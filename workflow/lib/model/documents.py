@@ -106,6 +106,11 @@ def room_of(lengths: Sequence[int], *, longest: int) -> Room:
     return tuple(int((sizes >= 2**digit).sum()) for digit in range(longest.bit_length()))
 
 
+def places_in(room: Room, *, longest: int) -> int:
+    """Return the places that a room has for tokens."""
+    return sum(count * length for count, length in _shapes_in(room, longest))
+
+
 def documents_of(
     lengths: Sequence[int], *, room: Room = (), longest: int | None = None
 ) -> Documents:
