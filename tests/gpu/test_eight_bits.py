@@ -8,11 +8,13 @@ import torch
 from tests.support.adapted_layers import Layer, random
 from tests.support.eight_bit_cases import (
     FORMATS,
+    copies_of_norms,
     float8_product,
     int8_products,
     restored_rows,
     weights_and_activations,
 )
+from tests.support.feed_forward_cases import passes_behind_a_norm
 from tests.support.models import nf4_linear
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.frozen_products import ProductTypes
@@ -36,6 +38,18 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_weights_and_activations_are_the_cpu_s_bit_by_bit(kind: str) -> None:
     for one, other in weights_and_activations(FORMATS[kind], device="cuda", interpreted=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_norm_writes_in_8_bits_what_its_output_is_rounded_to(kind: str) -> None:
+    for one, other in copies_of_norms(FORMATS[kind], device="cuda", interpreted=False):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_products_that_take_a_norm_s_copy_give_the_same_bits(kind: str, tmp_path: Path) -> None:
+    rounding, taking = passes_behind_a_norm(
+        tmp_path, products=kind, dtype=torch.bfloat16, device="cuda"
+    )
+    assert all(map(torch.equal, rounding, taking))
 
 
 def test_restored_rows_are_the_cpu_s_bit_by_bit(kind: str) -> None:

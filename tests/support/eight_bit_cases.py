@@ -16,7 +16,9 @@ from workflow.lib.model.layers.eight_bits.products import (
     restored,
     rounded,
     row_scales,
+    unfilled,
 )
+from workflow.lib.model.layers.fused_kernels import norm
 from workflow.lib.model.layers.kernels import NF4Data
 
 # (out, in): less than a program has, and a last program that is not full; rows of 3 blocks
@@ -95,10 +97,32 @@ def _rounded_rows(
 ) -> Pairs:
     copy = rounded(rows, form, factors=factors)
     given = None if factors is None else factors.to(device)
-    values, sizes = gpu_kernels.round_rows(
-        rows.to(device), given, dtype=dtype, largest=form.largest, block=form.block
+    made = unfilled(rows.shape, form._replace(dtype=dtype), torch.device(device))[:2]
+    gpu_kernels.round_rows(
+        rows.to(device), given, largest=form.largest, block=form.block, into=made
     )
-    return [(values, copy.values), (sizes, copy.scales)]
+    return [*zip(made, copy[:2], strict=True)]
+
+
+def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
+    """Return pairs of what a norm's kernel writes in 8 bits beside its output, and what the output
+    is by itself, bit by bit: several rows a program, one row, rows that are no whole blocks, and a
+    row that is not finite.
+    """
+    dtype = torch.float32 if interpreted else torch.bfloat16
+    stored = torch.float32 if interpreted and form.name == "float8" else form.dtype
+    pairs: Pairs = []
+    for width in (48, 192, norm.ELEMENTS + 64):
+        x = activations(width).to(device, dtype)
+        x[5, 7] = torch.inf
+        weight = (torch.rand(width) + 0.5).to(device, dtype)
+        copy = unfilled(x.shape, form._replace(dtype=stored), x.device)
+        y = norm.forward(x, weight, 1e-6, 0.0, copy)
+        pairs.append((y, norm.forward(x, weight, 1e-6, 0.0)))
+        alone = unfilled(x.shape, copy.form, x.device)
+        gpu_kernels.round_rows(y, None, largest=form.largest, block=form.block, into=alone[:2])
+        pairs += zip(copy[:2], alone[:2], strict=True)
+    return [(one.cpu(), other.cpu()) for one, other in pairs]
 
 
 def restored_rows(*, dtype: torch.dtype, device: str, interpreted: bool) -> Pairs:

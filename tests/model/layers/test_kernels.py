@@ -110,12 +110,25 @@ for kind, products in itertools.product(cases.FACTORS, (None, "int8")):
 """
 EIGHT_BITS = """
 import torch
-from tests.support.eight_bit_cases import FORMATS, int8_products, weights_and_activations
-for form in FORMATS.values():
-    for one, other in weights_and_activations(form, device="cpu", interpreted=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
-for one, other in int8_products(device="cpu"):
+from tests.support import eight_bit_cases as cases
+for form in cases.FORMATS.values():
+    for case in (cases.weights_and_activations, cases.copies_of_norms):
+        for one, other in case(form, device="cpu", interpreted=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), form.name
+for one, other in cases.int8_products(device="cpu"):
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-3)
+"""
+TAKEN = """
+import tempfile, torch
+from pathlib import Path
+from tests.support.feed_forward_cases import passes_behind_a_norm
+from workflow.lib.model.layers import kernels
+kernels.usable = lambda device: True
+with tempfile.TemporaryDirectory() as folder:
+    rounding, taking = passes_behind_a_norm(
+        Path(folder), products="int8", dtype=torch.float32, device="cpu"
+    )
+assert all(map(torch.equal, rounding, taking))
 """
 EXPERTS = """
 import torch
@@ -158,6 +171,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         FEED_FORWARD,
         EIGHT_BITS,
         RESTORED,
+        TAKEN,
         EXPERTS,
     ],
     ids=[
@@ -173,6 +187,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "feed-forward in one node",
         "products in 8 bits",
         "rows of 8 bits",
+        "copies of norms",
         "experts",
     ],
 )

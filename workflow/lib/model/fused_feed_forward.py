@@ -102,9 +102,9 @@ class _FeedForwardGradient(torch.autograd.Function):
         into = adapted(layers[:2], draws[:2])
         low = low_rank(into, rows)
         if _kernels_add(rows, factors):
-            gate, up = frozen_values(into, rows)
+            gate, up = frozen_values(into, x)
         else:
-            gate, up = values(into, rows, low, factors)
+            gate, up = values(into, x, low, factors)
         ctx.norm, source = keepable(x)
         ctx.layers, ctx.draws, ctx.activation = layers, draws, activation
         ctx.save_for_backward(source, gate, up, low, *(x for x in factors if x is not None))

@@ -28,6 +28,7 @@ from workflow.lib.model.layers.eight_bits.products import (
     rounded,
     row_scales,
 )
+from workflow.lib.model.layers.eight_bits.written_copies import taken_copy
 from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, add_low_rank_
 from workflow.lib.model.layers.kernels import NF4Data
 
@@ -80,10 +81,15 @@ class FrozenWeight(Protocol):
 Operand = torch.Tensor | Rounded
 
 
-def operand(rows: torch.Tensor, linear: FrozenWeight) -> Operand:
-    """Return rows (T, in) as forward multiplies them: linears that share them share this, too."""
-    form = linear.product_types.forward
-    return rows if form is None else rounded(rows, form)
+def operand(x: torch.Tensor, linear: FrozenWeight) -> Operand:
+    """Return x (..., in) as the rows (T, in) that forward multiplies: linears that share x share
+    this, too.
+    """
+    types, rows = linear.product_types, x.reshape(-1, x.shape[-1])
+    copy = taken_copy(x, types)
+    if copy is not None or types.forward is None:
+        return rows if copy is None else copy
+    return rounded(rows, types.forward)
 
 
 def adapted_product(
@@ -175,7 +181,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, linear: FrozenWeight, bias: bool) -> torch.Tensor:
         ctx.linear = linear
-        rows = operand(x.reshape(-1, x.shape[-1]), linear)
+        rows = operand(x, linear)
         y = frozen_value(linear, rows, dtype=x.dtype, bias=bias)
         return y.view(*x.shape[:-1], -1)
 

@@ -82,9 +82,9 @@ def low_rank(linears: Sequence[Adapted], rows: torch.Tensor) -> torch.Tensor:
     return low
 
 
-def value(linear: Adapted, rows: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return W x + s B low + b (T, out) of rows (T, in), for low = A d(x) (T, r)."""
-    return _value(linear, operand(rows, linear.base), low, dtype=rows.dtype, bias=True)
+def value(linear: Adapted, x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return W x + s B low + b (T, out) of x (..., in), for low = A d(x) (T, r)."""
+    return _value(linear, operand(x, linear.base), low, dtype=x.dtype, bias=True)
 
 
 def _value(
@@ -105,22 +105,24 @@ def updates(linears: Sequence[Adapted], low: torch.Tensor) -> list[LowRank]:
     return [_update(linear, part) for linear, part in zip(linears, parts, strict=True)]
 
 
-def frozen_values(linears: Sequence[Adapted], rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return W x + b of every linear, without the adapters' parts."""
-    shared = operand(rows, linears[0].base)
-    return [frozen_value(x.base, shared, dtype=rows.dtype, bias=True) for x in linears]
+def frozen_values(linears: Sequence[Adapted], x: torch.Tensor) -> list[torch.Tensor]:
+    """Return W x + b (T, out) of every linear for x (..., in), without the adapters' parts."""
+    shared = operand(x, linears[0].base)
+    return [frozen_value(y.base, shared, dtype=x.dtype, bias=True) for y in linears]
 
 
 def values(
     linears: Sequence[Adapted],
-    rows: torch.Tensor,
+    x: torch.Tensor,
     low: torch.Tensor,
     factors: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """Return y of every linear; with a factor of DoRA without the bias, which is added after it."""
-    made, shared = [], operand(rows, linears[0].base)
+    """Return y (T, out) of every linear for x (..., in); with a factor of DoRA without the bias,
+    which is added after it.
+    """
+    made, shared = [], operand(x, linears[0].base)
     for linear, part, factor in zip(linears, _parts(linears, low), factors, strict=True):
-        y = _value(linear, shared, part, dtype=rows.dtype, bias=factor is None)
+        y = _value(linear, shared, part, dtype=x.dtype, bias=factor is None)
         made.append(y if factor is None else y.mul_(factor))
     return made
 

@@ -37,7 +37,7 @@ def nf4_lora_matmul(x: torch.Tensor, layer: Any) -> torch.Tensor:
 
     def product(low: torch.Tensor) -> torch.Tensor:
         (linear,) = adapted([layer], draws)
-        return value(linear, x.reshape(-1, x.shape[-1]), low)
+        return value(linear, x, low)
 
     return apply_two_nodes(NF4LoraMatMul, x, layer, draws, *layer.fused_weights(), value=product)
 
@@ -101,7 +101,7 @@ class _NF4LoraMatMuls(torch.autograd.Function):
         rows, linears = x.reshape(-1, x.shape[-1]), adapted(layers, draws)
         low = low_rank(linears, rows)
         ctx.norm, source = keepable(x)
-        made = values(linears, rows, low, factors)
+        made = values(linears, x, low, factors)
         outputs = tuple(y.view(*x.shape[:-1], -1) for y in made)
         kept = () if factors[0] is None else (*factors, *outputs)
         ctx.save_for_backward(source, low, *kept)

@@ -89,33 +89,29 @@ def round_rows(
     rows: torch.Tensor,
     factors: torch.Tensor | None,
     *,
-    dtype: torch.dtype,
     largest: float,
     block: int | None,
-    into: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits, and their
-    scales (T, blocks) fp32: one for each `block` columns, or for a row. They are written `into` two
-    tensors, where these are given.
+    into: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write rows (T, width), times `factors` (width,) fp32 of their columns, in 8 bits, and their
+    scales (T, blocks) fp32: one for each `block` columns, or for a row.
+
+    into: values and scales.
     """
     rows = rows.contiguous()
     num_rows, width = rows.shape
-    num_blocks = 1 if block is None else -(-width // block)
-    out, scales = into or (
-        torch.empty(rows.shape, dtype=dtype, device=rows.device),
-        torch.empty((num_rows, num_blocks), dtype=torch.float32, device=rows.device),
-    )
+    out, scales = into
     given = (scales, rows, rows if factors is None else factors, width)
     options: dict[str, Any] = {"most": largest, "folds": factors is not None}
     if block is None:
         _launch("round_rows", (num_rows,), out, *given, **row_program(width), **options)
     else:
+        num_blocks = scales.shape[1]
         blocks = min(BLOCKS_ELEMENTS // block, kernels.power_of_two(num_blocks))
         _launch(
             "round_blocks", (num_rows, -(-num_blocks // blocks)), out, *given, num_blocks,
             block_size=block, blocks=blocks, num_warps=WARPS, **options,
         )  # fmt: skip
-    return out, scales
 
 
 def row_program(width: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ A GPU has kernels. A CPU computes the same values and multiplies them in fp32, w
 for tests and trials.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,15 @@ def check_shape(path: str, shape: tuple[int, int], *, block_size: int, name: str
         )
 
 
+def unfilled(size: Sequence[int], form: Format, device: torch.device) -> Rounded:
+    """Return a copy of rows of this size (T, width), whose values and scales are to be written."""
+    num_rows, width = size
+    num_blocks = 1 if form.block is None else -(-width // form.block)
+    values = torch.empty((num_rows, width), dtype=form.dtype, device=device)
+    scales = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    return Rounded(values, scales, form)
+
+
 def rounded(
     rows: torch.Tensor,
     form: Format,
@@ -92,9 +102,8 @@ def rounded(
     into: values and scales to fill; None: new ones.
     """
     if _has_kernels(rows.device):
-        made = gpu_kernels.round_rows(
-            rows, factors, dtype=form.dtype, largest=form.largest, block=form.block, into=into
-        )
+        made = into or unfilled(rows.shape, form, rows.device)[:2]
+        gpu_kernels.round_rows(rows, factors, largest=form.largest, block=form.block, into=made)
         return Rounded(*made, form)
     exact = rows.float() if factors is None else rows.float() * factors
     blocks = exact.split(form.block or exact.shape[1], dim=1)

@@ -6,25 +6,34 @@ A program has whole rows in registers. Offsets are int64, as in `triton_kernels`
 import triton
 import triton.language as tl
 
+from workflow.lib.model.layers.eight_bits.triton_code import store_rounded
+
 
 @triton.jit
 def rms_norm(
     out,
     x,
     weight,
+    copy,
+    scales,
     eps,
     num_rows,
     width,
     offset: tl.constexpr,
+    most: tl.constexpr,
+    block: tl.constexpr,
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """`rows` rows, times `offset` + weight."""
-    at, inside, column = _rows(num_rows, width, rows, size)
+    """`rows` rows, times `offset` + weight; with a `block` also in 8 bits what was written."""
+    row, at, inside, column = _rows(num_rows, width, rows, size)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     normed = value * _inverse_root(value, eps, width)[:, None]
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    tl.store(out + at, (normed * lengths[None, :]).to(out.dtype.element_ty), mask=inside)
+    value = (normed * lengths[None, :]).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside)
+    if block:
+        store_rounded(copy, scales, value.to(tl.float32), row, num_rows, width, most, block)
 
 
 @triton.jit
@@ -41,7 +50,7 @@ def rms_norm_backward(
     size: tl.constexpr,
 ):
     """The gradient of x."""
-    at, inside, column = _rows(num_rows, width, rows, size)
+    _, at, inside, column = _rows(num_rows, width, rows, size)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     inverse = _inverse_root(value, eps, width)[:, None]
     normed = value * inverse
@@ -54,11 +63,11 @@ def rms_norm_backward(
 
 @triton.jit
 def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
-    """Return the places of this program's rows, which of them there are, and the columns."""
+    """Return this program's rows, their places, which of them there are, and the columns."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    return row[:, None] * width + column[None, :], inside, column
+    return row, row[:, None] * width + column[None, :], inside, column
 
 
 @triton.jit
