@@ -19,12 +19,19 @@ from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
 pytestmark = pytest.mark.gpu
 
 STEPS = 6
+# Little that leaves is on the device at a time, or all of it: then nothing comes back.
+STASHED = {"offload_activations": True, "offload_window_bytes": 2**15}
+STAYING = {"offload_activations": True, "offload_window_bytes": 2**21}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
     "float8": {"products": "float8"},
     "embedding on the host": {"offload_embedding": True},
     "kept in float8": {"saved_activations": "float8"},
+    "kept on the host": STASHED,
+    "kept on the host in float8": STASHED | {"saved_activations": "float8"},
+    "inputs of recomputed layers on the host": STASHED | {"dropout": 0.1},
+    "all is on the device still when forward ends": STAYING,
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {},
@@ -32,6 +39,8 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "float8, embedding on the host": {"products": "float8", "offload_embedding": True},
     "two micro-batches": {"micro_batch_size": 1},
     "replicas": {"shard_size": 1},
+    "kept on the host": STASHED,
+    "those of two layers on the host": STASHED | {"offload_activations": 2},
 }
 
 

@@ -108,6 +108,8 @@ def recorded(process: RecordingProcess, levers: Setup) -> Tape:
         ALONE | FEW,
         {"cuda_graphs": True},
         {"cuda_graphs": True, "offload_embedding": True, "accumulates": True},
+        {"cuda_graphs": True, "offload_activations": True},
+        KEPT | {"cuda_graphs": True, "offload_activations": 4},
         {"processes": 3, "activation_checkpointing": 2},
         {"processes": 4, "replicas": 2},
         {"processes": 16},

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights kept to backward": {"reshard_after_forward": False},
     "embedding on the host": {"offload_embedding": True},
     "replicas": {"shard_size": 1},
+    "activations on the host": {"offload_activations": True, "offload_window_bytes": 4096},
 }
 
 

@@ -30,7 +30,6 @@ def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
     ("levers", "words"),
     [
         ({"processes": 16, "nodes": 2}, "machines exchange"),
-        ({"offload_activations": True}, "activations wait"),
         ({"offload_layers": 1}, "weights of layers"),
         ({"trains_head": True}, "trained whole"),
         ({"dora": True}, "DoRA"),
@@ -47,8 +46,12 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words
     assert predict(tiny, refused).phases == predict(tiny, without).phases
 
 
-@pytest.mark.parametrize("levers", [{"processes": 2}, {"offload_embedding": True}], ids=str)
-def test_several_gpus_of_a_machine_have_graphs_and_so_have_looked_up_embeddings(
+@pytest.mark.parametrize(
+    "levers",
+    [{"processes": 2}, {"offload_embedding": True}, {"offload_activations": True}],
+    ids=str,
+)
+def test_several_gpus_of_a_machine_have_graphs_and_so_has_what_comes_from_host_memory(
     levers: dict[str, Any],
 ) -> None:
     assert graphed(**levers).graphed

@@ -10,8 +10,9 @@ whatever shapes, travels once.
 
 A tensor leaves in the order in which it was saved and comes back in the reverse order, as backward
 wants them; the two never happen at once, so one stream orders them, and a host buffer can be used
-again as soon as it was read. On the CPU the same is done without streams, which only moves bytes:
-for tests.
+again as soon as it was read. A pass that is captured into a CUDA graph takes the host buffers of a
+pass of equal shapes before it. They are never given back, so its copies go to the same places at
+every replay. On the CPU the same is done without streams, which only moves bytes: for tests.
 """
 
 from collections import deque
@@ -213,6 +214,13 @@ class ActivationOffload:
         self._next = min(self._next, saved.number - 1)
         self._fetch_ahead()
         return tensor
+
+    def join(self) -> None:
+        """Have the computing stream wait for all copies, also those that nobody has waited for: a
+        capture ends on the stream that it began on. Call it when backward has ended.
+        """
+        if self._stream is not None:
+            self._gpu.current_stream(self.device).wait_stream(self._stream)
 
     def _fetch_ahead(self) -> None:
         """Fetch what backward will want next, as far as the window allows."""

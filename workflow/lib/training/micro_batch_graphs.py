@@ -9,8 +9,9 @@ capture, so what would depend on values that only the device knows ends it with 
 graphs are off, and the log says why.
 
 Collectives are captured with the rest: FSDP2 begins and ends every micro-batch with shards alone,
-and its streams join the capturing one. All processes of a run must run the same graph then, so they
-agree on every layout, and on whether a capture has failed for any of them.
+and its streams join the capturing one, as that of activations in host memory does. All processes of
+a run must run the same graph then, so they agree on every layout, and on whether a capture has
+failed for any of them.
 """
 
 import logging
@@ -52,12 +53,16 @@ class Layout(NamedTuple):
     document."""
 
 
-def forward_backward(training: nn.Module, batch: MicroBatch, slope: torch.Tensor) -> torch.Tensor:
+def forward_backward(
+    training: CausalLMForTraining, batch: MicroBatch, slope: torch.Tensor
+) -> torch.Tensor:
     """Add a micro-batch's gradients times `slope` () fp32 to the parameters'; return its summed
     loss (). Its autograd graph goes with this call: it holds hidden states.
     """
     loss: torch.Tensor = training(batch)
     loss.backward(slope)
+    if training.activation_offload is not None:
+        training.activation_offload.join()
     return loss.detach()
 
 

@@ -96,7 +96,6 @@ class Setup:
         """What keeps micro-batches from being CUDA graphs, in words; None: nothing is known."""
         obstacles = {
             "machines exchange data within a micro-batch": self.nodes > 1,
-            "activations wait in host memory": bool(self.offload_activations),
             "weights of layers wait in host memory": self.offload_layers > 0,
             "modules are trained whole": self.trained_tables > 0,
             "DoRA's row norms are made once a step": self.dora,
