@@ -22,6 +22,7 @@ from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.offload_terms import offload_window
 from workflow.lib.planning.memory.replay import Replay, replay
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.timing.calibration import recorded_setup
 from workflow.lib.recording.recording_process import RecordingProcess, recording_process
 from workflow.lib.recording.request import Request
 from workflow.lib.settings.benchmark import BenchmarkConfig
@@ -120,7 +121,7 @@ def _is_gemma(line: dict[str, Any]) -> bool:
 
 def row(line: dict[str, Any], process: RecordingProcess) -> Row:
     """Return a measurement beside what is predicted for it now."""
-    setup = Setup(**line["setup"] | {"targets": tuple(line["setup"]["targets"])})
+    setup = recorded_setup(line)
     if line["measured"]["attention"] == FLEX:  # earlier setups call it flash
         setup = replace(setup, attention=FLEX)
     sizes = BenchmarkConfig(**line["sizes"])

@@ -134,11 +134,15 @@ def _profiled_parts(profile: dict[str, Any] | None) -> dict[str, float]:
 
 def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, Setup]:
     """Return the shape and the set-up that a line of measurements.jsonl records."""
-    setup = line["setup"]
-    return (
-        shape_of_document(line["shape"]),
-        Setup(**setup | {"targets": tuple(setup["targets"])}),
-    )
+    return shape_of_document(line["shape"]), recorded_setup(line)
+
+
+def recorded_setup(line: dict[str, Any]) -> Setup:
+    """Return the set-up of a line. Its plan says whether there were graphs: an engine of then had
+    none in cases in which today's has some.
+    """
+    setup, graphs = line["setup"], line["plan"].get("cuda_graphs", False)
+    return Setup(**setup | {"targets": tuple(setup["targets"]), "cuda_graphs": graphs})
 
 
 def fit(timings: Sequence[Timing], gpu: GpuModel, *, start: Constants) -> Constants:
