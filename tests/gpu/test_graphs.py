@@ -19,9 +19,11 @@ from workflow.lib.training.cuda_capture import Capture, CudaCapture, Replay
 pytestmark = pytest.mark.gpu
 
 STEPS = 6
-# Little that leaves is on the device at a time, or all of it: then nothing comes back.
+# Little that leaves is on the device at a time, or all of it: then nothing comes back. Of a large
+# window only larger tensors leave.
 STASHED = {"offload_activations": True, "offload_window_bytes": 2**15}
 STAYING = {"offload_activations": True, "offload_window_bytes": 2**21}
+TOO_SMALL = {"offload_activations": True, "offload_window_bytes": 2**30}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
@@ -32,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kept on the host in float8": STASHED | {"saved_activations": "float8"},
     "inputs of recomputed layers on the host": STASHED | {"dropout": 0.1},
     "all is on the device still when forward ends": STAYING,
+    "nothing is large enough to leave": TOO_SMALL,
 }
 ON_TWO: dict[str, dict[str, Any]] = {
     "sharded": {},

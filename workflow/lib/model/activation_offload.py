@@ -216,10 +216,11 @@ class ActivationOffload:
         return tensor
 
     def join(self) -> None:
-        """Have the computing stream wait for all copies, also those that nobody has waited for: a
-        capture ends on the stream that it began on. Call it when backward has ended.
+        """Have the computing stream wait for all copies of the pass, also those that nobody has
+        waited for: a capture ends on the stream that it began on. Call it when backward has ended.
         """
-        if self._stream is not None:
+        # Without copies the stream is in no capture, and a capture may not wait for it.
+        if self._stream is not None and self._saved:
             self._gpu.current_stream(self.device).wait_stream(self._stream)
 
     def _fetch_ahead(self) -> None:
