@@ -38,8 +38,9 @@ PARTS = {
 
 
 def measured_families() -> set[str]:
-    """Return the families whose memory was measured on GPUs."""
-    sizes = {json.dumps(line["sizes"], sort_keys=True) for line in all_lines() if line.get("sizes")}
+    """Return the families whose memory was measured on GPUs, of this engine and not of peers alone."""
+    ours = [line["sizes"] for line in all_lines() if line["peer"] is None]
+    sizes = {json.dumps(each, sort_keys=True) for each in ours}
     return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
 
 
