@@ -38,7 +38,7 @@ PARTS = {
 
 
 def measured_families() -> set[str]:
-    """Return the families whose memory was measured on GPUs, of this engine and not of peers alone."""
+    """Return the families whose memory this engine, not a peer alone, took on GPUs."""
     ours = [line["sizes"] for line in all_lines() if line["peer"] is None]
     sizes = {json.dumps(each, sort_keys=True) for each in ours}
     return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
