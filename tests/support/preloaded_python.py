@@ -28,13 +28,16 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "PRELOADED_PYTHON"  # path of the command
-STAGE = "workflow.scripts."
+WORKFLOW, STAGES = "workflow", "workflow.scripts"
+STAGE = f"{STAGES}."
 SPAWNED = "from multiprocessing.spawn import "
-SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "__init__.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "workflow" / "scripts"
 PACKAGES = (
     "multiprocessing.spawn",
     "pydantic",
@@ -53,7 +56,7 @@ PACKAGES = (
 # By these packages. Not the number of threads: Snakemake sets it for every job, and forks obey it.
 READ_AT_IMPORT = (
     *("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT"),
-    *("OMP_WAIT_POLICY", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"),
+    *("OMP_WAIT_POLICY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SETTLED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # the environment of tests' stages
@@ -151,8 +154,8 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
         connection = listening.accept()[0]
         with suppress(EOFError):
             request, files = _receive(connection)
+            _import_packages()
             if _imported_alike(request["environment"], variables):
-                _import_packages()
                 if os.fork() == 0:
                     listening.close()
                     _run(request, files, connection)
@@ -181,20 +184,42 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(text), files
 
 
-def _imported_alike(one: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether packages that are imported read the same in two environments."""
-    return all(one.get(name) == other.get(name) for name in READ_AT_IMPORT)
+def _imported_alike(asked: dict[str, str], own: dict[str, str]) -> bool:
+    """Whether an environment gives the same packages, which read the same in it.
+
+    Snakemake has every job look for modules in the checkout, which holds none of them.
+    """
+    loaded = {name.partition(".")[0] for name in sys.modules} - {WORKFLOW}
+    places = asked.get("PYTHONPATH", "").split(os.pathsep)
+    found = {path.stem for place in filter(None, places) for path in Path(place).glob("*")}
+    return not found & loaded and all(asked.get(x) == own.get(x) for x in READ_AT_IMPORT)
 
 
 def _import_packages() -> None:
     """Import them as a stage does, at the first request."""
     if PACKAGES[0] not in sys.modules:
         gc.disable()
-        runpy.run_path(str(SCRIPTS))  # what is set before a stage imports a package
+        runpy.run_path(str(SCRIPTS / "__init__.py"))  # what is set before a stage imports a package
         for package in PACKAGES:
             importlib.import_module(package)
+        _import_library()
         gc.freeze()  # a collection in a fork would copy all of it
         gc.enable()
+
+
+def _import_library() -> None:
+    """Import what the stages of this checkout do; they themselves run as programs."""
+    sys.path.insert(0, str(ROOT))
+    for file in SCRIPTS.glob("*.py"):
+        importlib.import_module(STAGE + file.stem)
+    sys.path.pop(0)
+    _forget(STAGES)
+
+
+def _forget(package: str) -> None:
+    """Let a package be imported anew."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
+        del sys.modules[name]
 
 
 def _close(files: list[int]) -> None:
@@ -243,7 +268,11 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
     search = os.environ.get("PYTHONPATH")
-    sys.path[:0] = [request["folder"], *(search.split(os.pathsep) if search else [])]
+    places = [request["folder"], *(search.split(os.pathsep) if search else [])]
+    sys.path[:0] = places
+    found = PathFinder.find_spec(WORKFLOW, places)
+    if found is None or found.origin != str(ROOT / WORKFLOW / "__init__.py"):
+        _forget(WORKFLOW)
     sys.executable = os.environ.get(VARIABLE, sys.executable)
     sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
     _enter(request["arguments"])
