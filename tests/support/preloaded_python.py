@@ -5,14 +5,15 @@ start_server()                       # once in a session of tests; light until i
 subprocess.run([preloaded_python(), "-m", "workflow.scripts.evaluate_run", ...])
 
 The command hands its arguments, folder, environment and open files to a server, which forks; it
-passes signals on, and ends as the fork ends. Every fork imports the workflow's own modules, so they
-may be of any checkout. What a stage starts by multiprocessing is forked too. All else, and a stage
-in whose environment packages would be imported otherwise, is run by the interpreter itself.
+passes signals on, and ends as the fork ends. Forks share the library of this checkout; a stage of
+another one imports its own. What a stage starts by multiprocessing is forked too. All else, and a
+stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups or the death of processes needs a stage that is
 started as a user starts it: `Project.start` does.
 """
 
+import atexit
 import fcntl
 import gc
 import importlib
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -275,8 +277,24 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
         _forget(WORKFLOW)
     sys.executable = os.environ.get(VARIABLE, sys.executable)
     sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
-    _enter(request["arguments"])
-    sys.exit()
+    try:
+        _enter(request["arguments"])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise  # Python prints it
+        _end(end.code or 0)
+    _end(0)
+
+
+def _end(status: int) -> NoReturn:
+    """End as Python does, but leave all memory to the system: to take the packages apart copies
+    what is shared with the server, and takes longer than many a stage.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _number(files: list[int], numbers: list[int]) -> None:

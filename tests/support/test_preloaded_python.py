@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.support.preloaded_python import SETTLED, VARIABLE, preloaded_python
+from tests.support.preloaded_python import ROOT, SETTLED, VARIABLE, preloaded_python
 
 pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason="with GPUs nothing is forked")
 
 PROBE = """
-import json, multiprocessing, os, signal, sys, time
+import atexit, json, multiprocessing, os, signal, sys, threading, time
 
 def tell(sending):
     sending.send(["torch" in sys.modules, os.getcwd()])
@@ -38,6 +38,12 @@ if __name__ == "__main__":
         print(*receiving.recv())
         spawned.join()
         sys.exit(spawned.exitcode)
+    if sys.argv[1:] == ["refuse"]:
+        sys.exit("a message")
+    if sys.argv[1:] == ["end late"]:
+        atexit.register(print, "at the end")
+        threading.Timer(0.3, print, ["in a thread"]).start()
+        sys.exit(5)
     names = ("PROBE", "OMP_NUM_THREADS")
     print("on standard error", file=sys.stderr)
     print(json.dumps({
@@ -93,6 +99,47 @@ def test_stage_of_any_checkout_is_run_as_by_the_interpreter(checkout: Path) -> N
     assert '"preloaded": true' in one[1]
     assert one == (3, other[1].replace("false", "true"), "on standard error\n")
     assert other[0] == 3
+
+
+@pytest.mark.parametrize("argument", ["refuse", "end late"])
+def test_stage_ends_as_the_interpreter_does(checkout: Path, argument: str) -> None:
+    one, other = (
+        run(checkout, python, argument, variables=environment())
+        for python in (preloaded_python(), sys.executable)
+    )
+    assert one == other
+    assert one[0] in (1, 5)
+
+
+def test_stage_that_finds_its_checkout_by_the_environment_is_forked(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """As Snakemake starts it, in the folder of the results."""
+    variables = environment(PYTHONPATH=str(checkout))
+    assert '"preloaded": true' in run(tmp_path, preloaded_python(), variables=variables)[1]
+
+
+def test_stage_that_finds_another_package_by_the_environment_is_not_forked(
+    checkout: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "pydantic.py").touch()
+    variables = environment(PYTHONPATH=str(tmp_path))
+    assert '"preloaded": false' in run(checkout, preloaded_python(), variables=variables)[1]
+
+
+def test_forks_of_this_checkout_share_its_library(checkout: Path) -> None:
+    code = (
+        "from multiprocessing.spawn import sys; print('workflow.lib.training.loop' in sys.modules)"
+    )
+    for folder, shared in ((ROOT, "True\n"), (checkout, "False\n")):
+        done = subprocess.run(
+            [preloaded_python(), "-c", code],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == shared, done.stderr
 
 
 def test_stage_in_whose_environment_packages_are_imported_otherwise_is_not_forked(
