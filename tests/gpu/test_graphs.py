@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.stages.test_finetune import ROWS, SEQ_LEN, full, settings
 from tests.support.captures import Function
@@ -118,6 +120,25 @@ def waiting_capture() -> Capture:
     return waiting
 
 
+def breaking_capture() -> Capture:
+    """Return what breaks off when the second decoder layer is reached, as where memory runs out."""
+    capture, reached = CudaCapture(), [0]
+
+    def fail(module: nn.Module, inputs: Any) -> None:
+        reached[0] += "DecoderLayer" in type(module).__name__
+        if reached[0] == 2:
+            raise RuntimeError("out of memory")
+
+    def breaking(function: Function) -> Replay:
+        hook = register_module_forward_pre_hook(fail)
+        try:
+            return capture(function)
+        finally:
+            hook.remove()
+
+    return breaking
+
+
 def use_page_locked_memory() -> None:
     """Write over small blocks that were free: a graph that still reads one goes wrong."""
     for size in 2 ** torch.arange(3, 14):
@@ -167,9 +188,15 @@ def check_same_run(base: Path, levers: dict[str, Any], *, processes: int) -> Non
         )  # later weights differ by rounding
 
 
-def test_no_process_has_graphs_where_one_cannot_capture(base: Path, two_gpus: int) -> None:
+@pytest.mark.parametrize("capturing", [waiting_capture, breaking_capture])
+@pytest.mark.parametrize("kind", ["sharded", "recomputed, weights kept to backward"])
+def test_no_process_has_graphs_where_one_cannot_capture(
+    base: Path, two_gpus: int, kind: str, capturing: Callable[[], Capture]
+) -> None:
     layout, fails = (
-        run_distributed(trained, base, {}, graphed, "varlen", waiting_capture, world_size=two_gpus)
+        run_distributed(
+            trained, base, ON_TWO[kind], graphed, "varlen", capturing, world_size=two_gpus
+        )
         for graphed in ("layout", "fails")
     )
     assert fails[0]["off"] == fails[1]["off"] is not None

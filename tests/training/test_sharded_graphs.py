@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.captures import Captures
+from tests.support.captures import BreaksOff, Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import random_store
 from tests.support.plans import make_plan
@@ -31,8 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(base: Path, levers: dict[str, Any], graphed: bool, failing: int) -> dict[str, Any]:
-    """Train in this process; failing: the rank that cannot capture."""
+def trained(
+    base: Path, levers: dict[str, Any], graphed: bool, failing: int, breaks: str | None
+) -> dict[str, Any]:
+    """Train in this process; failing: the rank that cannot capture; breaks: where all captures
+    break off, `forward` or `backward`.
+    """
     asked, ask = [0], vocabulary_parallel.largest_count
 
     def counted(count: int) -> int:
@@ -45,7 +49,10 @@ def trained(base: Path, levers: dict[str, Any], graphed: bool, failing: int) -> 
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
         numerics = Numerics(torch.float32, "sdpa")
         training = build_training_model(base, config, plan, world, numerics=numerics).training
-        captures = Captures(fails=world.rank == failing)
+        captures: Any = Captures(fails=world.rank == failing)
+        if breaks is not None:
+            layer = training.peft_model.get_base_model().model.layers[1]
+            captures = BreaksOff(training, layer, backward=breaks == "backward")
         graphs = MicroBatchGraphs(training, world, lambda: captures) if graphed else None
         store = random_store(rows=ROWS, seq_len=SEQ_LEN)
         optimizer = make_optimizer(training, config.train)
@@ -62,8 +69,11 @@ def trained(base: Path, levers: dict[str, Any], graphed: bool, failing: int) -> 
     }
 
 
-def run(base: Path, kind: str, *, graphed: bool, failing: int = -1) -> list[dict[str, Any]]:
-    return run_distributed(trained, base, KINDS[kind], graphed, failing, world_size=PROCESSES)
+def run(
+    base: Path, kind: str, *, graphed: bool, failing: int = -1, breaks: str | None = None
+) -> list[dict[str, Any]]:
+    arguments = (base, KINDS[kind], graphed, failing, breaks)
+    return run_distributed(trained, *arguments, world_size=PROCESSES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,6 +103,21 @@ def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base: Path) -> N
     assert all(result["counts"] == (1, 0) for result in failed)
     plain = run(base, "sharded", graphed=False)
     assert plain[0]["losses"] == pytest.approx(failed[0]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "weights kept to backward", "embedding on the host"])
+@pytest.mark.parametrize("breaks", ["forward", "backward"])
+def test_capture_that_breaks_off_within_the_layers_is_forgotten(
+    base: Path, kind: str, breaks: str
+) -> None:
+    """Some layers are gathered then, and others' gradients under way."""
+    plain, broken = (
+        run(base, kind, graphed=graphed, breaks=breaks if graphed else None)
+        for graphed in (False, True)
+    )
+    assert all(result["counts"] == (1, 0) and result["off"] for result in broken)
+    assert plain[0]["losses"] == pytest.approx(broken[0]["losses"], rel=1e-5)
+    torch.testing.assert_close(plain[0]["weights"], broken[0]["weights"], rtol=1e-3, atol=1e-5)
 
 
 def zeroed(base: Path) -> tuple[bool, bool]:

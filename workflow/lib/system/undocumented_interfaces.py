@@ -46,6 +46,8 @@ def _of_instance(
     return tuple(Interface(package, f"{module}.{path}", name, owner) for name in names)
 
 
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+
 INTERFACES = (
     *_of("torch", "torch", "", "_foreach_mul_", "_foreach_zero_", "_scaled_mm"),
     *_of("torch", "torch.distributed.tensor", "DTensor", "__create_chunk_list__"),
@@ -53,6 +55,12 @@ INTERFACES = (
     *_of("torch", "torch", "UntypedStorage", "_cdata"),
     *_of("torch", "torch", "_C", "_current_graph_task_id", "_cuda_endAllocateToPool"),
     *_of("torch", "torch", "_C", "_cuda_releasePool"),
+    *_of("torch", "torch.distributed.fsdp", "FSDPModule", "_get_fsdp_state"),
+    *_of("torch", f"{FSDP2}._fsdp_common", "TrainingState", "IDLE"),
+    *_of("torch", f"{FSDP2}._fsdp_param_group", "FSDPParamGroup", "_to_sharded"),
+    *_of_instance(
+        "torch", f"{FSDP2}._fsdp_state", "FSDPState", "_comm_ctx", "_state_ctx", "_fsdp_param_group"
+    ),
     *_of_instance(
         "torch",
         "torch.nn",

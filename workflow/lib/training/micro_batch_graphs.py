@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.distributed.abandoned import abandon_micro_batch_
 from workflow.lib.distributed.agreement import any_of_all, largest_of_all
 from workflow.lib.distributed.world import World
 from workflow.lib.model.chunked_loss import IGNORED
@@ -232,6 +233,7 @@ class MicroBatchGraphs:
                 failure = str(first_cause(error)).strip().partition("\n")[0]
             failure = any_of_all(failure, world=self._world)
             if failure is not None:
+                abandon_micro_batch_(self._training)
                 self._turn_off(failure)
                 return False
         assert all(param.grad is grad for param, grad in self._gradients), (
