@@ -2,6 +2,7 @@
 covered is refused by name.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.families import GEMMA4
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
-from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.checkpoint_headers import expected_tensors
+from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config, describe_folder
 from workflow.lib.model.fuse_layers import fuse_layers_
@@ -120,6 +123,35 @@ def test_layer_with_wider_heads_is_a_kind_of_its_own() -> None:
     assert [shape.layer(n).query_width for n in range(4)] == [80, 160, 80, 160]
 
 
+LAYER_EMBEDDINGS = {
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 211,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+
+
+def test_tables_and_linears_beside_the_layers_are_described() -> None:
+    """Of a decoder whose layers have embeddings of their own, and share keys and values."""
+    shape = described("gemma4_text", **LAYER_EMBEDDINGS)
+    config = AutoConfig.for_model(
+        "gemma4_text", **SIZES | FAMILIES["gemma4_text"] | LAYER_EMBEDDINGS
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    stored = model.state_dict()
+    del stored[f"{shape.head}.weight"]  # tied
+    tensors = dict(expected_tensors(shape))
+    shapes = {name: tuple(x.shape) for name, x in stored.items()}
+    assert tensors == {name: x or (1,) for name, x in shapes.items()}
+    weights = shape.quantized_weights + shape.plain_weights
+    assert weights == sum(x.numel() for x in stored.values())
+    assert shape.other_tables == (("model.embed_tokens_per_layer.weight", (211, 4 * 12)),)
+    assert "model.per_layer_model_projection" in shape.linear_paths()
+    assert [x.name for x in shape.layer(2).linears][:2] == ["q_proj", "o_proj"]
+    assert shape_of_document(json.loads(json.dumps(shape.document()))) == shape
+
+
 @pytest.mark.parametrize(
     ("family", "before", "after", "count"),
     [("llama", 1, 0, 2), ("gemma2", 1, 1, 4), ("olmo2", 0, 1, 2), ("cohere", 1, 0, 1)],
@@ -179,6 +211,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["architectures = ['BertForMaskedLM']: this is no causal language model"],
     ),
     (SIZES | {"model_type": "vit"}, ["'vit'", "has no causal language model of this type"]),
+    (
+        SIZES | GEMMA4 | {"model_type": "gemma3n_text", "laurel_rank": 8},
+        ["'gemma3n_text'", "several streams of hidden states"],
+    ),
     (
         SIZES | {"model_type": "llama", "vocab_size": None},
         ["vocab_size = None: must be a whole number above 0"],

@@ -195,6 +195,11 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
     layers = recorded_layers(model)
+    if any(calls.hidden_dims != 3 for calls in layers):
+        raise UserError(
+            "its decoder layers take several streams of hidden states, which is not supported. "
+            "Choose another model.source."
+        )
     described = described_layers(model, layers)
     kinds = list(dict.fromkeys(described))
     return ModelShape(

@@ -55,6 +55,8 @@ class LayerCalls:
     kept: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     """Tensors that autograd would keep of a module, by their storage."""
     hidden_size: int = 0
+    hidden_dims: int = 3
+    """Of the hidden states that it takes: (rows, tokens, hidden)."""
 
     @property
     def attention(self) -> str:
@@ -137,7 +139,7 @@ def _watch(
         running.append((calls, path))
         if not path:
             hidden, *others = (*args, *named.values())
-            calls.hidden_size = hidden.shape[-1]
+            calls.hidden_size, calls.hidden_dims = hidden.shape[-1], hidden.dim()
             calls.given.update(x.untyped_storage()._cdata for x in _tensors([others]))
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
