@@ -29,6 +29,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.documents import documents_of
+from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Spec
 from workflow.lib.model.micro_batch import MicroBatch
@@ -166,6 +167,7 @@ class _Run:
         self._setup, self._world, self._dtype = setup, world, DTYPES[setup.compute_bytes]
         model = _nf4_model(request.config, setup, numbers)
         self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
+        self._other_tables = other_tables(model)
         plan, choice = _plan(request), described.choice.among(numbers)
         fused = setup.fused_layers
         self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
@@ -183,7 +185,7 @@ class _Run:
         for number, layer in enumerate(self._layers):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 recorder.assign(tensor, layer=number)
-        tables = (self._embedding, self._head)
+        tables = (self._embedding, self._head, *self._other_tables)
         for tensor, term in module_tensors(self.training, tables):
             recorder.assign(tensor, term=term)
         if self._laid_out.offloaded_layers:

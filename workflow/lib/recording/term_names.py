@@ -43,7 +43,9 @@ BY_PHASE = {
 def module_tensors(
     training: nn.Module, tables: tuple[nn.Module, ...]
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield parameters and buffers with what they count as; tables: embedding and head."""
+    """Yield parameters and buffers with what they count as; tables: of tokens,
+    and head.
+    """
     for module in training.modules():
         own = dict(module.named_parameters(recurse=False)) | dict(
             module.named_buffers(recurse=False)

@@ -1,0 +1,54 @@
+"""Recordings of a model whose layers have embeddings of their own and share keys and values: all of
+its layers are recorded, and the closed form says what they ask for.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.replay import replay
+from workflow.lib.recording.recording_process import RecordingProcess
+from workflow.lib.recording.request import Request
+
+# Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
+CONFIG = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "vocab_size": 32768,
+    "vocab_size_per_layer_input": 32768,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 5,
+    "use_double_wide_mlp": True,
+    "sliding_window": 512,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
+}
+TABLES = 2 * 32768 * (1536 + 10 * 256)
+SCALARS = 2048  # bytes, rounded up: what the embeddings are multiplied by
+CLOSE = 0.03
+
+
+@pytest.mark.parametrize(
+    "levers", [{"processes": 1}, {}, {"cuda_graphs": True, "accumulates": True}], ids=str
+)
+def test_closed_form_says_what_embeddings_of_layers_ask_for(
+    process: RecordingProcess, levers: dict[str, Any]
+) -> None:
+    shape = describe_config(CONFIG, origin=Path("model"))
+    asked = setup(targets=shape.linear_names, fused_layers=True, **levers)
+    tape = process.record(Request(CONFIG, asked, None, checked=False))
+    found = replay(tape)
+    tables = found.terms["embedding_and_head"]
+    assert tables == pytest.approx(TABLES // asked.processes, abs=SCALARS)
+    assert predict(shape, asked).peak_bytes == pytest.approx(found.allocated_bytes, rel=CLOSE)
