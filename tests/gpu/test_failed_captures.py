@@ -59,7 +59,7 @@ def test_a_run_whose_capture_fails_goes_on_as_without_graphs(
 
 
 def test_failed_capture_leaves_memory_and_random_numbers_as_they_were(one_gpu: int) -> None:
-    """In torch 2.11 no number could be drawn after it, and no page was given back."""
+    """In torch 2.11 no number could be drawn after it, and no page was freed to make room."""
     run_distributed(fail_to_capture, world_size=one_gpu)
 
 
@@ -67,15 +67,21 @@ def fail_to_capture() -> None:
     x = torch.ones(2**20, device="cuda")
     numbers = numbers_after(x, lambda: None)
     assert torch.equal(numbers, numbers_after(x, lambda: refused(x)))
-    reserved = torch.cuda.memory_reserved()
-    large = torch.empty(LARGE, dtype=torch.uint8, device="cuda")
-    del large
-    assert torch.cuda.memory_reserved() >= reserved + LARGE
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved
+    make_room()
     replay = CudaCapture()(lambda: x + torch.rand_like(x))
     one, other = replay().clone(), replay().clone()
     assert not torch.equal(one, other)
+
+
+def make_room() -> None:
+    """Ask for memory that is there only if two free segments of the allocator are given back."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.memory_reserved() + LARGE + LARGE // 2
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    halves = [torch.empty(LARGE // 2, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del halves
+    assert torch.empty(LARGE, dtype=torch.uint8, device="cuda").is_cuda
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def numbers_after(x: torch.Tensor, act: Any) -> torch.Tensor:

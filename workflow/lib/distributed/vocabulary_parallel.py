@@ -68,9 +68,11 @@ def share_vocabulary_(training: CausalLMForTraining, mesh: DeviceMesh) -> set[nn
 
 def _shared_table(table: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Parameter:
     """Slice a table beside the embedding; return its parameter."""
-    table.weight = _sliced(table.weight, mesh)
+    weight = table.weight
+    assert isinstance(weight, nn.Parameter)
+    table.weight = own_rows = _sliced(weight, mesh)
     look_up_elsewhere_(table, ExchangedRows(table, mesh.get_group(mesh.ndim - 1), dtype))
-    return table.weight
+    return own_rows
 
 
 def _slices_mesh(mesh: DeviceMesh) -> DeviceMesh:
