@@ -16,7 +16,6 @@ import torch
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
@@ -74,7 +73,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.note_resized()
         self._follow(options.get("out"))
         result = _reduced(args, options) if func is REDUCE else func(*args, **options)
-        if func is STAND_IN or any(map(self._stands_in, _tensors((args, options)))):
+        if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
             self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
             return result
         made = [*_tensors(result)]
@@ -89,15 +88,13 @@ class AllocationRecorder(TorchDispatchMode):
         if error[0] is None and any(map(_differs, self._known.values())):
             raise RuntimeError("memory was resized that no operation had written by out=")
 
-    def _stands_in(self, tensor: torch.Tensor) -> bool:
-        return bool(self._stand_ins) and tensor.untyped_storage() in self._stand_ins
+    def _has_stand_in(self, *operands: Any) -> bool:
+        return any(x.untyped_storage() in self._stand_ins for x in _tensors(operands))
 
     def _note(self, tensor: torch.Tensor) -> None:
         """Note a tensor's storage, if it is on the device and new."""
-        if tensor.device.type != RECORDED:
-            return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
+        if storage._cdata not in self._known and tensor.device.type == RECORDED:
             known = self._known[storage._cdata] = _Storage(storage)
             weakref.finalize(storage, self._release, storage._cdata, known)
             self._resize(known, storage.nbytes())
@@ -141,9 +138,15 @@ class AllocationRecorder(TorchDispatchMode):
 
     def note_resized(self) -> None:
         """Note what FSDP2 has resized since the last operation."""
-        for group in list(self._gathered.values()):
-            if _differs(group[0]) or _differs(group[-1]):
-                self._note_group(group)
+        # Millions of times in a recording: `_differs`, without calls.
+        resized = [
+            group
+            for group in self._gathered.values()
+            for known in (group[0], group[-1])
+            if (storage := known.reference()) is not None and storage.nbytes() != known.num_bytes
+        ]
+        for group in resized:
+            self._note_group(group)
 
     def _note_group(self, group: list[_Storage]) -> None:
         for known in group:
@@ -191,7 +194,12 @@ def _differs(known: _Storage) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (x for x in tree_iter(tree) if isinstance(x, torch.Tensor))
+    """Yield the tensors among what an operation takes or gives."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple | dict):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(branch)
 
 
 def _reduced(args: Any, options: Any) -> Any:
