@@ -9,6 +9,7 @@ sweep. A block that is not executed says why in an HTML comment right before it.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tests.support.preloaded_python import preloaded_python
 from workflow.lib.settings.config import load_config, merge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,17 @@ SHRUNK: dict[str, Any] = {
 # Of the demo, as the table of artifacts lists the merged model too.
 MERGED = {"export": {"merged": True}}
 SWEEP_RUNS = 2
+# From this command on stages are forked from a process that has imported their packages. By then
+# every stage has started as a user starts it.
+FORKED_FROM = (
+    "snakemake --cores all --replace-workflow-config --configfile workflow/presets/sweep-demo.yaml"
+)
+FORKING = """#!{python}
+import sys
+from snakemake.cli import main
+sys.executable = {stages!r}
+main()
+"""
 
 
 class Block(NamedTuple):
@@ -94,6 +107,16 @@ def copy_project(folder: Path) -> Path:
     return folder
 
 
+def forked(commands: str, folder: Path) -> str:
+    """Return commands, before `FORKED_FROM` one that has Snakemake fork the stages."""
+    forking = folder / "forking" / "snakemake"
+    forking.parent.mkdir(exist_ok=True)
+    forking.write_text(FORKING.format(python=sys.executable, stages=preloaded_python()))
+    forking.chmod(0o755)
+    search = f"export PATH={shlex.quote(str(forking.parent))}:$PATH\n"
+    return commands.replace(FORKED_FROM, search + FORKED_FROM)
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shrunk copy of the project in which all commands and the Python example have run."""
@@ -107,7 +130,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shrink(folder / "workflow" / "presets" / "mixture-demo.yaml", SHRUNK, runs=1)
     (folder / "example.py").write_text("".join(b.text for b in blocks() if b.language == "python"))
     commands = [
-        "python example.py\n" if block.language == "python" else block.text
+        "python example.py\n" if block.language == "python" else forked(block.text, folder)
         for block in blocks()
         if block.language in ("bash", "python") and block.not_run is None
     ]
@@ -162,6 +185,10 @@ def test_other_evaluation_settings_did_not_train_again(project: Path) -> None:
     output = output_of(project, command.replace("evaluate='{", "'evaluate={"))
     assert re.search(r"rule evaluate_run:", output)
     assert "rule finetune:" not in output
+
+
+def test_command_from_which_on_stages_are_forked_is_one_of_the_readme() -> None:
+    assert README.count(FORKED_FROM) == 1
 
 
 def test_every_block_that_is_not_run_gives_a_known_reason() -> None:

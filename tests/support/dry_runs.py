@@ -102,27 +102,32 @@ def _server() -> "subprocess.Popen[str]":
 def serve(requests: Iterator[str]) -> None:
     """Make the runs that are asked for, one after the other, and tell how each ended."""
     gc.disable()
+    sys.path.insert(0, str(REPOSITORY))
     from snakemake.cli import main
 
+    from tests.support.preloaded_python import end_at_once
+
     import_late()
+    sys.path.pop(0)
     gc.freeze()  # a collection in a fork would copy all of it
     gc.enable()
     for line in requests:
         child = os.fork()
         if child == 0:
             become(Request(*json.loads(line)))
-            main()  # which exits
+            try:
+                main()
+            except SystemExit as end:
+                end_at_once(int(end.code or 0))
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def import_late() -> None:
     """Import what every run imports after its start."""
-    sys.path.insert(0, str(REPOSITORY))
     rules = [file.read_text(encoding="utf-8") for file in REPOSITORY.glob("workflow/rules/*.smk")]
     for module in (*LOADED_LATE, *IMPORT.findall("".join(rules))):
         importlib.import_module(module)
-    sys.path.pop(0)
 
 
 def forget(packages: set[str]) -> None:
