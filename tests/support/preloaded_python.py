@@ -9,8 +9,8 @@ passes signals on, and ends as the fork ends. Forks share the library of this ch
 another one imports its own. What a stage starts by multiprocessing is forked too. All else, and a
 stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
 
-What a test shows about imports, process groups or the death of processes needs a stage that is
-started as a user starts it: `Project.start` does.
+What a test shows about imports, process groups, the death of processes or how Python takes itself
+apart needs a stage that is started as a user starts it: `Project.start` does.
 """
 
 import atexit
