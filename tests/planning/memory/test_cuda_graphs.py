@@ -9,7 +9,8 @@ from tests.support.memory_examples import tiny
 from tests.support.preflight_examples import setup
 from workflow.lib.planning.memory.closed_form import CUBLAS_BYTES, predict
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.timing.step_time import gpu_parts, micro_batch_work
+from workflow.lib.planning.timing.step_time import gpu_parts
+from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.system.gpu_models import parse_gpu
 
 ALONE = {"processes": 1, "attention": "flash", "fixed": {"cublas_workspace": CUBLAS_BYTES}}

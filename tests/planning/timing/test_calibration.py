@@ -32,8 +32,8 @@ from workflow.lib.planning.timing.step_time import (
     Constants,
     gpu_parts,
     gpu_seconds,
-    micro_batch_work,
 )
+from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.settings.benchmark import BenchmarkConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import BY_NAME
@@ -47,13 +47,16 @@ FITTED = (
     "llama-70b_2xh200-capped_2026-11-22.jsonl", "llama2-70b-wide_1xh200_2026-11-22.jsonl",
     "llama3-8b_1xh200_2026-11-22.jsonl", "memory_2xh200_2026-11-22.jsonl",
 )  # fmt: skip
+# Of later engines, which launch by graphs; nothing is fitted to these.
+BY_GRAPHS = "recorded/cuda-graphs_1xh200_2026-11-24.jsonl"
 # 2, 4 and 8 GPUs of one host; nothing is fitted to these.
 MORE_GPUS = "weak-scaling_2-4-8xh200_2026-11-22.jsonl"
 # Left out: activations on the host when bytes that two nodes saved still travelled twice, and a
 # step that Python decided, whose launches have become fewer.
 OTHERWISE_NOW = {("offloaded", "e6a3b18"), ("offloaded_half", "e6a3b18"), ("flash", "e854bc4", 1)}
 # Of an engine without kernels of its own. Its constants are other ones; that one half of its
-# timings tells the other is a statement about the model.
+# timings tells the other is a statement about the model. It copied each micro-batch when the one
+# before it had run, so its GPU waited for the host before every one.
 BEFORE = ("memory_h200_2026-11-21.jsonl", "llama2-70b-wide_2xh200_2026-11-21.jsonl")
 START = Constants(
     product_share=0.881,
@@ -65,6 +68,7 @@ START = Constants(
     gather_traffic=17.0,
     host_share=0.705,
     lookup_bandwidth=12.6e9,
+    pause_s=0.010,
 )
 WORST, MEDIAN = 0.10, 0.03
 SURELY = 1.3  # as long as Python launches the GPU must compute: elsewhere Python decides, unevenly
@@ -77,11 +81,16 @@ def timing(
     fabric = fabric_of(GPU, gpus_per_node=chosen.processes)
     return Timing(
         label=label,
-        work=micro_batch_work(shape, chosen, trained_share=1.0),
+        work=micro_batch_work(shape, chosen, trained_share=1.0, micro_batches=micro_batches),
         traffic=micro_batch_traffic(shape, chosen, fabric),
         micro_batches=micro_batches,
         step_s=step_s,
     )
+
+
+def pausing(timing: Timing) -> Timing:
+    """Return a timing of an engine whose GPU waited for the host before every micro-batch."""
+    return replace(timing, work=replace(timing.work, pauses=1.0))
 
 
 def early_timings() -> list[Timing]:
@@ -89,7 +98,7 @@ def early_timings() -> list[Timing]:
     dropout, which was PEFT's own forward.
     """
     rows = [json.loads(line) for line in EARLY.read_text().splitlines()]
-    return [
+    found = [
         timing(
             "-".join(str(v) for v in row.values()),
             *measured_case(row),
@@ -99,6 +108,7 @@ def early_timings() -> list[Timing]:
         for row in rows
         if row["attn"] != "eager" and not row["drop"]
     ]
+    return list(map(pausing, found))
 
 
 def timings(names: tuple[str, ...], *, fused: bool) -> list[Timing]:
@@ -127,7 +137,7 @@ def _of(row: dict[str, Any]) -> tuple[str, str, int]:
 
 def recent_timings() -> list[Timing]:
     """Those of `BEFORE` in which the GPU surely decided."""
-    found = timings(BEFORE, fused=False)
+    found = map(pausing, timings(BEFORE, fused=False))
     return [each for each in found if each.gpu_bound(GPU, START) >= SURELY_BEFORE]
 
 
@@ -159,6 +169,17 @@ def test_step_of_more_gpus_takes_what_those_of_two_foretell(measured: Timing) ->
     one row each: 17 to 75% longer).
     """
     assert measured.error(GPU, H200) == pytest.approx(0, abs=WORST)
+
+
+@pytest.mark.parametrize(
+    ("label", "largest_error"),
+    [("graphs_1b", 0.03), ("graphs_1b_kept", 0.03), ("graphs", 0.04), ("graphs_kept", 0.03)],
+)
+def test_steps_by_graphs_take_what_launched_ones_foretell(label: str, largest_error: float) -> None:
+    """Also of a small model, with the pause between steps that there was by graphs then."""
+    (found,) = [x for x in timings((BY_GRAPHS,), fused=True) if x.label == f"{label} x 1"]
+    assert abs(pausing(found).error(GPU, H200)) < largest_error
+    assert found.error(GPU, H200) < pausing(found).error(GPU, H200)
 
 
 def test_median_error_is_small() -> None:
@@ -224,9 +245,7 @@ def test_fit_predicts_a_machine_that_is_slower_than_the_one_it_starts_from() -> 
 
 def test_profile_brings_parts_nearer_which_a_step_alone_does_not() -> None:
     timings = made_up(SLOWER)[:2]
-    profiled = [
-        replace(each, parts_s={name: parts_of(each)[name] for name in KINDS}) for each in timings
-    ]
+    profiled = [replace(each, parts_s=kinds_of(each)) for each in timings]
     alone, together = (
         [error for each in profiled for error in each.part_errors(GPU, fit(known, GPU, start=H200))]
         for known in (timings, profiled)
@@ -234,8 +253,9 @@ def test_profile_brings_parts_nearer_which_a_step_alone_does_not() -> None:
     assert max(map(abs, together)) < 0.6 * max(map(abs, alone))
 
 
-def parts_of(timing: Timing) -> dict[str, float]:
-    return gpu_parts(timing.work, GPU, constants=SLOWER, traffic=timing.traffic)
+def kinds_of(timing: Timing) -> dict[str, float]:
+    parts = gpu_parts(timing.work, GPU, constants=SLOWER, traffic=timing.traffic)
+    return {kind: sum(parts[name] for name in names) for kind, names in KINDS.items()}
 
 
 def test_one_disturbed_measurement_hardly_moves_the_fit() -> None:
@@ -270,7 +290,9 @@ def test_line_of_the_benchmark_is_read_as_the_step_that_it_was(tmp_path: Path) -
     (found,) = read_timings(written(tmp_path / "m.jsonl", line()), GPU, name=GPU.name)
     assert found.step_s == 0.5  # two micro-batches of 2,048 tokens
     assert found.micro_batches == 2
-    assert found.work == micro_batch_work(llama_70b(layers=8), setup(), trained_share=2047 / 2048)
+    assert found.work == micro_batch_work(
+        llama_70b(layers=8), setup(), trained_share=2047 / 2048, micro_batches=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +323,8 @@ def test_gpu_that_no_table_knows_gets_times_from_its_own_measurements(tmp_path: 
     name = "NVIDIA Future 9000"
     path = written(tmp_path / "m.jsonl", *[line(gpu_names=[name])] * 3)
     speed = speed_of(machine(gpu_names=(name,) * 2), calibration=str(path))
-    seconds = sum(speed.parts(llama_70b(layers=8), setup(), trained_share=2047 / 2048).values())
+    parts = speed.parts(llama_70b(layers=8), setup(), trained_share=2047 / 2048, micro_batches=2)
+    seconds = sum(parts.values())
     assert speed.known
     assert seconds == pytest.approx(0.25, rel=0.1)
 
@@ -315,6 +338,15 @@ def test_unknown_gpu_is_only_ranked_and_is_named() -> None:
 def test_other_gpu_is_said_to_be_scaled_and_not_measured() -> None:
     basis = speed_of(machine(), calibration=None).basis
     assert "scaled by data sheets to NVIDIA GeForce RTX 4090, not measured there" in basis
+
+
+def test_h100_is_said_to_be_held_against_steps_there() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090")
+    assert speed_of(machine(gpu_names=names), calibration=None).basis.endswith(
+        "fitted to measurements on NVIDIA H200, scaled by data sheets to NVIDIA H100 80GB HBM3, "
+        "and held against steps there, scaled by data sheets to NVIDIA GeForce RTX 4090, "
+        "not measured there"
+    )
 
 
 def test_slowest_kind_of_gpu_decides() -> None:

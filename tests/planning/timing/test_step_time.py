@@ -10,17 +10,18 @@ import pytest
 from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import Linear
+from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
+    LOSS_SHARE,
     ROUNDING_LAUNCH_S,
-    Work,
     estimate,
     gpu_parts,
     gpu_seconds,
     launch_seconds,
-    micro_batch_work,
 )
+from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.system.gpu_models import BY_NAME
 
 H200 = "NVIDIA H200"
@@ -71,17 +72,21 @@ def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -
 
 
 def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
-    """2 of 8: products 1.5 times as long as dense ones; all of them are decoded in each pass."""
+    """2 of 8: products 1.4 times as long as dense ones, of which recomputation spares the last; all
+    of them are decoded in each pass. Their adapters are bound by the rows that they read.
+    """
     shape, width = llama_70b(layers=1, vocab=32000), 8 * 512
     stacks = (Linear("e.gate_up_proj", 2 * width, 8192, 8), Linear("e.down_proj", 8 * 8192, 512, 8))
     dense = shape.kinds[0].linears[:4]
     layer = replace(shape.kinds[0], linears=(*dense, *stacks), top_k=2, kept_bytes=1)
     chosen = setup(seq_len=100, targets=("down_proj",))
     work = micro_batch_work(replace(shape, kinds=(layer,)), chosen, trained_share=0.0)
-    weights, experts = 2 * 8192 * 8192 + 2 * 8192 * 1024, 3 * 8192 * 512
-    adapters = 2 * 16 * (8192 + 512)
-    assert work.product_flops == 100 * (6 * (weights + 1.5 * 2 * experts) + 8 * adapters)
-    assert work.dequantized_bytes == 2.5 * 3 * (weights + 8 * experts)
+    weights, down = 2 * 8192 * 8192 + 2 * 8192 * 1024, 8192 * 512
+    used = 3 * 3 * 2 * down - 2 * down
+    assert work.product_flops == pytest.approx(100 * 2 * (3 * weights + 1.4 * used))
+    assert work.dequantized_bytes == 2.5 * (3 * (weights + 8 * 3 * down) - 8 * down)
+    read = 2 * (3 * 512 + 2 * 8192)
+    assert work.expert_adapter_bytes == 100 * chosen.compute_bytes * read
 
 
 def test_attention_work_counts_keys_and_values_by_their_widths() -> None:
@@ -91,6 +96,91 @@ def test_attention_work_counts_keys_and_values_by_their_widths() -> None:
         micro_batch_work(x, setup(), trained_share=1.0).attention_flops for x in (shape, narrow)
     )
     assert less == 0.75 * whole
+
+
+def graphed(**changes: Any) -> Setup:
+    return setup(cuda_graphs=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "micro_batches", "pauses"),
+    [
+        (setup(), 1, 1.0),
+        (setup(), 4, 0.25),
+        (graphed(), 1, 0.0),
+        (graphed(optimizer="adamw_8bit"), 1, 1.0),
+        (graphed(offload_activations=True), 1, 1.0),
+    ],
+    ids=["python", "four", "graphs", "the host decides", "no graphs"],
+)
+def test_gpu_pauses_once_a_step_unless_the_next_is_launched_ahead(
+    chosen: Setup, micro_batches: int, pauses: float
+) -> None:
+    work = micro_batch_work(llama_70b(), chosen, trained_share=1.0, micro_batches=micro_batches)
+    assert work.pauses == pauses
+    parts = gpu_parts(work, BY_NAME[H200])
+    assert parts["waiting_between_steps"] == pauses * H200_CONSTANTS.pause_s
+
+
+def test_pause_is_within_the_time_of_python_where_that_decides() -> None:
+    work = micro_batch_work(llama_70b(layers=8), setup(seq_len=16), trained_share=1.0)
+    longer = replace(H200_CONSTANTS, pause_s=2 * H200_CONSTANTS.pause_s)
+    seconds = [gpu_seconds(work, BY_NAME[H200], constants=x) for x in (H200_CONSTANTS, longer)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_update_moves_50_bytes_for_each_trained_weight_of_a_shard_once_a_step() -> None:
+    shape = llama_70b(layers=1)
+    weights = 16 * (2 * 16384 + 2 * 9216 + 3 * 36864)
+    work = micro_batch_work(shape, setup(processes=2), trained_share=1.0, micro_batches=4)
+    assert work.update_bytes == 50 * weights / 2 / 4
+    update_s = gpu_parts(work, BY_NAME[H200])["update"]
+    assert update_s == pytest.approx(work.update_bytes / BY_NAME[H200].bandwidth)
+
+
+@pytest.mark.parametrize(("capped", "num_bytes"), [(False, 36), (True, 88)])
+def test_loss_moves_so_many_bytes_for_each_logit_of_a_trained_token(
+    capped: bool, num_bytes: int
+) -> None:
+    shape = replace(llama_70b(vocab=1000), logit_softcap=capped)
+    work = micro_batch_work(shape, setup(seq_len=100), trained_share=0.5)
+    assert work.logit_bytes == 50 * 1000 * num_bytes
+    gpu = BY_NAME[H200]
+    loss_s = 50_000 * num_bytes / (gpu.bandwidth * LOSS_SHARE)
+    assert gpu_parts(work, gpu)["loss"] == pytest.approx(loss_s)
+
+
+@pytest.mark.parametrize(
+    ("where", "forward", "backward"), [("both", 2, 1), ("forward", 2, 0), ("backward", 0, 1)]
+)
+def test_products_in_8_bits_decode_to_a_byte_and_round_what_they_multiply(
+    where: str, forward: int, backward: int
+) -> None:
+    shape = llama_70b(layers=1)
+    plain = setup(seq_len=100, compute_bytes=2)
+    chosen = replace(plain, products="float8", products_in=where)
+    exact, eight = (micro_batch_work(shape, x, trained_share=1.0) for x in (plain, chosen))
+    inputs, gradients = 3 * 8192 + 28672, 3 * 8192 + 2 * 1024 + 2 * 28672
+    assert exact.rounded_bytes == 0
+    assert eight.rounded_bytes == 100 * 3 * (forward * inputs + backward * gradients)
+    spared = exact.dequantized_bytes * (forward + backward) / 3 * (1 - 1.5 / 2.5)
+    assert exact.dequantized_bytes - eight.dequantized_bytes == pytest.approx(spared)
+
+
+def test_experts_are_decoded_to_a_byte_in_float8_and_not_in_int8() -> None:
+    shape = llama_70b(layers=1)
+    stack = Linear("e.up_proj", 8 * 512, 8192, 8)
+    layer = replace(shape.kinds[0], linears=(stack,), attention_linears=0, top_k=2, kept_bytes=1)
+    shape = replace(shape, kinds=(layer,))
+    chosen = setup(activation_checkpointing=False)
+    decoded = {
+        products: micro_batch_work(
+            shape, replace(chosen, products=products), trained_share=1.0
+        ).dequantized_bytes
+        for products in ("compute_dtype", "float8", "int8")
+    }
+    assert decoded["float8"] == 0.6 * decoded["compute_dtype"]
+    assert decoded["int8"] == decoded["compute_dtype"]
 
 
 def test_without_recomputation_there_is_a_third_less() -> None:

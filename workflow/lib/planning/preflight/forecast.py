@@ -95,7 +95,12 @@ def _parts(
     """Seconds of a micro-batch by what they are spent on; None where the speed is not known."""
     if not decision.speed.known:
         return None
-    return decision.speed.parts(shape, setup, trained_share=tokens.trained_share)
+    return decision.speed.parts(
+        shape,
+        setup,
+        trained_share=tokens.trained_share,
+        micro_batches=decision.rows // setup.micro_batch_size,
+    )
 
 
 def _plan(

@@ -189,14 +189,20 @@ def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
     """unasked: what it keeps in host memory is the search's idea, not a setting."""
     prediction = closed_form.predict(question.shape, setup)
     peak = prediction.peak_bytes
-    parts = question.speed.parts(question.shape, setup, trained_share=question.trained_share)
+    micro_batches = question.rows // setup.micro_batch_size
+    parts = question.speed.parts(
+        question.shape,
+        setup,
+        trained_share=question.trained_share,
+        micro_batches=micro_batches,
+    )
     host = host_bytes(question.shape, setup, question.machine, peak_bytes=peak)
     allowed = _allowed_host_bytes(question.machine, question.limits, unasked=unasked)
     return Candidate(
         setup=setup,
         prediction=prediction,
         lacking_bytes=question.limits.needed_bytes(peak) - question.limits.capacity_bytes,
-        step_s=sum(parts.values()) * question.rows / setup.micro_batch_size,
+        step_s=sum(parts.values()) * micro_batches,
         host_bytes=host,
         lacking_host_bytes=0 if allowed is None else host - allowed,
     )

@@ -1,7 +1,7 @@
 """The time model's constants fitted to measurements of the benchmark (`measurements.jsonl`,
 docs/artifacts.md).
 
-Each measured step is one equation for nine constants, which no single step tells apart. So the fit
+Each measured step is one equation for ten constants, which no single step tells apart. So the fit
 starts from known constants and leaves them only as far as the measurements ask for: it minimizes
 the mean pseudo-Huber loss of the relative errors, in which a few outliers count little, plus a
 small pull to the start. Where a step was profiled, the parts that its kernels tell apart count too,
@@ -22,12 +22,11 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
     Constants,
-    Work,
     gpu_parts,
     gpu_seconds,
     launch_seconds,
-    micro_batch_work,
 )
+from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.gpu_models import GpuModel
 
@@ -35,12 +34,12 @@ USUAL_ERROR = 0.05  # relative; larger ones count linearly
 # of a constant that is e times its start, against 1 of a timing that is off by the usual error
 PULL = 0.002
 PROFILED = 0.02  # what the parts of a profile count together, against 1 of the steps
-# Part of the prediction -> its kind of kernels in a profile (`profiling.KINDS`).
+# Kind of kernels in a profile (`profiling.KINDS`) -> the parts of the prediction that it has.
 KINDS = {
-    "products": "products",
-    "attention": "attention",
-    "dequantization": "dequantization",
-    "elementwise": "elementwise and reductions",
+    "products": ("products",),
+    "attention": ("attention",),
+    "dequantization": ("dequantization",),
+    "elementwise and reductions": ("elementwise", "loss", "update"),
 }
 FIRST_STEP, LAST_STEP = 0.2, 0.004  # of the logarithm of a constant
 
@@ -57,18 +56,20 @@ class Timing:
     micro_batches: int
     step_s: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
-    """Of the step, those of `KINDS` that a profile has told."""
+    """Of the step by kinds of kernels, those of `KINDS` that a profile has told."""
 
     def part_errors(self, gpu: GpuModel, constants: Constants) -> list[float]:
         """Relative errors of the profiled parts."""
         parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
-        return [self.micro_batches * parts[name] / s - 1 for name, s in self.parts_s.items()]
+        predicted = {kind: sum(parts[name] for name in names) for kind, names in KINDS.items()}
+        return [self.micro_batches * predicted[kind] / s - 1 for kind, s in self.parts_s.items()]
 
     def gpu_bound(self, gpu: GpuModel, constants: Constants) -> float:
         """How many times as long as Python launches the GPU computes."""
         parts = gpu_parts(self.work, gpu, constants=constants, traffic=self.traffic)
         computing_s = sum(s for name, s in parts.items() if not name.startswith("waiting"))
-        return computing_s / launch_seconds(self.work, constants, self.traffic)
+        launch_s = launch_seconds(self.work, constants, self.traffic)
+        return computing_s / launch_s if launch_s else math.inf
 
     def error(self, gpu: GpuModel, constants: Constants) -> float:
         """Relative error of the predicted step; positive if it is too long."""
@@ -119,7 +120,9 @@ def timing_of(line: dict[str, Any], gpu: GpuModel) -> Timing:
     fabric = fabric_of(gpu, gpus_per_node=setup.processes // nodes)
     return Timing(
         label=f"{line['case']} x {setup.processes}",
-        work=micro_batch_work(shape, setup, trained_share=trained),
+        work=micro_batch_work(
+            shape, setup, trained_share=trained, micro_batches=sizes["accumulation"]
+        ),
         traffic=micro_batch_traffic(shape, setup, fabric),
         micro_batches=sizes["accumulation"],
         step_s=tokens / line["measured"]["tokens_per_s_per_process"],
@@ -129,7 +132,7 @@ def timing_of(line: dict[str, Any], gpu: GpuModel) -> Timing:
 
 def _profiled_parts(profile: dict[str, Any] | None) -> dict[str, float]:
     kinds = profile["kinds"] if profile else {}
-    return {part: kinds[kind] for part, kind in KINDS.items() if kinds.get(kind, 0) > 0}
+    return {kind: kinds[kind] for kind in KINDS if kinds.get(kind, 0) > 0}
 
 
 def recorded_case(line: dict[str, Any]) -> tuple[ModelShape, Setup]:

@@ -12,7 +12,7 @@ from workflow.lib.artifacts.preflight_record import EvaluationEstimate
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.machine_speed import Speed
-from workflow.lib.planning.timing.step_time import Work, micro_batch_work
+from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import EvaluateConfig, RunConfig
 from workflow.lib.settings.subjects import SubjectName

@@ -12,25 +12,25 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import fit, read_timings
 from workflow.lib.planning.timing.gpu_traffic import Fabric, fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import (
+    BY_GPU,
     CPU_BANDWIDTH,
     CPU_BFLOAT16_FLOPS,
     CPU_FLOPS,
-    H200,
     Constants,
     Parts,
-    Work,
+    constants_of,
     cpu_seconds,
     gpu_parts,
     gpu_seconds,
-    micro_batch_work,
 )
+from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.system.errors import setting_error
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 from workflow.lib.system.hardware import threads_of_job
 
 # A GPU that no table knows is ranked as if it were this one; only the order of plans depends on it.
 STAND_IN = "NVIDIA A100-SXM4-80GB"
-MEASURED_ON = "NVIDIA H200"
+FITTED_ON = "NVIDIA H200"
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,15 @@ class Speed:
     threads: int = 1
     """Of an evaluation on CPUs."""
 
-    def parts(self, shape: ModelShape, setup: Setup, *, trained_share: float) -> Parts:
-        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU."""
-        work = micro_batch_work(shape, setup, trained_share=trained_share)
+    def parts(
+        self, shape: ModelShape, setup: Setup, *, trained_share: float, micro_batches: int = 1
+    ) -> Parts:
+        """Seconds of a micro-batch by what they are spent on, on the slowest kind of GPU; a step
+        has `micro_batches`.
+        """
+        work = micro_batch_work(
+            shape, setup, trained_share=trained_share, micro_batches=micro_batches
+        )
         if not self.platforms:
             return {"products": cpu_seconds(work, flops=self.cpu_flops)}
         by_platform = (
@@ -97,7 +103,7 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
         return replace(speed, threads=threads_of_job())
     if calibration is not None:
         return _calibrated(machine, names, Path(calibration))
-    platforms = tuple(_platform(name, machine, H200) for name in names)
+    platforms = tuple(_platform(name, machine) for name in names)
     unknown = [name for name in names if name not in BY_NAME]
     if unknown:
         basis = (
@@ -105,10 +111,18 @@ def speed_of(machine: Machine, *, calibration: str | None, compute_bytes: int = 
             "would give it"
         )
         return Speed(platforms, basis, known=False)
-    basis = f"roofline with constants fitted to measurements on {MEASURED_ON}"
-    if names != [MEASURED_ON]:
-        basis += f", scaled by data sheets to {', '.join(names)}, not measured there"
-    return Speed(platforms, basis + _network(machine))
+    return Speed(platforms, _basis(names) + _network(machine))
+
+
+def _basis(names: list[str]) -> str:
+    """Return what the shipped constants rest on."""
+    basis = f"roofline with constants fitted to measurements on {FITTED_ON}"
+    others = [name for name in names if name != FITTED_ON]
+    for there, words in ((True, "and held against steps there"), (False, "not measured there")):
+        scaled = [name for name in others if (name in BY_GPU) == there]
+        if scaled:
+            basis += f", scaled by data sheets to {', '.join(scaled)}, {words}"
+    return basis
 
 
 def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:
@@ -135,9 +149,11 @@ def _cpu_speed(*, bfloat16: bool, compute_bytes: int) -> Speed:
     return Speed((), basis, cpu_flops=CPU_BFLOAT16_FLOPS)
 
 
-def _platform(name: str, machine: Machine, constants: Constants) -> Platform:
+def _platform(name: str, machine: Machine, constants: Constants | None = None) -> Platform:
+    """constants: fitted ones; None: the shipped ones."""
     gpu = BY_NAME.get(name, BY_NAME[STAND_IN])
-    return Platform(gpu, fabric_of(gpu, gpus_per_node=machine.processes_per_node), constants)
+    fabric = fabric_of(gpu, gpus_per_node=machine.processes_per_node)
+    return Platform(gpu, fabric, constants or constants_of(gpu))
 
 
 def _network(machine: Machine) -> str:
@@ -158,7 +174,7 @@ def _calibrated(machine: Machine, names: list[str], path: Path) -> Speed:
                 "Run the target benchmark on such a GPU and name its measurements.jsonl, or set it "
                 "to null",
             )
-        constants = fit(timings, gpu, start=H200)
+        constants = fit(timings, gpu, start=constants_of(gpu))
         errors = [abs(timing.error(gpu, constants)) for timing in timings]
         platforms.append(_platform(name, machine, constants))
         bases.append(

@@ -16,7 +16,8 @@ from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Fabric, micro_batch_traffic
-from workflow.lib.planning.timing.step_time import gpu_parts, micro_batch_work
+from workflow.lib.planning.timing.step_time import constants_of, gpu_parts
+from workflow.lib.planning.timing.step_work import micro_batch_work
 from workflow.lib.system.gpu_models import BY_NAME, GpuModel
 from workflow.lib.system.units import GIB
 
@@ -55,7 +56,7 @@ def predict_step(shape: ModelShape, setup: Setup, gpu: GpuModel, fabric: Fabric)
     """Predict a step of one micro-batch whose every token is trained."""
     work = micro_batch_work(shape, setup, trained_share=1.0)
     traffic = micro_batch_traffic(shape, setup, fabric)
-    parts = gpu_parts(work, gpu, traffic=traffic)
+    parts = gpu_parts(work, gpu, constants=constants_of(gpu), traffic=traffic)
     step_s = sum(parts.values())
     return Step(
         compute_s=step_s - parts["waiting_for_other_gpus"],

@@ -11,18 +11,8 @@ Units: FLOP, bytes, seconds.
 from dataclasses import dataclass, replace
 
 from workflow.lib.artifacts.preflight_record import Estimate
-from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
-from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
-from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import (
-    ROUNDED_BYTES,
-    kept_activations,
-    lora_parameters,
-    rounded_elements,
-    saved_activations,
-)
 from workflow.lib.planning.timing.gpu_traffic import NO_TRAFFIC, Traffic
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8
+from workflow.lib.planning.timing.step_work import Work
 from workflow.lib.system.gpu_models import PCIE_4, PCIE_5, GpuModel
 
 
@@ -49,51 +39,45 @@ class Constants:
     memory."""
     lookup_bandwidth: float
     """Bytes/s at which the host brings embedding rows. The GPU waits for them."""
+    pause_s: float
+    """How long the GPU waits from a step's end to the first kernel of the next, where the host
+    reads the step's loss before it launches that. Where Python decides, it is within its time."""
 
 
 # Fitted by `calibration` to timings of 1 and 2 H200; docs/time-model.md says to which, and how
 # well.
 H200 = Constants(
     product_share=0.67,
-    attention_share=0.375,
-    dequantization_share=0.453,
-    elementwise_traffic=9.0,
-    launch_s=2.42e-3,
+    attention_share=0.384,
+    dequantization_share=0.485,
+    elementwise_traffic=7.94,
+    launch_s=2.55e-3,
     sharded_launch_s=2.5e-3,
-    gather_traffic=10.0,
-    host_share=0.631,
-    lookup_bandwidth=4.63e9,
+    gather_traffic=10.6,
+    host_share=0.643,
+    lookup_bandwidth=18e9,
+    pause_s=9.0e-3,
 )
-# Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
-# of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
-FLEX_TIME = 1.3
-# Of a product of as many rows by one weight: so much longer takes one grouped by experts. 690
-# TFLOP/s against 376 to 472 in the widths of Qwen3-30B-A3B, 475 to 530 of gpt-oss-20b and 401 to
-# 449 of GLM-4.5-Air; 32,768 rows, `_grouped_mm` of torch 2.11, one H200.
-GROUPED_TIME = 1.5
-# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is
-# saved, more than all of it, because what they keep is also read and written less often. 8 layers
-# of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
-FUSED_SHARE = 1.43
-# Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
-# again, and makes, reads and adds a gradient (5). Counted, not measured.
-DROPPED_TRAFFIC = 3
-# Of the elementwise work and of Python's time for a pass of a layer without experts: so much more
-# takes one with them, which sorts, gathers, scales and sums the rows of its tokens. Fitted to 12
-# layers of Qwen3-30B-A3B on an H200; docs/time-model.md compares others.
-EXPERT_TRAFFIC = 2.5
+# Decoding takes an H100 hardly longer than an H200, so more of its slower memory's bandwidth: 15.1
+# ms for 37.4 GB of 12 layers of Qwen3-30B-A3B, where an H200 took 14.4 (profiled, November 2026).
+H100 = replace(H200, dequantization_share=0.74)
+BY_GPU = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
+"""Of GPUs on which steps were measured."""
+# Of the data sheet's memory bandwidth in the loss: on an H100 log-softmax and its gradient moved
+# 1.9 TB/s of 3.35, copies beside them more (profiled, November 2026).
+LOSS_SHARE = 0.65
+# Of the data sheet's memory bandwidth in the products of experts' adapters: 12.2 GB in 9.7 ms in
+# the widths of Qwen3-30B-A3B on an H100 (profiled, November 2026).
+EXPERT_ADAPTER_SHARE = 0.37
+# Of Python's time for a pass of a layer without experts: so much more takes one with them. Fitted
+# to 12 layers of Qwen3-30B-A3B on an H200.
 EXPERT_LAUNCH = 2.0
-# Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
-# prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
-# scales (832 to 934). docs/time-model.md compares the engine's own.
-EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
-# Of Python's time for a pass of a layer, of the same prototype: Llama 3 8B, 2 rows of 2,048, took
-# 437 ms for 96 passes and 339 ms for 64.
-EIGHT_BIT_LAUNCH = 2.0
+# Of Python's time for a pass of a layer: the engine's float8 took 3.2 to 6.0 ms a pass of Llama 3
+# 8B, median 4.2, in seven runs on four hosts (docs/benchmarks, November 2026).
+EIGHT_BIT_LAUNCH = 1.65
 # More of Python's time for a pass of a layer that rounds, or restores, its activations: six of a
 # plain layer at 0.14 ms, and nine times one at 0.09 ms (torch 2.11, 4,096 rows, November 2026).
 ROUNDING_LAUNCH_S = 0.83e-3
-DEQUANTIZED_BYTES = 2.5  # of a weight: half a byte read, two written
 
 # One process with one thread in fp32: 55 to 76 GFLOP/s, measured as docs/memory-model.md says.
 CPU_FLOPS = 65e9
@@ -106,179 +90,18 @@ CPU_BFLOAT16_FLOPS = CPU_FLOPS * 9.4 / 5.2
 CPU_BANDWIDTH = 10e9
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and
-    backward of each layer.
-    """
-
-    product_flops: float
-    attention_flops: float
-    dequantized_bytes: float
-    kept_bytes: float
-    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with
-    it."""
-    layer_passes: int
-    forward_share: float
-    """Of all passes."""
-    dropped_bytes: float = 0
-    """Moved for dropout's masked inputs, and the gradients of them."""
-    looked_up_bytes: int = 0
-    """Embedding rows that come from host memory."""
-    rounded_bytes: float = 0
-    """Read and written to round activations after forward and to restore them for backward."""
-    rounding_passes: int = 0
-    """Forward and backward passes of layers for it."""
-    stashed_bytes: float = 0
-    """Activations that go to host memory, and come back."""
-    hosted_layers: int = 0
-    """Layers whose packed weights come from host memory for forward and again for backward, and the
-    bytes of one of them."""
-    hosted_bytes: int = 0
-    layers: int = 1
-    eight_bits: bool = False
-    """Frozen weights are multiplied in 8 bits."""
-    expert_share: float = 0.0
-    """Of all layers: those with experts."""
-    graphed: bool = False
-    """Launched as CUDA graphs."""
-
-
-def micro_batch_work(shape: ModelShape, setup: Setup, *, trained_share: float) -> Work:
-    """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
-    loss.
-
-    A frozen weight is used in forward, in recomputation, and once in backward (2 FLOP a token
-    each); an adapter's twice in backward. Of experts a token uses top_k, but all are decoded in
-    each pass. DoRA multiplies every weight with A once a step, counted as if a step had one
-    micro-batch. Attention: 2 S (q + width of values), as a rule 4 S q, a token and layer in
-    forward, half of it with flash (causal), 2.5 times that in backward (FlashAttention-2, arXiv
-    2307.08691, sec. 4.1).
-    """
-    t, layers = setup.tokens, shape.num_layers
-    recomputed = setup.recomputed_layers(layers)
-    layer_passes = 2 * layers + recomputed
-    passes = layer_passes / layers
-    spared = shape.total(lambda layer: _not_recomputed(layer, setup)) / layers
-    used = passes * shape.quantized_weights - recomputed * spared
-    idle = passes * (
-        shape.total(_idle_weights) - (GROUPED_TIME - 1) * shape.total(_grouped_weights)
-    )
-    head = 4 * trained_share * shape.vocab_size * shape.hidden_size
-    adapters = lora_parameters(shape, setup) - shape.total(lambda x: _idle_adapters(x, setup))
-    normed = shape.quantized_weights if setup.dora else 0
-    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
-    width = shape.total(lambda layer: layer.query_width + layer.value_width)
-    forward = 2 * setup.seq_len * causal * width
-    saved_bytes = _mean_saved(shape, setup)
-    plain = _mean_saved(shape, replace(setup, fused_layers=False))
-    # In int8 experts stay in the compute type.
-    in_plain = passes * GROUPED_TIME * shape.total(_grouped_weights) * (setup.products == INT8)
-    saved = _saved_share(setup, passes=passes) * (used - idle - in_plain)
-    frozen = 2 * (used - idle - saved)
-    expert_share = shape.total(_has_experts) / layers
-    rounds = setup.saved_activations != COMPUTE_DTYPE
-    rounding_passes = 2 * (layers - recomputed) * rounds
-    return Work(
-        product_flops=t * (frozen + 2 * (passes + 1) * adapters + head) + 2 * setup.rank * normed,
-        attention_flops=t * forward * (passes - 1 + 2.5),
-        dequantized_bytes=(used + normed) * DEQUANTIZED_BYTES,
-        kept_bytes=layer_passes
-        * (plain - FUSED_SHARE * (plain - saved_bytes))
-        * (1 + (EXPERT_TRAFFIC - 1) * expert_share),
-        dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
-        layer_passes=layer_passes,
-        forward_share=layers / layer_passes,
-        looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
-        rounded_bytes=rounding_passes * _rounded_bytes(shape, setup),
-        rounding_passes=rounding_passes,
-        stashed_bytes=_stashed_bytes(shape, setup),
-        hosted_layers=setup.offload_layers,
-        hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
-        layers=layers,
-        eight_bits=setup.products != COMPUTE_DTYPE,
-        expert_share=expert_share,
-        graphed=setup.graphed,
-    )
-
-
-def _saved_share(setup: Setup, *, passes: float) -> float:
-    """Return the share of the time of frozen products that 8 bits save; backward is one pass."""
-    if setup.products == COMPUTE_DTYPE:
-        return 0.0
-    rounded = {"both": passes, "forward": passes - 1, "backward": 1}[setup.products_in]
-    return rounded / passes * (1 - 1 / EIGHT_BIT_SPEED[setup.products])
-
-
-def _has_experts(layer: DecoderLayer) -> int:
-    return int(any(x.experts > 1 for x in layer.linears))
-
-
-def _idle_weights(layer: DecoderLayer) -> int:
-    """Weights of a layer that a token is not multiplied with."""
-    return layer.num_weights - layer.used_weights
-
-
-def _grouped_weights(layer: DecoderLayer) -> int:
-    """Weights of experts that a token is multiplied with."""
-    stacks = [x for x in layer.linears if x.experts > 1]
-    return sum(x.num_weights // x.experts * layer.top_k for x in stacks)
-
-
-def _idle_adapters(layer: DecoderLayer, setup: Setup) -> int:
-    """The same of adapters, whose grouped products nobody has timed in a step."""
-    return sum(
-        (x.experts - layer.rows(x))
-        * setup.rank_of(x.name)
-        * (x.in_features + x.out_features // x.experts)
-        for x in layer.linears
-        if x.experts > 1 and x.name in setup.targets
-    )
-
-
-def _mean_saved(shape: ModelShape, setup: Setup) -> float:
-    """What autograd keeps of a layer, on average, bytes."""
-    return shape.total(lambda layer: saved_activations(layer, setup)) / shape.num_layers
-
-
-def _not_recomputed(layer: DecoderLayer, setup: Setup) -> int:
-    """Weights of a layer that recomputation stops before: a plain one's last linear's, if no norm
-    follows and its value is not kept.
-    """
-    needed = setup.dora or layer.norms_after or not layer.plain
-    return 0 if needed else layer.linears[-1].num_weights
-
-
-def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes moved in a layer for dropout, the mean of its passes."""
-    if not setup.dropout:
-        return 0
-    inputs = shape.total(
-        lambda layer: sum(x.in_features for x in layer.linears if x.name in setup.targets)
-    )
-    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
-
-
-def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Moved to round a layer's activations, and again to restore them: each element in the compute
-    type, and in 8 bits with its share of a scale. Counted, not measured.
-    """
-    elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
-    return elements * (setup.compute_bytes + ROUNDED_BYTES)
-
-
-def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
-    inputs, whole = stashed_counts(shape, setup)
-    layers = shape.num_layers
-    saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers
-    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
-
-
 Parts = dict[str, float]
 # Bytes/s that all GPUs of a host together copy to its memory, or from it: 8 x H200, each with 6 of
 # 8 layers' activations of 70B width there, copied 19 GB/s each (November 2026, a virtual machine of
 # 128 cores). A host's memory differs; nobody measured others.
 HOST_MEMORY_BANDWIDTH = 150e9
+
+
+def constants_of(gpu: GpuModel) -> Constants:
+    """Return the constants of a GPU; of one that was not measured those of an H200, which its data
+    sheet scales.
+    """
+    return BY_GPU.get(gpu.name, H200)
 
 
 def gpu_parts(
@@ -287,7 +110,8 @@ def gpu_parts(
     """Seconds of a micro-batch on a GPU by what it does or waits for; their sum is the time."""
     gathered = constants.gather_traffic * traffic.gathered_bytes
     parts = {
-        "products": work.product_flops / (gpu.flops * constants.product_share),
+        "products": work.product_flops / (gpu.flops * constants.product_share)
+        + work.expert_adapter_bytes / (gpu.bandwidth * EXPERT_ADAPTER_SHARE),
         "attention": work.attention_flops / (gpu.flops * constants.attention_share),
         "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
         "elementwise": (
@@ -296,12 +120,16 @@ def gpu_parts(
             + work.rounded_bytes
         )
         / gpu.bandwidth,
+        "loss": work.logit_bytes / (gpu.bandwidth * LOSS_SHARE),
+        "update": work.update_bytes / gpu.bandwidth,
         # copies to and from the host take memory bandwidth too
         "copies": (gathered + 2 * work.stashed_bytes) / gpu.bandwidth,
     }
-    late_s = launch_seconds(work, constants, traffic) - sum(parts.values())
+    pause_s = work.pauses * constants.pause_s
+    late_s = launch_seconds(work, constants, traffic) - sum(parts.values()) - pause_s
     parts["waiting_for_python"] = max(0.0, late_s)
-    return parts | _waiting(work, gpu, constants, traffic, compute_s=sum(parts.values()))
+    waiting = _waiting(work, gpu, constants, traffic, compute_s=sum(parts.values()))
+    return parts | waiting | {"waiting_between_steps": pause_s}
 
 
 def launch_seconds(work: Work, constants: Constants, traffic: Traffic) -> float:

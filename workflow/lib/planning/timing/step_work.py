@@ -1,0 +1,332 @@
+"""What one process does for one micro-batch, counted from shapes: FLOP, bytes that move, launches.
+
+Products with experts are counted as so many dense ones as take as long. Nothing here knows how fast
+a GPU is; `step_time` makes seconds of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
+from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import (
+    ROUNDED_BYTES,
+    kept_activations,
+    lora_parameters,
+    rounded_elements,
+    saved_activations,
+    trainable_parameters,
+)
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8
+
+# Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
+# of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
+FLEX_TIME = 1.3
+# Of a product of as many rows by one weight: so much longer takes one by experts. 20.8 ms for 9.9
+# TFLOP of frozen weights in the widths of Qwen3-30B-A3B, 32,768 rows, on an H100, where dense
+# products reach 663 TFLOP/s (profiled, November 2026).
+GROUPED_TIME = 1.4
+# Of the elementwise work that the activations suggest which fused layers no longer keep: so much is
+# saved, more than all of it, because what they keep is also read and written less often. 8 layers
+# of 70B width on 2 x H200: 21 ms, where unfused layers take 69 (profiled).
+FUSED_SHARE = 1.43
+# Dropout's kernel reads and writes an adapter's input (2 passes over it, forward); backward does it
+# again, and makes, reads and adds a gradient (5). Counted, not measured.
+DROPPED_TRAFFIC = 3
+# Of the elementwise work that the activations of a layer with experts suggest: its products read
+# rows where they lie and add adapters and biases themselves, and one kernel each way computes what
+# is between them. 12 layers of Qwen3-30B-A3B on an H100, all but the loss and the update: 18 and 14
+# ms with and without recomputation, where the activations suggest 30 and 20 (profiled, November
+# 2026).
+EXPERT_TRAFFIC = 0.6
+# Against bf16 products, 4,096 rows of 70B and 8B widths on an H200, torch 2.11, November 2026: by a
+# prototype of float8 (1,231 to 1,338 TFLOP/s for 659 to 734), and by torch's int8 product without
+# scales (832 to 934). docs/time-model.md compares the engine's own.
+EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
+# Of a weight that is decoded: half a byte read, two written; one for a product in 8 bits.
+DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 2.5, 1.5
+# Bytes that a logit moves in the loss, counted by the operations of `chunked_loss` in bf16: to fp32
+# (6), log-softmax (8), the gradient of the targets' values (4), that of log-softmax (12), back to
+# bf16 (6); soft-capping divides, takes tanh and multiplies (24), and again for the gradient (28).
+LOGIT_BYTES, CAPPED_LOGIT_BYTES = 36, 88
+# Bytes that the update moves for a trained weight, counted: its gradient's norm (4), clipping (8),
+# AdamW in fp32 (28), the gradient set to zero (4), the cast to 16 bits (6).
+UPDATE_BYTES = 50
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process does for one micro-batch; `layer_passes` counts forward, recomputation and
+    backward of each layer.
+    """
+
+    product_flops: float
+    attention_flops: float
+    dequantized_bytes: float
+    kept_bytes: float
+    """What autograd keeps of a layer, for each pass of each layer: elementwise work grows with
+    it."""
+    layer_passes: int
+    forward_share: float
+    """Of all passes."""
+    logit_bytes: float = 0
+    """Moved in the loss, besides the head's products."""
+    update_bytes: float = 0
+    """Moved by the update; of a step, divided by its micro-batches."""
+    pauses: float = 0
+    """How often the GPU waits for the host to begin the next step: once a step, divided by its
+    micro-batches; never if they are launched ahead."""
+    dropped_bytes: float = 0
+    """Moved for dropout's masked inputs, and the gradients of them."""
+    expert_adapter_bytes: float = 0
+    """Rows that the products of experts' adapters read: what bounds them, not FLOP."""
+    looked_up_bytes: int = 0
+    """Embedding rows that come from host memory."""
+    rounded_bytes: float = 0
+    """Read and written to round activations after forward and to restore them for backward, and to
+    round what is multiplied in 8 bits."""
+    rounding_passes: int = 0
+    """Forward and backward passes of layers that round activations for backward."""
+    stashed_bytes: float = 0
+    """Activations that go to host memory, and come back."""
+    hosted_layers: int = 0
+    """Layers whose packed weights come from host memory for forward and again for backward, and the
+    bytes of one of them."""
+    hosted_bytes: int = 0
+    layers: int = 1
+    eight_bits: bool = False
+    """Frozen weights are multiplied in 8 bits."""
+    expert_share: float = 0.0
+    """Of all layers: those with experts."""
+    graphed: bool = False
+    """Launched as CUDA graphs."""
+
+
+def micro_batch_work(
+    shape: ModelShape, setup: Setup, *, trained_share: float, micro_batches: int = 1
+) -> Work:
+    """Count the work of a micro-batch of T tokens, of which `trained_share` (0 to 1) reach the
+    loss; a step has `micro_batches`.
+
+    DoRA multiplies every weight with A once a step, counted as if a step had one micro-batch.
+    """
+    t, layers = setup.tokens, shape.num_layers
+    recomputed = setup.recomputed_layers(layers)
+    layer_passes = 2 * layers + recomputed
+    passes = layer_passes / layers
+    logits = t * trained_share * shape.vocab_size
+    normed = shape.quantized_weights if setup.dora else 0
+    recomputed_share = recomputed / layers
+    rounding_passes = 2 * (layers - recomputed) * (setup.saved_activations != COMPUTE_DTYPE)
+    return Work(
+        product_flops=t * _product_flops(shape, setup, passes=passes, recomputed=recomputed_share)
+        + 4 * logits * shape.hidden_size
+        + 2 * setup.rank * normed,
+        attention_flops=t * _attention_flops(shape, setup) * (passes - 1 + 2.5),
+        dequantized_bytes=_decoded_bytes(shape, setup, passes=passes, recomputed=recomputed_share)
+        + normed * DEQUANTIZED_BYTES,
+        kept_bytes=layer_passes * _elementwise_bytes(shape, setup),
+        layer_passes=layer_passes,
+        forward_share=layers / layer_passes,
+        logit_bytes=logits * (CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES),
+        update_bytes=UPDATE_BYTES
+        * trainable_parameters(shape, setup)
+        / (setup.shards * micro_batches),
+        pauses=0 if _launched_ahead(setup) else 1 / micro_batches,
+        dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
+        expert_adapter_bytes=t * setup.compute_bytes * _adapter_rows(shape, setup, passes=passes),
+        looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
+        rounded_bytes=rounding_passes * _rounded_bytes(shape, setup)
+        + t * _rounded_for_products(shape, setup, passes=passes),
+        rounding_passes=rounding_passes,
+        stashed_bytes=_stashed_bytes(shape, setup),
+        hosted_layers=setup.offload_layers,
+        hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
+        layers=layers,
+        eight_bits=setup.products != COMPUTE_DTYPE,
+        expert_share=shape.total(_has_experts) / layers,
+        graphed=setup.graphed,
+    )
+
+
+def _product_flops(shape: ModelShape, setup: Setup, *, passes: float, recomputed: float) -> float:
+    """Of decoder layers, a token: each frozen weight in forward, in recomputation less what that
+    spares, and once in backward (2 FLOP each); an adapter's weight twice in backward. Of experts
+    a token uses top_k; their adapters are counted by bytes.
+    """
+
+    def weights(*, grouped: bool) -> float:
+        def used(layer: DecoderLayer, linears: Iterable[Linear]) -> int:
+            return sum(
+                x.num_weights // x.experts * layer.rows(x)
+                for x in linears
+                if (x.experts > 1) == grouped
+            )
+
+        spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, setup)))
+        return passes * shape.total(lambda layer: used(layer, layer.linears)) - recomputed * spared
+
+    dense, experts = weights(grouped=False), GROUPED_TIME * weights(grouped=True)
+    in_eight_bits = dense + experts * (setup.products == FLOAT8)
+    saved = _eight_bit_share(setup, passes=passes) * in_eight_bits
+    saved *= 1 - 1 / EIGHT_BIT_SPEED.get(setup.products, 1)
+    adapters = lora_parameters(shape, setup) - shape.total(lambda x: _expert_adapters(x, setup))
+    return 2 * (dense + experts - saved) + 2 * (passes + 1) * adapters
+
+
+def _decoded_bytes(shape: ModelShape, setup: Setup, *, passes: float, recomputed: float) -> float:
+    """Moved to decode all weights, of all experts too, for each pass."""
+
+    def decoded(linears: Iterable[Linear]) -> float:
+        return sum(x.num_weights * _bytes_of_a_weight(x, setup, passes=passes) for x in linears)
+
+    counts = shape.counts.items()
+    kinds = ((count, shape.kinds[kind]) for kind, count in counts)
+    return sum(
+        count
+        * (passes * decoded(layer.linears) - recomputed * decoded(_not_recomputed(layer, setup)))
+        for count, layer in kinds
+    )
+
+
+def _bytes_of_a_weight(linear: Linear, setup: Setup, *, passes: float) -> float:
+    """Moved to decode a weight, on average of its passes."""
+    if linear.experts > 1 and setup.products != FLOAT8:
+        return DEQUANTIZED_BYTES
+    in_eight_bits = _eight_bit_share(setup, passes=passes)
+    return DEQUANTIZED_BYTES - (DEQUANTIZED_BYTES - EIGHT_BIT_BYTES) * in_eight_bits
+
+
+def _eight_bit_share(setup: Setup, *, passes: float) -> float:
+    """Return the share of the passes whose products are in 8 bits; backward is one pass. In int8
+    experts stay in the compute type.
+    """
+    if setup.products == COMPUTE_DTYPE:
+        return 0.0
+    return {"both": passes, "forward": passes - 1, "backward": 1}[setup.products_in] / passes
+
+
+def _rounded_for_products(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+    """Bytes by token that are moved to round what frozen weights multiply in 8 bits: their inputs
+    in every pass but backward, and the gradients of their values in it.
+    """
+    if setup.products == COMPUTE_DTYPE:
+        return 0.0
+    forward = (passes - 1) * (setup.products_in != "backward")
+    inputs = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=False))
+    gradients = shape.total(lambda layer: _multiplied_elements(layer, setup, gradients=True))
+    elements = forward * inputs + (setup.products_in != "forward") * gradients
+    return (setup.compute_bytes + 1) * elements
+
+
+def _multiplied_elements(layer: DecoderLayer, setup: Setup, *, gradients: bool) -> int:
+    """Elements by token of what a layer's frozen weights multiply. Linears of one module share
+    their input, all but its last, which has its own.
+    """
+    chosen = [x for x in layer.linears if x.experts == 1 or setup.products == FLOAT8]
+    if gradients:
+        return sum(layer.rows(x) * x.out_features // x.experts for x in chosen)
+    last = {_module_of(x): x for x in chosen}
+    shared = {(_module_of(x), x.in_features) for x in chosen if x is not last[_module_of(x)]}
+    return sum(width for _, width in shared) + sum(
+        layer.rows(x) * x.in_features for x in last.values()
+    )
+
+
+def _module_of(linear: Linear) -> str:
+    return linear.path.rpartition(".")[0]
+
+
+def _attention_flops(shape: ModelShape, setup: Setup) -> float:
+    """Of a token in forward: 2 S (q + width of values) a layer, as a rule 4 S q; half of it with
+    flash (causal). Backward takes 2.5 times that (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    """
+    causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
+    width = shape.total(lambda layer: layer.query_width + layer.value_width)
+    return 2 * setup.seq_len * causal * width
+
+
+def _elementwise_bytes(shape: ModelShape, setup: Setup) -> float:
+    """What autograd keeps of a layer, on average, as far as elementwise work grows with it."""
+
+    def suggested(layer: DecoderLayer) -> float:
+        saved_bytes = saved_activations(layer, setup)
+        plain = saved_activations(layer, replace(setup, fused_layers=False))
+        factor = EXPERT_TRAFFIC if _has_experts(layer) else 1.0
+        return factor * (plain - FUSED_SHARE * (plain - saved_bytes))
+
+    counts = shape.counts.items()
+    return sum(count * suggested(shape.kinds[kind]) for kind, count in counts) / shape.num_layers
+
+
+def _launched_ahead(setup: Setup) -> bool:
+    """Whether the next step's first micro-batch is launched before the host has read this one's
+    loss: by graphs, where the device itself decides on the update.
+    """
+    return setup.graphed and setup.optimizer == "adamw"
+
+
+def _has_experts(layer: DecoderLayer) -> int:
+    return int(any(x.experts > 1 for x in layer.linears))
+
+
+def _adapted_stacks(layer: DecoderLayer, setup: Setup) -> list[Linear]:
+    return [x for x in layer.linears if x.experts > 1 and x.name in setup.targets]
+
+
+def _expert_adapters(layer: DecoderLayer, setup: Setup) -> int:
+    """Weights of all experts' adapters."""
+    return sum(
+        x.experts * setup.rank_of(x.name) * (x.in_features + x.out_features // x.experts)
+        for x in _adapted_stacks(layer, setup)
+    )
+
+
+def _adapter_rows(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+    """Elements by token that the products of experts' adapters read: inputs for x A^T in every pass
+    but backward and for the gradient of A, gradients for that of x A^T and for that of B.
+    """
+
+    def elements(layer: DecoderLayer) -> float:
+        stacks = _adapted_stacks(layer, setup)
+        inputs = sum(layer.rows(x) * x.in_features for x in stacks)
+        gradients = sum(layer.rows(x) * x.out_features // x.experts for x in stacks)
+        return passes * inputs + 2 * gradients
+
+    counts = shape.counts.items()
+    return sum(count * elements(shape.kinds[kind]) for kind, count in counts)
+
+
+def _not_recomputed(layer: DecoderLayer, setup: Setup) -> tuple[Linear, ...]:
+    """The linear of a layer that recomputation stops before: the last one of a plain layer or of
+    experts, if its value is not kept. Of a plain layer it is known whether a norm follows.
+    """
+    last = layer.linears[-1]
+    needed = setup.dora or layer.norms_after or not (layer.plain or last.experts > 1)
+    return () if needed else (last,)
+
+
+def _dropped_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes moved in a layer for dropout, the mean of its passes."""
+    if not setup.dropout:
+        return 0
+    inputs = shape.total(
+        lambda layer: sum(x.in_features for x in layer.linears if x.name in setup.targets)
+    )
+    return DROPPED_TRAFFIC * setup.compute_bytes * setup.tokens * inputs / shape.num_layers
+
+
+def _rounded_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Moved to round a layer's activations, and again to restore them: each element in the compute
+    type, and in 8 bits with its share of a scale. Counted, not measured.
+    """
+    elements = shape.total(lambda layer: rounded_elements(layer, setup)) / shape.num_layers
+    return elements * (setup.compute_bytes + ROUNDED_BYTES)
+
+
+def _stashed_bytes(shape: ModelShape, setup: Setup) -> float:
+    inputs, whole = stashed_counts(shape, setup)
+    layers = shape.num_layers
+    saved_bytes = shape.total(lambda layer: kept_activations(layer, setup)) / layers
+    return inputs * setup.compute_bytes * setup.tokens * shape.hidden_size + whole * saved_bytes
