@@ -24,7 +24,11 @@ MEND = "`python -m workflow.scripts.write_settings_pages` writes it again"
 EVERY = Config.model_validate(
     {
         "lora": {"modules_to_save": ["lm_head"]},
-        "train": {"products": "float8", "saved_activations": "float8"},
+        "train": {
+            "products": "float8",
+            "saved_activations": "float8",
+            "router_aux_loss_coef": 0.1,
+        },
     }
 )
 

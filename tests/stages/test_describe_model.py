@@ -65,7 +65,7 @@ def test_model_that_is_not_covered_is_refused(tmp_path: Path) -> None:
 
 NAMING = (
     "experts.gate_up_proj and experts.down_proj are all experts of a layer, which share rank",
-    "routers are not trained.",
+    "routers are trained whole, by lora.modules_to_save.",
 )
 
 
@@ -83,7 +83,10 @@ NAMING = (
         ),
         ({"rank_pattern": {"experts.3.down_proj": 4}}, ("rank_pattern: 'experts.3.", *NAMING)),
         ({"alpha_pattern": {"experts.up_proj": 4}}, ("alpha_pattern: 'experts.up_", *NAMING)),
-        ({"modules_to_save": ["gate"]}, ("lora.modules_to_save = 'gate': only the output head",)),
+        (
+            {"modules_to_save": ["experts"]},
+            ("lora.modules_to_save = 'experts': only the", "mlp.gate"),
+        ),
     ],
 )
 def test_adapter_that_a_mixture_cannot_have_is_refused(
@@ -91,6 +94,24 @@ def test_adapter_that_a_mixture_cannot_have_is_refused(
 ) -> None:
     run = {"data": {"seq_len": 64}, "lora": lora}
     refused(tiny_mixture("qwen3_moe", tmp_path), "run mix: ", *parts, mix=run)
+
+
+def test_balance_of_routers_is_refused_for_a_family_that_has_none(tmp_path: Path) -> None:
+    run = {"data": {"seq_len": 64}, "train": {"router_aux_loss_coef": 0.01}}
+    refused(
+        tiny_mixture("glm4_moe", tmp_path),
+        "run mix: train.router_aux_loss_coef = 0.01: models of the type glm4_moe have no",
+        mix=run,
+    )
+
+
+def test_router_named_as_another_module_ends_is_refused(tmp_path: Path) -> None:
+    run = {"data": {"seq_len": 64}, "lora": {"modules_to_save": ["gate"]}}
+    refused(
+        tiny_mixture("qwen2_moe", tmp_path),
+        "lora.modules_to_save = 'gate': model.layers.0.mlp.shared_expert_gate ends so too",
+        mix=run,
+    )
 
 
 def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:

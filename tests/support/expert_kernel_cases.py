@@ -4,7 +4,8 @@ experts computes of the same values in fp32.
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from workflow.lib.model.experts.routing import Routing, Rows, Update, Weights
 from workflow.lib.model.layers.eight_bits.products import FORMATS
 
 EXPERTS, TOP_K = 6, 2
+Function = Callable[[torch.Tensor], torch.Tensor]
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -92,27 +94,41 @@ def sums(*, columns: int, rank: int, num_tokens: int, dtype: torch.dtype, device
         yield weights_product(*moved, scale=0.5, out=as_b), expected
 
 
+class Clamped:
+    """A module of experts with the gate of gpt-oss, as Transformers has it, and its constants."""
+
+    alpha, limit = 1.702, 3.0
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate = gate.clamp(min=None, max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def side_by_side(up: torch.Tensor, *, activation: Function) -> torch.Tensor:
+    gate, other = up.chunk(2, dim=-1)
+    return activation(gate) * other
+
+
 def gates(*, width: int, num_tokens: int, dtype: torch.dtype, device: str) -> Pairs:
     """Yield value and gradients of every function that the kernels know."""
     draw = torch.Generator().manual_seed(3)
     here, plain = routings(num_tokens, device=device)
     num_rows = num_tokens * TOP_K
-    for name, activation in ACTIVATIONS.items():
+    known = {name: partial(side_by_side, activation=act) for name, act in ACTIVATIONS.items()}
+    for name, function in (known | {"clamped": Clamped()._apply_gate}).items():
         up = (2 * torch.randn(num_rows, 2 * width, generator=draw)).to(dtype)
         grad = torch.randn(num_rows, width, generator=draw).to(dtype)
         weights = torch.rand(num_tokens, TOP_K, generator=draw).to(dtype)
-
-        def function(up: torch.Tensor, activation=activation) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            gate, other = up.chunk(2, dim=-1)
-            return activation(gate) * other
-
         gate = Gate(function)
-        assert gate.activation == name
+        assert gate.form is not None
+        assert gate.form.kind == name
         exact = gate.gradients(up.float().clone(), grad.float().clone(), weights.float(), plain)
-        yield grouped_kernels.gated(up.to(device), activation=name), exact[0]
+        yield grouped_kernels.gated(up.to(device), gate.form), exact[0]
         there = (grad.to(device), up.to(device))
         of_weights = grouped_kernels.gated_backward_(
-            *there, weights.to(device), here.order, activation=name
+            *there, weights.to(device), here.order, gate.form
         )
         yield from zip((*there, of_weights), exact, strict=True)
 

@@ -42,6 +42,33 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
 }
+MORE_MIXTURES: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 5, "intermediate_size": 48, "num_key_value_heads": 4},
+    "granitemoe": {"num_local_experts": 5, "intermediate_size": 48},
+    "ernie4_5_moe": {
+        "moe_num_experts": 5,
+        "moe_intermediate_size": 48,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 0,
+    },
+    "qwen2_moe": {
+        "num_experts": 5,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_next": {
+        "num_experts": 5,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+"""Others whose routers are not those of the above."""
 
 
 def tiny_mixture(
@@ -51,7 +78,7 @@ def tiny_mixture(
     biases off their initial values; return `folder`.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SIZES | MIXTURES[family] | changes))
+    config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | MORE_MIXTURES)[family] | changes))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in (*model.parameters(), *_correction_biases(model)):

@@ -11,6 +11,7 @@ from workflow.lib.training.batches import (
     make_batch,
     micro_batches,
     process_rows,
+    text_lengths,
 )
 
 CPU = torch.device("cpu")
@@ -39,6 +40,14 @@ def test_first_token_of_a_row_cannot_be_a_target() -> None:
     ids = np.zeros((1, 3), dtype=np.int64)
     with pytest.raises(AssertionError, match="no predecessor"):
         make_batch(ids, ids, np.array([[True, False, False]]), device=CPU)
+
+
+def test_last_document_without_targets_is_padding() -> None:
+    """A row with a padding tail, one that ends in a trained document, one of a single document."""
+    positions = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    trained = np.zeros(positions.shape, dtype=bool)
+    trained[0, 1] = trained[1, 5] = trained[2, 1] = True
+    assert text_lengths(positions, trained).tolist() == [3, 6, 6]
 
 
 def test_attention_cost_is_the_sum_of_squared_document_lengths() -> None:

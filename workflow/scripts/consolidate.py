@@ -27,6 +27,7 @@ from workflow.lib.export.adapter_files import (
     replace_chat_template,
     save_adapter,
     save_tokenizer,
+    with_corrections,
     write_generation_config,
     write_merged,
 )
@@ -83,8 +84,10 @@ def main(args: argparse.Namespace) -> None:
     )
     original = build_on_meta(args.model, dtype=torch.bfloat16)
     names = exported_names(original, adapter)
+    with CheckpointReader(args.base) as base:
+        whole = with_corrections(adapter, trained_config, model=original, base=base)
     save_adapter(
-        {names.exported(name): tensor for name, tensor in adapter.items()},
+        {names.exported(name): tensor for name, tensor in whole.items()},
         exported_config(adapter_config, original, adapter),
         partial / "adapter",
     )

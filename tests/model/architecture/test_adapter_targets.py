@@ -3,6 +3,7 @@ over in silence.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workflow.lib.model.architecture.adapter_targets import (
+    WholeModules,
     adapter_ranks,
     adapter_scale,
     modules_to_save,
@@ -140,7 +142,7 @@ def test_pattern_that_matches_no_adapter_is_refused() -> None:
     assert "lora.alpha_pattern: 'mlp'" in refusal(alpha_pattern={"mlp": 4.0})
 
 
-PATHS = {"embedding": "gpt_neox.embed_in", "head": "embed_out"}
+UNTIED = WholeModules(embedding="gpt_neox.embed_in", head="embed_out", tied=False)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_modules_are_found_by_the_end_of_their_path(
     names: tuple[str, ...], chosen: set[str]
 ) -> None:
     lora = LoraSettings(modules_to_save=names)
-    assert modules_to_save(lora, tied=False, **PATHS) == chosen
+    assert modules_to_save(lora, UNTIED) == chosen
 
 
 @pytest.mark.parametrize("name", ["lm_head", "norm", "out", "neox.embed_in"])
@@ -166,12 +168,34 @@ def test_module_that_is_neither_head_nor_embedding_lists_them(name: str) -> None
         match=f"lora.modules_to_save = '{name}': only .* in this model they are embed_out and "
         "embed_in. Name embed_out",
     ):
-        modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), tied=False, **PATHS)
+        modules_to_save(LoraSettings(modules_to_save=("embed_out", name)), UNTIED)
 
 
 def test_tied_modules_are_refused() -> None:
     with pytest.raises(UserError, match="ties its output head to its input embedding"):
-        modules_to_save(LoraSettings(modules_to_save=("embed_out",)), tied=True, **PATHS)
+        modules_to_save(LoraSettings(modules_to_save=("embed_out",)), replace(UNTIED, tied=True))
+
+
+ROUTERS = ("model.layers.0.mlp.gate", "model.layers.3.mlp.gate")
+MIXTURE = WholeModules("model.embed_tokens", "lm_head", tied=True, routers=ROUTERS)
+
+
+def test_routers_are_found_by_the_end_of_their_path_in_a_tied_model_too() -> None:
+    assert modules_to_save(LoraSettings(modules_to_save=("mlp.gate",)), MIXTURE) == {*ROUTERS}
+    one = LoraSettings(modules_to_save=("layers.3.mlp.gate",))
+    assert modules_to_save(one, MIXTURE) == {ROUTERS[1]}
+
+
+def test_other_name_lists_the_routers_of_a_mixture() -> None:
+    with pytest.raises(UserError, match=r"and the routers of a mixture, .* lm_head, embed_tokens "):
+        modules_to_save(LoraSettings(modules_to_save=("router",)), MIXTURE)
+
+
+def test_name_of_a_router_that_peft_would_find_elsewhere_too_is_refused() -> None:
+    others = ["model.layers.0.mlp.shared_expert_gate"]
+    message = "'gate': model.layers.0.mlp.shared_expert_gate ends so too.*: mlp.gate"
+    with pytest.raises(UserError, match=message):
+        modules_to_save(LoraSettings(modules_to_save=("gate",)), MIXTURE, others=others)
 
 
 EXPERTS = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]

@@ -20,6 +20,7 @@ from workflow.lib.model.experts import (
 )
 from workflow.lib.model.experts.expert_products import value
 from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.experts.grouped_kernels import GateForm
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.layers import nf4_stack
 from workflow.lib.model.layers.expert_stacks import experts_modules, product_names
@@ -139,6 +140,18 @@ class Pair:
 @pytest.fixture(params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> Pair:
     return Pair(request.param)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3_moe", GateForm("silu")),
+        ("gpt_oss", GateForm("clamped", alpha=1.702, limit=7.0)),
+        ("nemotron_h", None),
+    ],
+)
+def test_gate_is_one_that_the_kernels_know_or_none(family: str, form: GateForm | None) -> None:
+    assert Pair(family).experts.gate.form == form
 
 
 def assert_same(pair: Pair, *, tolerance: float = 1e-5) -> None:

@@ -23,6 +23,7 @@ from workflow.lib.planning.memory.terms import (
     layer_tensors,
     saved_activations,
     stored_terms,
+    trainable_parameters,
 )
 
 ROWS, SEQ_LEN = 2, 128
@@ -110,6 +111,17 @@ def test_router_is_sharded_by_expert() -> None:
     _, layer = mixture()
     tensors = layer_tensors(layer, setup()).by_term["norms_and_biases"]
     assert (128, 2 * 2048) in tensors
+
+
+def test_trained_router_is_a_master_beside_the_adapters() -> None:
+    shape, layer = mixture()
+    chosen = setup(targets=(), routers=("mlp.gate",))
+    tensors = layer_tensors(layer, chosen).by_term
+    assert tensors["lora_weights"] == [(128, 4 * 2048)]
+    assert (128, 2 * 2048) not in tensors["norms_and_biases"]
+    assert trainable_parameters(shape, chosen) == shape.num_layers * 128 * 2048
+    moments = [stored_terms(shape, x)["adam_moments"] for x in (setup(targets=()), chosen)]
+    assert moments == [0, 2 * shape.num_layers * 4 * 128 * 2048 // 2]  # two processes
 
 
 def test_experts_are_decoded_in_slices() -> None:

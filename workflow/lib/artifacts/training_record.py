@@ -122,6 +122,10 @@ class Summary(Record):
     """Loss of the first step, nats per trained token."""
     final_loss: float
     """Mean loss of the last 10% of the logged steps, nats per trained token."""
+    first_router_aux_loss: float | None = None
+    """Load-balancing loss of the first step, of a mixture whose routers are balanced."""
+    final_router_aux_loss: float | None = None
+    """The same, mean of the last 10% of the logged steps."""
     tokens: int
     """Positions of all rows of all steps, padding included."""
     trained_tokens: int
@@ -168,6 +172,10 @@ class Step(Record):
     """Peak memory so far, of the process that logs."""
     elapsed_s: float
     """Seconds of training so far."""
+    router_aux_loss: float | None = None
+    """Of a mixture whose routers are balanced: the load-balancing loss of the step, about the
+    experts that a token has where all get equally many tokens, else more. It is without its
+    coefficient, and not in `loss`."""
     repeats: int | None = None
     """In float16: steps so far that were made once more with a smaller loss scale."""
     heldout_loss: float | None = None

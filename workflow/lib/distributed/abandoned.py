@@ -2,7 +2,8 @@
 
 FSDP2 finishes what a forward has begun in the backward that follows. Where none follows, the next
 forward takes up weights that were never gathered, and waits for events of the capture, which is an
-error. torch 2.13 can begin anew after any error, but it waits for these events, too. Here nothing has run on the device, so there is nothing to wait for.
+error. torch 2.13 can begin anew after any error, but it waits for these events, too. Here nothing
+has run on the device, so there is nothing to wait for.
 """
 
 from typing import Any

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -41,6 +42,9 @@ def shard_(
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     training.adapters.sharded = True
+    if training.router_balance is not None:
+        assert dist.group.WORLD is not None
+        training.router_balance.share_(dist.group.WORLD)
     sliced = share_vocabulary_(training, mesh)
     units: list[FSDPModule] = [
         fully_shard(

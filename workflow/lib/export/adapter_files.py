@@ -7,13 +7,13 @@ so both hold the tokenizer, the chat template and the end tokens of the training
 `check_conversations` proves it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Probe
 from workflow.lib.data.encoding.chat_template import with_fixed_date
@@ -22,6 +22,7 @@ from workflow.lib.data.reading.hub_download import MANIFEST
 from workflow.lib.distributed.sharded_files import DamagedError, read_whole
 from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model.architecture.adapter_targets import adapter_scale
+from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.model.layers.nf4_linear import STATE_SUFFIX
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.quantization.nf4_checkpoint import (
@@ -81,6 +82,29 @@ def save_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any], folde
     with atomic_path(folder / "adapter_model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     write_json(folder / "adapter_config.json", config)
+
+
+def with_corrections(
+    adapter: dict[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    model: PreTrainedModel,
+    base: CheckpointReader,
+) -> dict[str, torch.Tensor]:
+    """Return an adapter with all that PEFT keeps of modules that are trained whole: a router's
+    correction, which no gradient reaches, is the base's.
+
+    config: of the training; model: the original on meta; base: its NF4 checkpoint.
+    """
+    kept = dict(adapter)
+    names = tuple(f".{name}" for name in config.get("modules_to_save") or ())
+    for path, module in model.named_modules():
+        for name in module.state_dict() if f".{path}".endswith(names) and names else ():
+            key = f"{PREFIX}{path}.{name}"
+            if key not in kept:
+                assert name.endswith(CORRECTION), f"{key} was to be trained"
+                kept[key] = base.tensor(f"{path}.{name}")
+    return kept
 
 
 def base_reference(
@@ -198,7 +222,9 @@ def merged_tensors(
             continue
         if f"{PREFIX}{name}" in whole:
             whole.discard(f"{PREFIX}{name}")
-            yield stored, adapter[f"{PREFIX}{name}"].to(torch.bfloat16)
+            kept = narrow and original.dtype(stored) == "F32"
+            trained = adapter[f"{PREFIX}{name}"]
+            yield stored, trained if kept else trained.to(torch.bfloat16)
             continue
         path = name.removesuffix(".weight")
         key = f"{PREFIX}{path}"

@@ -29,6 +29,7 @@ from workflow.lib.model.architecture.model_shape import Linear, ModelShape
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
+from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.system.errors import UserError
@@ -216,6 +217,7 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
         prefix="model.language_model." if wrapped else _parent(paths["embedding"]),
         attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
+        router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
     )
 

@@ -151,7 +151,7 @@ def _rotate(
         first, second = turned.chunk(2, dim=-1)
     parts = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
-    return torch.cat((turned, rest), dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:

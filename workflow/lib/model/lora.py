@@ -32,6 +32,7 @@ from workflow.lib.model.nf4_model import (
     local,
     local_range,
     read_row_norms,
+    without_cast,
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import unfreeze_
@@ -172,7 +173,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def peft_name(name: str) -> str:
     """Return the name in `adapter_model.safetensors` of a parameter of the training module."""
     start = name.index(PREFIX)
-    short = name[start:].replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+    short = without_cast(name[start:])
+    short = short.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
     # PEFT keeps the name that DoRA's magnitudes had when they were no module of their own.
     return short.removesuffix(".weight") if ".lora_magnitude_vector." in short else short
 

@@ -22,6 +22,7 @@ class MicroBatch:
     row_keys: (rows,) of what the adapters' dropout draws from; None where nothing is dropped.
     documents: those of the bounds, for recurrent layers; None where a model has none, or where they
     are to be found out from the positions, for which the device has to be waited for.
+    lengths: (rows,) tokens of each row before its padding; None where nobody asks.
     """
 
     input_ids: torch.Tensor
@@ -32,6 +33,7 @@ class MicroBatch:
     embedded: torch.Tensor | None = None
     row_keys: torch.Tensor | None = None
     documents: Documents | None = None
+    lengths: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return the same on `device`; from page-locked memory without waiting."""
@@ -52,4 +54,5 @@ class MicroBatch:
             embedded=None if self.embedded is None else change(self.embedded),
             row_keys=None if self.row_keys is None else change(self.row_keys),
             documents=None if self.documents is None else self.documents.each(change),
+            lengths=None if self.lengths is None else change(self.lengths),
         )

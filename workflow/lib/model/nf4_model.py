@@ -304,8 +304,17 @@ def stored_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Strip PEFT's wrapper levels from a name inside the Transformers model."""
-    return name.replace(".base_layer", "").replace(".original_module", "")
+    """Strip the levels of PEFT's wrappers and of casts from a name inside the Transformers
+    model.
+    """
+    return without_cast(name.replace(".base_layer", "").replace(".original_module", ""))
+
+
+def without_cast(name: str) -> str:
+    """Return a parameter's own name, given the one by which torch keeps the original of a cast one
+    (`torch.nn.utils.parametrize`).
+    """
+    return re.sub(r"\.parametrizations\.(\w+)\.original$", r".\1", name)
 
 
 def _load_nf4_(linear: NF4Linear, path: str, reader: CheckpointReader) -> int:

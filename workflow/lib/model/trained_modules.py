@@ -1,24 +1,27 @@
-"""Output head and input embedding that are trained whole beside the adapter (PEFT's
-`modules_to_save`).
+"""Output head, input embedding and a mixture's routers, which are trained whole beside the adapter
+(PEFT's `modules_to_save`).
 
 Their weights are fp32 masters under the names that the family gives them, so PEFT's exported names
 are theirs too. They compute in the type of what they are given, as a cast of the master; gradients
-are summed in fp32. With several processes each holds a slice of the rows (`vocabulary`), and
-`sum_copies_` adds up the gradients of the copies of a slice.
+are summed in fp32. With several processes each holds a slice of the rows of head and embedding
+(`vocabulary`), and `sum_copies_` adds up the gradients of the copies of a slice; routers are
+sharded with their layers.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
-from workflow.lib.model.architecture.adapter_targets import modules_to_save
+from workflow.lib.model.architecture.adapter_targets import WholeModules, modules_to_save
+from workflow.lib.model.architecture.routers import CORRECTION, router_paths
+from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.nf4_model import without_cast
 from workflow.lib.settings.config import LoraSettings
-from workflow.lib.system.errors import setting_error
 
 
 class MasterLinear(nn.Linear):
@@ -47,42 +50,70 @@ class MasterRows:
         return rows.to(self._dtype)
 
 
+class _Cast(nn.Module):
+    """A parameter in the type that its module computes with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, master: torch.Tensor) -> torch.Tensor:
+        """Return the master in that type."""
+        return master.to(self._dtype)
+
+
 def unfreeze_(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Make the modules of `lora.modules_to_save` trainable in a frozen meta-device model.
 
-    Raises `UserError` if one is neither head nor embedding, the two share a table, or PEFT would
-    find another module by the name.
+    Raises `UserError` if one is neither head, embedding nor router, head and embedding share a
+    table, or PEFT would find another module by the name.
     """
     if not settings.modules_to_save:
         return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {id(module): path for path, module in model.named_modules()}
-    tied = embedding.weight is head.weight
-    chosen = modules_to_save(
-        settings, embedding=paths[id(embedding)], head=paths[id(head)], tied=tied
+    routers = routers_of(model)
+    offered = WholeModules(
+        embedding=paths[id(embedding)],
+        head=paths[id(head)],
+        tied=embedding.weight is head.weight,
+        routers=tuple(routers.values()),
     )
-    _refuse_namesakes(settings.modules_to_save, chosen, paths.values())
-    if paths[id(embedding)] in chosen:
+    chosen = modules_to_save(settings, offered, others=paths.values())
+    if offered.embedding in chosen:
         embedding.weight = _master(embedding.weight)
-    if paths[id(head)] in chosen:
+    if offered.head in chosen:
         assert isinstance(head, nn.Linear)
         trained = MasterLinear(head.in_features, head.out_features, bias=False, device="meta")
         trained.weight = _master(head.weight)
         trained.bias = None if head.bias is None else _master(head.bias)
         model.set_output_embeddings(trained)
+    for path in chosen.intersection(offered.routers):
+        _unfreeze_router_(model.get_submodule(path))
 
 
-def _refuse_namesakes(names: Iterable[str], chosen: set[str], paths: Iterable[str]) -> None:
-    """PEFT would train every module whose path ends so, when the adapter is loaded."""
-    for name in names:
-        others = [path for path in paths if path.endswith(name) and path not in chosen]
-        if others:
-            raise setting_error(
-                "lora.modules_to_save",
-                name,
-                f"{others[0]} ends so too, and PEFT would take it for one of them",
-                f"Name the whole path: {' or '.join(sorted(chosen))}",
-            )
+def routers_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return the path of each router by the path of its experts, in a model whose linears and
+    stacks are packed.
+    """
+    experts = {
+        path: module.num_experts
+        for path, module in model.named_modules()
+        if isinstance(module, FusedExperts)
+    }
+    shapes = {without_cast(name): tuple(x.shape) for name, x in model.named_parameters()}
+    return router_paths(experts, shapes)
+
+
+def _unfreeze_router_(router: nn.Module) -> None:
+    """Train what a gradient reaches in a family's router, whose forward stays as it is: it sees the
+    masters in the type that the parameters had.
+    """
+    for module in [*router.modules()]:
+        for name, param in [*module.named_parameters(recurse=False)]:
+            if not name.endswith(CORRECTION):
+                setattr(module, name, _master(param))
+                register_parametrization(module, name, _Cast(param.dtype), unsafe=True)
 
 
 def _master(tensor: Any) -> nn.Parameter:

@@ -11,10 +11,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.activation_offload import ActivationOffload
+from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.document_states import separate_documents_, tell_documents_
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
+from workflow.lib.model.experts.router_balance import (
+    RouterBalance,
+    family_coefficient,
+    router_balance,
+)
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
 from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
 from workflow.lib.model.layers.flex_attention import flex_arguments
@@ -27,7 +33,7 @@ from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.rounded_activations import RoundedActivations
-from workflow.lib.model.trained_modules import MasterRows
+from workflow.lib.model.trained_modules import MasterRows, routers_of
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
 
 WAYS = ("forward", "backward")
@@ -60,6 +66,8 @@ class CausalLMForTraining(nn.Module):
         """Embedding rows (n, hidden) of ids (n,), where its table is not whole and frozen."""
         self._known_rows: torch.Tensor | None = None
         """Those of the micro-batch that is computed, where they are known."""
+        self.router_balance: RouterBalance | None = None
+        """The load-balancing loss of a mixture's routers; None: there is none."""
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
@@ -87,12 +95,36 @@ class CausalLMForTraining(nn.Module):
             check_shape(path, linear.spec.shape, block_size=size, name=products)
             linear.product_types = self.product_types
 
+    def balance_routers_(self, asked: float | None) -> None:
+        """Have the loss balance the load of experts as `train.router_aux_loss_coef` asks.
+
+        Raises `UserError` if the family has no such loss, or another one than is known.
+        """
+        model = self.peft_model.get_base_model()  # type: ignore[operator]
+        routers = routers_of(model)
+        masters = [p for path in routers.values() for p in model.get_submodule(path).parameters()]
+        coefficient = balance_coefficient(
+            asked,
+            family_coefficient(model),
+            routers_trained=any(p.requires_grad for p in masters),
+            name=model.config.model_type,
+        )
+        if coefficient:
+            self.router_balance = router_balance(model, coefficient, routers)
+
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the summed loss () fp32 of a micro-batch's targets."""
+        """Return the summed loss () fp32 of a micro-batch's targets. In training its gradient has
+        the router's load-balancing loss in it, its value has not.
+        """
         self.adapters.row_keys = batch.row_keys
-        hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
+        balance = self.router_balance if self.training else None
+        counting: AbstractContextManager[None] = nullcontext()
+        if balance is not None:
+            counting = balance.counting(batch.lengths, batch.input_ids.numel())
+        with counting:
+            hidden = self._hidden_states(batch.input_ids, batch.position_ids, batch)
         loss: torch.Tensor = self.head_loss(hidden.index_select(0, batch.positions), batch.targets)
-        return loss
+        return loss if balance is None else balance.joined(loss)
 
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor

@@ -171,6 +171,7 @@ class _Run:
         plan, choice = _plan(request), described.choice.among(numbers)
         fused = setup.fused_layers
         self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
+        self.training.balance_routers_(1.0 if setup.balances_routers else 0.0)
         self.training.multiply_in_(setup.products, setup.products_in)
         rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype
         self._laid_out: TrainingModel = lay_out_(self.training, plan, world, choice, rounds=rounds)
@@ -222,6 +223,8 @@ class _Run:
         batches = (self._batch(self._setup.micro_batch_size) for _ in range(micro_batches))
         if self._graphs is None:  # graphs copy them to the device
             batches = (batch.to(device) for batch in batches)
+        if training.router_balance is not None:
+            training.router_balance.begin_step_(trained_tokens=1, tokens=1, device=device)
         tape.follows_tensors = False
         with training.adapters.unchanged(), training.product_types.in_eight_bits():
             run = self._graphs or partial(forward_backward, training)
@@ -250,6 +253,7 @@ class _Run:
             bounds=(torch.zeros(rows + 1, dtype=torch.int32), length),
             row_keys=torch.zeros(rows, dtype=torch.int64),
             documents=documents_of([length] * rows),
+            lengths=torch.zeros(rows, dtype=torch.int64),
         )
         if self._setup.offload_embedding:
             batch = replace(batch, embedded=self._embedding_rows(ids.flatten()))
@@ -300,14 +304,14 @@ def _stock_model(config: Mapping[str, Any], setup: Setup) -> PreTrainedModel:
 
 
 def _lora(setup: Setup) -> LoraSettings:
-    modules = [("lm_head", setup.trains_head), ("embed_tokens", setup.trains_embedding)]
+    tables = [("lm_head", setup.trains_head), ("embed_tokens", setup.trains_embedding)]
     return LoraSettings(
         r=setup.rank,
         target_modules=setup.targets,
         rank_pattern=dict(setup.ranks),
         dropout=0.05 if setup.dropout else 0.0,  # whatever the share is
         use_dora=setup.dora,
-        modules_to_save=tuple(name for name, trained in modules if trained),
+        modules_to_save=(*(name for name, trained in tables if trained), *setup.routers),
     )
 
 

@@ -94,7 +94,9 @@ class LoraSettings(Section):
     """Modules that are trained whole beside the adapter and exported with it, by the names that
     PEFT knows them by: the output head (`lm_head`), the input embedding (`embed_tokens`), or both;
     of models that do not tie the two. 16 bytes a weight over the GPUs that share the vocabulary
-    (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs."""
+    (weights, gradient and moments in fp32); with `embed_tokens` the table is on the GPUs. Of a
+    mixture of experts also its routers (`mlp.gate`; `mlp.router` of gpt-oss), which choose the
+    experts of a token; see `train.router_aux_loss_coef`."""
 
     @model_validator(mode="after")
     def _some_target(self) -> "LoraSettings":
@@ -161,6 +163,11 @@ class TrainConfig(Section):
     """Final learning rate as a share of the peak (cosine and linear)."""
     weight_decay: float = Field(0.0, ge=0.0, le=1.0)
     """AdamW weight decay of the adapter."""
+    router_aux_loss_coef: float | None = Field(None, ge=0.0, le=100.0)
+    """Of a mixture of experts: what its family's load-balancing loss is multiplied by before it is
+    added to the loss, so that tokens go to all experts. null = what the model's config.json says if
+    `lora.modules_to_save` names the routers, else 0; a number = that, whether they are trained or
+    not; 0 = none."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """AdamW first-moment decay."""
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
@@ -233,8 +240,12 @@ class TrainConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what holds for 8 bits alone: runs without them stay the same."""
+        """Leave out what holds for 8 bits alone, and what is not asked of routers: runs without
+        them stay the same.
+        """
         document: dict[str, Any] = serialize(self)
+        if document.get("router_aux_loss_coef") is None:
+            document.pop("router_aux_loss_coef", None)
         if document.get("products") == "compute_dtype":
             for key in ("products", "products_in", "max_products_loss_rise"):
                 document.pop(key, None)

@@ -7,7 +7,7 @@ does not wait for it.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,19 @@ def attention_costs(position_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64
     sums: npt.NDArray[np.int64] = position_ids.sum(axis=1, dtype=np.int64)
     costs: npt.NDArray[np.int64] = 2 * sums + position_ids.shape[1]
     return costs
+
+
+def text_lengths(
+    position_ids: npt.NDArray[Any], loss_mask: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Return the tokens of each row (rows,) before its padding: its last document, if nothing of it
+    is trained.
+    """
+    seq_len = position_ids.shape[1]
+    last = seq_len - 1 - np.argmax(position_ids[:, ::-1] == 0, axis=1)
+    trained = (loss_mask & (np.arange(seq_len) >= last[:, None])).any(axis=1)
+    lengths: npt.NDArray[np.int64] = np.where(trained, seq_len, last)
+    return lengths
 
 
 class RowCosts:
@@ -147,4 +160,5 @@ def make_batch(
         positions=put(flat_targets - 1),
         targets=put(input_ids.reshape(-1)[flat_targets]),
         bounds=(bounds.to(device), longest),
+        lengths=put(text_lengths(position_ids, loss_mask)),
     )

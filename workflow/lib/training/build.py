@@ -125,6 +125,7 @@ def build_training_model(
     training, fused = adapt_(
         model, config.lora, plan, choice, fused_layers=config.train.fused_layers
     )
+    training.balance_routers_(config.train.router_aux_loss_coef)
     training.multiply_in_(numerics.products, config.train.products_in)
     rounds = None if saved == COMPUTE_DTYPE else dtype
     laid_out = lay_out_(training, plan, world, choice, rounds=rounds)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ from workflow.lib.training.batches import (
     RowGroup,
     micro_batches,
     process_rows,
+    text_lengths,
 )
 from workflow.lib.training.expert_load import note_finished_steps_
 from workflow.lib.training.gradients import LossSum, clip_gradients
@@ -69,6 +71,9 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     elapsed_s: float
+    router_aux_loss: float | None = None
+    """The routers' load-balancing loss, without its coefficient; None where it is not part of what
+    is trained."""
     repeats: int | None = None
     """In float16: steps so far that were made once more with a smaller loss scale; None in other
     types."""
@@ -99,6 +104,15 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class StepNumbers(NamedTuple):
+    """What the device tells of a step."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    router_aux_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,7 @@ class Trainer:
                 group["lr"] = rate
             result = self._finished(under_way)
             ahead = self._begun_ahead(range(step + 1, num_steps), batches)
-            loss, norm = self._judged(under_way.rows, result, ahead)
+            numbers = self._judged(under_way.rows, result, ahead)
             seconds = time.monotonic() - began
             elapsed_s += seconds
             rows = under_way.rows
@@ -190,14 +204,15 @@ class Trainer:
             scale = loss_scale_of(self.training)
             yield StepMetrics(
                 step=step + 1,
-                loss=loss,
-                grad_norm=norm,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
                 learning_rate=rate,
                 trained_tokens=rows.trained_tokens,
                 tokens=tokens,
                 tokens_per_s=tokens / seconds,
                 peak_bytes=peak_bytes(self.world.device),
                 elapsed_s=elapsed_s,
+                router_aux_loss=numbers.router_aux_loss,
                 repeats=None if scale is None else scale.repeats,
             )
         self.release_graphs()
@@ -260,7 +275,18 @@ class Trainer:
             device=self.world.device,
         )
         self._seed_dropout(rows)
+        if self.training.router_balance is not None:
+            self.training.router_balance.begin_step_(
+                trained_tokens=rows.trained_tokens,
+                tokens=self._text_tokens(rows.numbers),
+                device=self.world.device,
+            )
         return StepUnderWay(rows, batches, loss)
+
+    def _text_tokens(self, rows: npt.NDArray[np.int64]) -> int:
+        """Return the tokens of rows without their padding."""
+        store = self.store
+        return int(text_lengths(store.position_ids[rows], store.loss_mask[rows]).sum())
 
     def _begun_ahead(self, steps: range, batches: Iterator[MicroBatch]) -> StepUnderWay | None:
         """Launch the first micro-batch of the first of these steps; None if there is none, or where
@@ -284,7 +310,7 @@ class Trainer:
 
     def _finished(self, under_way: StepUnderWay) -> OnTheWay:
         """Run what is left of a step, clip its gradients, and begin its update; return its loss and
-        its gradient norm before clipping.
+        its gradient norm before clipping, and the routers' balance if there is one.
         """
         self._run(under_way)
         loss, scale = under_way.loss.value(), loss_scale_of(self.training)
@@ -297,29 +323,32 @@ class Trainer:
         # waits for the step, and the device need not wait for the host.
         healthy = loss.isfinite() & norm.isfinite() & (norm > 0)
         self.optimizer.begin(unless=~healthy)
-        return OnTheWay(loss, norm)
+        balance = self.training.router_balance
+        return OnTheWay(loss, norm, *([] if balance is None else [balance.value()]))
 
-    def _judged(
-        self, rows: StepRows, result: OnTheWay, ahead: StepUnderWay | None
-    ) -> tuple[float, float]:
-        """Complete a step, and return its loss and its gradient norm. Nothing is updated if
-        `check_step` raises.
+    def _judged(self, rows: StepRows, result: OnTheWay, ahead: StepUnderWay | None) -> StepNumbers:
+        """Complete a step, and return its numbers. Nothing is updated if `check_step` raises.
 
         In float16 gradients may overflow; they are made once more then, with a smaller loss scale.
         """
-        loss, norm = result.arrived()
+        numbers = StepNumbers(*result.arrived())
         scale = loss_scale_of(self.training)
-        while scale is not None and math.isfinite(loss) and scale.must_repeat(norm):
+        while (
+            scale is not None
+            and math.isfinite(numbers.loss)
+            and scale.must_repeat(numbers.grad_norm)
+        ):
             self._drop_gradients()
             batches = (batch for _, batch in self._made_again(rows))
-            loss, norm = self._finished(self._under_way(rows, batches)).arrived()
+            numbers = StepNumbers(*self._finished(self._under_way(rows, batches)).arrived())
+        loss, norm = numbers.loss, numbers.grad_norm
         finite = math.isfinite(loss) and math.isfinite(norm)
         origin = None if finite else self._origin(rows, gradients_are_there=ahead is None)
         check_step(loss, norm, step=rows.step, origin=origin)
         self.optimizer.step()
         if ahead is None:
             self._drop_gradients()
-        return loss, norm
+        return numbers
 
     def _origin(self, rows: StepRows, *, gradients_are_there: bool) -> str:
         """Return where the step's first value that is not finite arose. Collective."""

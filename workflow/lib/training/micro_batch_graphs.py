@@ -75,6 +75,7 @@ class FixedInputs:
             return torch.empty(shape or values.shape, dtype=values.dtype, device=device)
 
         (bounds, _), keys, rows = like.bounds, like.row_keys, like.embedded
+        lengths = like.lengths
         self.batch = MicroBatch(
             input_ids=empty(like.input_ids),
             position_ids=empty(like.position_ids),
@@ -84,6 +85,7 @@ class FixedInputs:
             embedded=None if rows is None else empty(rows),
             row_keys=None if keys is None else empty(keys),
             documents=like.documents,
+            lengths=None if lengths is None else empty(lengths),
         )
         self._layout = layout
         if layout.room:
@@ -102,6 +104,7 @@ class FixedInputs:
         _padded_(fixed.bounds[0], batch.bounds[0], batch.input_ids.numel())
         _padded_(fixed.embedded, batch.embedded)
         _padded_(fixed.row_keys, batch.row_keys)
+        _padded_(fixed.lengths, batch.lengths)
         if self._layout.room:
             assert fixed.documents is not None
             documents = _laid_out(batch, self._layout)

@@ -80,9 +80,10 @@ class Journal:
 
     def line(self, metrics: StepMetrics) -> str:
         """Return the facts of a step for the progress bar."""
-        heldout = metrics.heldout_loss
+        heldout, balance = metrics.heldout_loss, metrics.router_aux_loss
         return (
-            f"loss {metrics.loss:.3f}, {'' if heldout is None else f'held-out {heldout:.3f}, '}|g| "
+            f"loss {metrics.loss:.3f}, {'' if balance is None else f'balance {balance:.3f}, '}"
+            f"{'' if heldout is None else f'held-out {heldout:.3f}, '}|g| "
             f"{metrics.grad_norm:.2f}, "
             f"{metrics.tokens_per_s:,.0f} tokens/s, {metrics.peak_bytes / 2**30:.2f} GiB"
         )
@@ -193,10 +194,15 @@ def _sizes(run: TrainingRun) -> dict[str, Any]:
 
 
 def _losses(journal: Journal) -> dict[str, float]:
-    """Return the first loss, and the mean of the last tenth."""
-    losses = [row["loss"] for row in journal.rows]
-    tail = losses[-max(1, len(losses) // 10) :]
-    return {"first_loss": losses[0], "final_loss": sum(tail) / len(tail)}
+    """Return the first loss, and the mean of the last tenth; of the routers' balance too, where it
+    was trained.
+    """
+    found: dict[str, float] = {}
+    for name in ("loss", "router_aux_loss"):
+        if values := [row[name] for row in journal.rows if name in row]:
+            tail = values[-max(1, len(values) // 10) :]
+            found |= {f"first_{name}": values[0], f"final_{name}": sum(tail) / len(tail)}
+    return found
 
 
 def _amounts(run: TrainingRun, *, elapsed_s: float) -> dict[str, float]:

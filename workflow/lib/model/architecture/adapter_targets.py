@@ -7,6 +7,7 @@ so preflight and training decide alike. Rules read from PEFT 0.21, `check_target
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from workflow.lib.settings.config import LoraSettings
@@ -90,7 +91,7 @@ def _naming_of_experts(stacks: list[str]) -> str:
     names = " and ".join(dict.fromkeys(".".join(path.split(".")[-2:]) for path in stacks))
     return (
         f" In this mixture {names} are all experts of a layer, which share rank and alpha; routers "
-        "are not trained."
+        "are trained whole, by lora.modules_to_save."
     )
 
 
@@ -107,28 +108,47 @@ def adapter_scale(lora: Mapping[str, Any], path: str) -> float:
     return alpha / (rank**0.5 if lora["use_rslora"] else rank)
 
 
-def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool) -> set[str]:
-    """Return the paths of those of a model's `embedding` and `head` that are trained whole.
+@dataclass(frozen=True)
+class WholeModules:
+    """The modules of a model that can be trained whole, by path."""
 
-    embedding, head: paths as `model.embed_tokens`; tied: whether they share one table. Raises
-    `UserError` for another module, or for a tied table, of which PEFT would export a copy for each
-    name.
+    embedding: str
+    head: str
+    tied: bool
+    """Embedding and head share one table."""
+    routers: tuple[str, ...] = ()
+    """Those of a mixture (`model.layers.3.mlp.gate`)."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.embedding, self.head, *self.routers
+
+    @property
+    def names(self) -> list[str]:
+        """What they are called, the last two parts of a router's path, each once."""
+        tables = [path.rpartition(".")[2] for path in (self.head, self.embedding)]
+        routers = [".".join(path.split(".")[-2:]) for path in self.routers]
+        return list(dict.fromkeys(tables + routers))
+
+
+def modules_to_save(
+    lora: LoraSettings, offered: WholeModules, *, others: Iterable[str] = ()
+) -> set[str]:
+    """Return the paths of the modules that are trained whole.
+
+    others: paths of other modules. Raises `UserError` for a module that is not offered, for a name
+    that PEFT would take for one of `others` too, or for a tied table, of which PEFT would export a
+    copy for each name.
     """
-    offered = [path.rpartition(".")[2] for path in (head, embedding)]
     chosen = set()
     for name in lora.modules_to_save:
-        matches = [path for path in (embedding, head) if _is_target((name,), path)]
+        matches = [path for path in offered.paths if _is_target((name,), path)]
         if not matches:
-            raise setting_error(
-                "lora.modules_to_save",
-                name,
-                "only the output head and the input embedding can be trained whole; in this model "
-                f"they are {' and '.join(offered)}",
-                f"Name {offered[0]}, {offered[1]} or both; linear layers get adapters by "
-                "lora.target_modules",
-            )
+            raise _not_offered(name, offered)
         chosen |= {*matches}
-    if chosen and tied:
+    _refuse_namesakes(lora.modules_to_save, chosen, [*offered.paths, *others])
+    if offered.tied and chosen & {offered.embedding, offered.head}:
         raise setting_error(
             "lora.modules_to_save",
             list(lora.modules_to_save),
@@ -137,6 +157,32 @@ def modules_to_save(lora: LoraSettings, *, embedding: str, head: str, tied: bool
             "Remove it, or choose a model.source with a head of its own",
         )
     return chosen
+
+
+def _not_offered(name: str, offered: WholeModules) -> UserError:
+    *first, last = offered.names
+    routers = ", and the routers of a mixture," if offered.routers else ""
+    return setting_error(
+        "lora.modules_to_save",
+        name,
+        f"only the output head and the input embedding{routers} can be trained whole; in this "
+        f"model they are {', '.join(first)} and {last}",
+        f"Name {', '.join(first)} or {last}; linear layers get adapters by lora.target_modules",
+    )
+
+
+def _refuse_namesakes(names: Iterable[str], chosen: set[str], paths: Iterable[str]) -> None:
+    """PEFT would train every module whose path ends so, when the adapter is loaded."""
+    for name in names:
+        others = [path for path in paths if path.endswith(name) and path not in chosen]
+        if others:
+            whole = sorted({".".join(path.split(".")[-2:]) for path in chosen})
+            raise setting_error(
+                "lora.modules_to_save",
+                name,
+                f"{others[0]} ends so too, and PEFT would take it for one of them",
+                f"Name more of the path: {' or '.join(whole)}",
+            )
 
 
 def _is_target(targets: tuple[str, ...] | str, path: str) -> bool:

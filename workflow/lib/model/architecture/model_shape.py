@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.model.architecture.routers import router_paths
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
@@ -165,6 +166,12 @@ class DecoderLayer:
         return self.top_k if linear.experts > 1 else 1
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """Paths of the modules that choose its experts."""
+        stacks = {x.path.rpartition(".")[0]: x.experts for x in self.linears if x.experts > 1}
+        return tuple(router_paths(stacks, dict(self.tensors)).values())
+
+    @property
     def used_weights(self) -> int:
         """Elements of its linears that a token is multiplied with."""
         return sum(x.num_weights // x.experts * self.rows(x) for x in self.linears)
@@ -205,6 +212,9 @@ class ModelShape:
     """Linears of the decoder outside of its layers, with their paths in the model."""
     other_tables: tuple[tuple[str, tuple[int, int]], ...] = ()
     """Name and shape of tables of tokens beside the embedding (per-layer embeddings of Gemma)."""
+    router_aux_loss_coef: float | None = None
+    """What the family's own training multiplies its load-balancing loss by, as config.json says;
+    None: the family has no such loss."""
     config_sha256: str = field(default="", compare=False)
     """Of the config.json that this describes."""
 
@@ -254,6 +264,14 @@ class ModelShape:
             for linear in self.layer(number).linears
         ]
         return of_layers + [linear.path for linear in self.other_linears]
+
+    def router_paths(self) -> list[str]:
+        """Return the paths of the routers of all layers in the model."""
+        return [
+            f"{self.layers}.{number}.{path}"
+            for number in range(self.num_layers)
+            for path in self.layer(number).routers
+        ]
 
     @cached_property
     def quantized_weights(self) -> int:

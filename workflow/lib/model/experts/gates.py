@@ -1,7 +1,7 @@
 """What experts compute between their two products, with its gradients.
 
 Any function that a family has, by autograd; act(gate) * up of gate and up side by side, which most
-families have, by kernels that read and write each value once.
+families have, and the clamped gate of gpt-oss by kernels that read and write each value once.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.experts import grouped_kernels
+from workflow.lib.model.experts.grouped_kernels import GateForm
 from workflow.lib.model.experts.routing import Routing
 from workflow.lib.model.layers import kernels
 
@@ -17,19 +18,19 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-"""What the kernels know."""
+"""What the kernels know of gate and up side by side."""
 
 
 class Gate:
     """The function of a family, (R, 2 f) to (R, f) or without a gate (R, f) to (R, f)."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._function, self.activation = function, _activation_of(function)
+        self._function, self.form = function, _form_of(function)
 
     def product(self, up: torch.Tensor) -> torch.Tensor:
         """Return the function of up(x), for forward."""
-        if self.activation is not None and kernels.usable(up.device):
-            return grouped_kernels.gated(up, activation=self.activation)
+        if self.form is not None and kernels.usable(up.device):
+            return grouped_kernels.gated(up, self.form)
         return self._function(up)
 
     def gradients(
@@ -40,9 +41,9 @@ class Gate:
 
         `up` and `grad` may be written over.
         """
-        if self.activation is not None and kernels.usable(up.device):
+        if self.form is not None and kernels.usable(up.device):
             of_weights = grouped_kernels.gated_backward_(
-                grad, up, weights, routing.order, activation=self.activation
+                grad, up, weights, routing.order, self.form
             )
             return grad, up, of_weights
         with torch.enable_grad():
@@ -54,14 +55,33 @@ class Gate:
         return product.detach(), of_up, of_rows[routing.places]
 
 
-def _activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Return the activation for which the function is act(gate) * up, by trying."""
+def clamped(up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """Return what `GateForm` calls so (R, f), of up (R, 2 f)."""
+    gate, other = up[..., ::2].clamp(max=limit), up[..., 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (other + 1.0)
+
+
+def _form_of(function: Callable[[torch.Tensor], torch.Tensor]) -> GateForm | None:
+    """Return what the kernels compute for the function, by trying; None for any other.
+
+    The constants of a clamped gate are those of the module whose method the function is.
+    """
+    forms = [GateForm(name) for name in ACTIVATIONS]
+    module = getattr(function, "__self__", None)
+    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    if isinstance(alpha, float) and isinstance(limit, float):
+        forms.append(GateForm("clamped", alpha, limit))
+    return next((form for form in forms if _agree(function, form)), None)
+
+
+def _agree(function: Callable[[torch.Tensor], torch.Tensor], form: GateForm) -> bool:
+    """Compare a function with a form on small random values, some of them beyond its limit."""
     draw = torch.Generator().manual_seed(0)
-    up = 3.0 * torch.randn(5, 16, generator=draw)
-    gate, other = up.chunk(2, dim=-1)
+    up = max(3.0, form.limit) * torch.randn(9, 16, generator=draw)
+    if form.kind == "clamped":
+        expected = clamped(up, alpha=form.alpha, limit=form.limit)
+    else:
+        gate, other = up.chunk(2, dim=-1)
+        expected = ACTIVATIONS[form.kind](gate) * other
     value = function(up)
-    for name, activation in ACTIVATIONS.items():
-        expected = activation(gate) * other
-        if value.shape == expected.shape and torch.allclose(value, expected, rtol=1e-5, atol=1e-6):
-            return name
-    return None
+    return value.shape == expected.shape and torch.allclose(value, expected, rtol=1e-5, atol=1e-6)

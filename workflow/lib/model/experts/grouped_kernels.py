@@ -165,16 +165,30 @@ def weights_product(
     return out
 
 
-def gated(up: torch.Tensor, *, activation: str) -> torch.Tensor:
-    """Return act(gate) * up (R, f) of gate and up side by side (R, 2 f); activation: `silu` or
-    `gelu_tanh`.
+class GateForm(NamedTuple):
+    """What the kernels compute of gate and up."""
+
+    kind: str
+    """`silu` or `gelu_tanh`: act(gate) * up, side by side. `clamped`: g sigmoid(alpha g) (u + 1) of
+    g at most `limit` and u within +-`limit`, gate and up in turn (gpt-oss).
     """
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the kernels are compiled for."""
+        return {"kind": self.kind, "alternating": self.kind == "clamped", "num_warps": WARPS}
+
+
+def gated(up: torch.Tensor, form: GateForm) -> torch.Tensor:
+    """Return what `form` makes (R, f) of gate and up (R, 2 f)."""
     num_rows, width = up.shape[0], up.shape[1] // 2
     product = up.new_empty(num_rows, width)
     size = min(PROGRAM_ELEMENTS, kernels.power_of_two(width))
     _launch(
         "gated", (num_rows, -(-width // size)), product, up.contiguous(), width,
-        kind=activation, size=size, num_warps=WARPS,
+        form.alpha, form.limit, size=size, **form.options,
     )  # fmt: skip
     return product
 
@@ -184,10 +198,9 @@ def gated_backward_(
     up: torch.Tensor,
     weights: torch.Tensor,
     order: torch.Tensor,
-    *,
-    activation: str,
+    form: GateForm,
 ) -> torch.Tensor:
-    """In place, for the gradient `grad` (R, f) of act(gate) * up before it is multiplied by its
+    """In place, for the gradient `grad` (R, f) of what `form` makes before it is multiplied by its
     row's weight: `grad` becomes the product, `up` (R, 2 f) its gradient, times the weight.
 
     weights: (T, k), where `order` (R,) has a row's place. Return their gradients (T, k) fp32.
@@ -197,7 +210,7 @@ def gated_backward_(
     size = min(PROGRAM_ELEMENTS, kernels.power_of_two(width))
     _launch(
         "gated_backward", (num_rows,), of_weights, grad, up, weights.contiguous(), order, width,
-        kind=activation, size=size, num_warps=WARPS,
+        form.alpha, form.limit, size=size, **form.options,
     )  # fmt: skip
     # As for `kernels.act_and_mul_backward_`: a second backward is refused.
     increment_version((grad, up))

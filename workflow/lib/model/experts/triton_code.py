@@ -238,22 +238,90 @@ def weights_product(
 
 
 @triton.jit
-def gated(product, up, width, kind: tl.constexpr, size: tl.constexpr):
-    """Some columns of one row: act(gate) * up, of a row with the gate in its first half."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * size + tl.arange(0, size)
-    inside = column < width
-    lower = tl.load(up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    upper = tl.load(up + (row * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
-    value, _ = act(lower, kind)
-    tl.store(
-        product + row * width + column, (value * upper).to(product.dtype.element_ty), mask=inside
-    )
+def _gate_and_other(up, row, first, width, alternating: tl.constexpr, size: tl.constexpr):
+    """Some columns of gate and up (size,) fp32: of a row with the gate in its first half, or with
+    both in turn; 0 behind the last.
+    """
+    at = up + row * 2 * width
+    if alternating:
+        both = 2 * first + tl.arange(0, 2 * size)
+        values = tl.load(at + both, mask=both < 2 * width, other=0.0).to(tl.float32)
+        gate, other = tl.split(tl.reshape(values, (size, 2)))
+    else:
+        column = first + tl.arange(0, size)
+        gate = tl.load(at + column, mask=column < width, other=0.0).to(tl.float32)
+        other = tl.load(at + width + column, mask=column < width, other=0.0).to(tl.float32)
+    return gate, other
+
+
+@triton.jit
+def _store_both(up, row, first, width, gate, other, alternating: tl.constexpr, size: tl.constexpr):
+    """Write them back where they were read."""
+    dtype = up.dtype.element_ty
+    at = up + row * 2 * width
+    if alternating:
+        both = 2 * first + tl.arange(0, 2 * size)
+        tl.store(at + both, tl.interleave(gate, other).to(dtype), mask=both < 2 * width)
+    else:
+        column = first + tl.arange(0, size)
+        tl.store(at + column, gate.to(dtype), mask=column < width)
+        tl.store(at + width + column, other.to(dtype), mask=column < width)
+
+
+@triton.jit
+def _factors(gate, other, alpha, limit, kind: tl.constexpr):
+    """The factor of the gate and that of up, and their derivatives.
+
+    `clamped`: g sigmoid(alpha g) with g at most `limit`, and u + 1 with u within +-`limit`. NaN
+    stays NaN.
+    """
+    if kind == "clamped":
+        low = tl.where(gate > limit, limit, gate)
+        share = 1.0 / (1.0 + tl.exp(-alpha * low))
+        value = low * share
+        rise = tl.where(gate > limit, 0.0, share * (1.0 + alpha * low * (1.0 - share)))
+        outside = (other > limit) | (other < -limit)
+        factor = tl.where(outside, tl.where(other > limit, limit, -limit), other) + 1.0
+        slope = tl.where(outside, 0.0, 1.0)
+    else:
+        value, rise = act(gate, kind)
+        factor, slope = other, tl.zeros_like(other) + 1.0
+    return value, rise, factor, slope
+
+
+@triton.jit
+def gated(
+    product,
+    up,
+    width,
+    alpha,
+    limit,
+    kind: tl.constexpr,
+    alternating: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Some columns of one row: the factor of the gate times that of up."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
+    gate, other = _gate_and_other(up, row, first, width, alternating, size)
+    value, _, factor, _ = _factors(gate, other, alpha, limit, kind)
+    column = first + tl.arange(0, size)
+    at = product + row * width + column
+    tl.store(at, (value * factor).to(product.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
 def gated_backward(
-    of_weights, grad, up, weights, order, width, kind: tl.constexpr, size: tl.constexpr
+    of_weights,
+    grad,
+    up,
+    weights,
+    order,
+    width,
+    alpha,
+    limit,
+    kind: tl.constexpr,
+    alternating: tl.constexpr,
+    size: tl.constexpr,
 ):
     """One row, in place: `grad` becomes the product, `up` the gradient of it times the row's
     weight. The gradient of that weight is the sum of the gradient times the product.
@@ -261,21 +329,18 @@ def gated_backward(
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(order + row)
     weight = tl.load(weights + place).to(tl.float32)
-    dtype = grad.dtype.element_ty
     total = tl.zeros((size,), dtype=tl.float32)
-    for start in range(0, width, size):
-        column = start + tl.arange(0, size)
-        inside = column < width
-        at, lower_at = row * width + column, row * 2 * width + column
-        slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        lower = tl.load(up + lower_at, mask=inside, other=0.0).to(tl.float32)
-        upper = tl.load(up + lower_at + width, mask=inside, other=0.0).to(tl.float32)
-        value, derivative = act(lower, kind)
-        total += slope * value * upper
-        slope *= weight
-        tl.store(grad + at, (value * upper).to(dtype), mask=inside)
-        tl.store(up + lower_at, (slope * upper * derivative).to(dtype), mask=inside)
-        tl.store(up + lower_at + width, (slope * value).to(dtype), mask=inside)
+    for first in range(0, width, size):
+        column = first + tl.arange(0, size)
+        inside, at = column < width, grad + row * width + column
+        steep = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        gate, other = _gate_and_other(up, row, first, width, alternating, size)
+        value, rise, factor, slope = _factors(gate, other, alpha, limit, kind)
+        total += steep * value * factor
+        steep *= weight
+        tl.store(at, (value * factor).to(grad.dtype.element_ty), mask=inside)
+        of_gate, of_other = steep * factor * rise, steep * value * slope
+        _store_both(up, row, first, width, of_gate, of_other, alternating, size)
     tl.store(of_weights + place, tl.sum(total, 0))
 
 

@@ -47,6 +47,8 @@ class LayerKind:
     """Elements of norms and biases."""
     tensors: tuple[tuple[int, ...], ...]
     """Shapes of what else stays in the compute type: routers, convolutions."""
+    masters: tuple[tuple[int, ...], ...]
+    """Shapes of what is trained whole, in fp32: parts of routers."""
     adapters: tuple[tuple[str, int], ...]
     """Names of the linears that have adapters, and their ranks."""
     dora: bool
@@ -69,7 +71,10 @@ class LayerTensors:
                 *((n, kind.compute_bytes) for n in kind.vectors),
                 *((n, kind.compute_bytes * math.prod(rest)) for n, *rest in kind.tensors),
             ],
-            "lora_weights": _adapters(kind),
+            "lora_weights": [
+                *_adapters(kind),
+                *((n, 4 * math.prod(rest)) for n, *rest in kind.masters),
+            ],
         }
         p = kind.processes
         self.sharded = {t: sharded_bytes(x, processes=p) for t, x in self.by_term.items()}

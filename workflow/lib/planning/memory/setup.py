@@ -69,6 +69,10 @@ class Setup:
     """The output head is trained whole, in fp32; the model does not tie it to the embedding."""
     trains_embedding: bool = False
     """The same of the embedding, which is then on the device."""
+    routers: tuple[str, ...] = ()
+    """Paths within a layer of the routers that are trained whole, in fp32."""
+    balances_routers: bool = False
+    """The router's load-balancing loss is part of the loss."""
     cuda_graphs: bool = False
     """Micro-batches are to be CUDA graphs where they can be."""
 

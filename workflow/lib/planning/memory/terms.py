@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from workflow.lib.model.architecture.expert_slices import DECODED_BYTES
 from workflow.lib.model.architecture.layer_choice import spread
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
+from workflow.lib.model.architecture.routers import CORRECTION
 from workflow.lib.planning.memory.layer_tensors import (
     LayerKind,
     LayerTensors,
@@ -31,7 +32,9 @@ Terms = dict[str, int]
 
 
 def lora_parameters(shape: ModelShape, setup: Setup) -> int:
-    """Elements of all A (r, in_features), B (out_features, r) and magnitudes (out_features,)."""
+    """Elements of all A (r, in_features), B (out_features, r), magnitudes (out_features,), and
+    routers that are trained.
+    """
 
     def elements(layer: DecoderLayer) -> int:
         tensors = layer_tensors(layer, setup).by_term["lora_weights"]
@@ -54,10 +57,13 @@ def _targets(layer: DecoderLayer, setup: Setup) -> list[Linear]:
 
 def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
     """Return the tensors of a decoder layer."""
+    others = [*((name, (length,)) for name, length in layer.vectors), *layer.tensors]
+    masters = {name: shape for name, shape in others if _is_master(name, setup)}
     kind = LayerKind(
         linears=layer.linears,
-        vectors=tuple(length for _, length in layer.vectors),
-        tensors=tuple(shape for _, shape in layer.tensors),
+        vectors=tuple(length for name, length in layer.vectors if name not in masters),
+        tensors=tuple(shape for name, shape in layer.tensors if name not in masters),
+        masters=tuple(masters.values()),
         adapters=setup.adapters,
         dora=setup.dora,
         block_size=setup.block_size,
@@ -74,6 +80,7 @@ def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
         linears=shape.other_linears,
         vectors=tuple(length for _, length in shape.other_vectors),
         tensors=(),
+        masters=(),
         adapters=setup.adapters,
         dora=setup.dora,
         block_size=setup.block_size,
@@ -82,6 +89,12 @@ def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
         processes=setup.shards,
     )
     return layer_tensors_of(kind)
+
+
+def _is_master(name: str, setup: Setup) -> bool:
+    """Whether a tensor of a layer belongs to a router that is trained."""
+    of_router = name.startswith(tuple(f"{path}." for path in setup.routers))
+    return of_router and not name.endswith(CORRECTION)
 
 
 def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
@@ -250,11 +263,14 @@ def _exact_activations(layer: DecoderLayer, setup: Setup) -> int:
 
 def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
     """Bytes that autograd keeps of a layer that is not plain: what it was seen to keep in 16 bits,
-    x A^T of each row that an adapter multiplies, and what attention keeps besides queries, keys,
-    values and output. DoRA keeps values, and with dropout inputs, as of plain layers.
+    x A^T of each row that an adapter multiplies, what attention keeps besides queries, keys, values
+    and output, and the logits of routers whose load is balanced. DoRA keeps values, and with
+    dropout inputs, as of plain layers.
     """
     t, c, targets = setup.tokens, setup.compute_bytes, _targets(layer, setup)
     saved_bytes = t * layer.kept_bytes * c // 2 + 4 * t * layer.num_heads
+    if setup.balances_routers and layer.top_k:
+        saved_bytes += c * t * max(x.experts for x in layer.linears)
     saved_bytes += c * t * sum(layer.rows(x) * setup.rank_of(x.name) for x in targets)
     if setup.attention in ("sdpa", "eager"):  # a mask makes Transformers repeat the heads
         repeated = layer.num_heads - layer.num_kv_heads

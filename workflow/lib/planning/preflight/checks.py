@@ -23,9 +23,9 @@ from workflow.lib.planning.preflight.budget import budget
 from workflow.lib.planning.preflight.planning_inputs import (
     make_setup,
     micro_batch_sizes,
+    router_aux_loss_coef,
     rows_per_process,
     target_ranks,
-    trained_modules,
 )
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
@@ -135,7 +135,7 @@ def check_settings(run: RunConfig, shape: ModelShape, *, trains_here: bool) -> N
         machine = read_machine(run.hardware)
         budget(run.hardware, machine)
     elif run.hardware.gpus == "auto":
-        trained_modules(run, shape)
+        router_aux_loss_coef(run, shape)
         target_ranks(run, shape)
         return
     else:

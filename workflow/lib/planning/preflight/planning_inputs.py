@@ -6,8 +6,13 @@ Nothing here reads a file or asks the machine: the caller passes `Machine`.
 
 from collections.abc import Mapping
 
-from workflow.lib.model.architecture.adapter_targets import adapter_ranks, modules_to_save
+from workflow.lib.model.architecture.adapter_targets import (
+    WholeModules,
+    adapter_ranks,
+    modules_to_save,
+)
 from workflow.lib.model.architecture.model_shape import ModelShape
+from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
 from workflow.lib.planning.memory.setup import Attention, Setup
@@ -147,11 +152,28 @@ def attention_needs(shape: ModelShape) -> AttentionNeeds:
 
 
 def trained_modules(run: RunConfig, shape: ModelShape) -> set[str]:
-    """Return which of embedding and head are trained whole; raises `UserError` as
+    """Return which of embedding, head and routers are trained whole; raises `UserError` as
     `adapter_targets.modules_to_save` does.
     """
-    return modules_to_save(
-        run.lora, embedding=shape.embedding, head=shape.head, tied=shape.tied_embeddings
+    offered = WholeModules(
+        embedding=shape.embedding,
+        head=shape.head,
+        tied=shape.tied_embeddings,
+        routers=tuple(shape.router_paths()),
+    )
+    return modules_to_save(run.lora, offered, others=shape.linear_paths())
+
+
+def router_aux_loss_coef(run: RunConfig, shape: ModelShape) -> float:
+    """Return what the router's load-balancing loss is multiplied by, 0 without one; raises
+    `UserError` if the settings ask for one that the family has not.
+    """
+    trained = not trained_modules(run, shape).isdisjoint(shape.router_paths())
+    return balance_coefficient(
+        run.train.router_aux_loss_coef,
+        shape.router_aux_loss_coef,
+        routers_trained=trained,
+        name=shape.family,
     )
 
 
@@ -210,6 +232,8 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         ),
         trains_head=shape.head in trained,
         trains_embedding=shape.embedding in trained,
+        routers=_trained_routers(shape, trained),
+        balances_routers=router_aux_loss_coef(run, shape) > 0,
         optimizer=_optimizer(run.train.optimizer, machine),
         offload_layers=_offloaded_layers(run.hardware.offload_layers, shape, machine),
         cuda_graphs=run.hardware.cuda_graphs and cuda,
@@ -217,6 +241,14 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         if cuda
         else {"process": CPU_PROCESS_BYTES},
     )
+
+
+def _trained_routers(shape: ModelShape, trained: set[str]) -> tuple[str, ...]:
+    """Return the paths within a layer of the routers that are trained in any: memory is predicted
+    as if they were in all.
+    """
+    inside = {path for kind in shape.kinds for path in kind.routers}
+    return tuple(sorted(x for x in inside if any(path.endswith(f".{x}") for path in trained)))
 
 
 def _stashed(wanted: bool | int | str, shape: ModelShape, machine: Machine) -> bool | int:

@@ -1,0 +1,85 @@
+"""Trained routers and their load-balancing loss, as a recording of the engine finds them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.planning.memory.allocation_tape import Tape
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.replay import replay
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.memory.terms import stored_terms
+from workflow.lib.recording.recording_process import RecordingProcess
+from workflow.lib.recording.request import Request
+
+EXPERTS, HIDDEN, LAYERS = 64, 1024, 12
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+ROUTER = 4 * EXPERTS * HIDDEN
+SHAPE = describe_config(MIXTURE, origin=Path("model"))
+
+
+def chosen(**levers: Any) -> Setup:
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return setup(**({"fused_layers": True, "processes": 1, "targets": targets} | levers))
+
+
+TRAINED = {"routers": ("mlp.gate",)}
+BALANCED = {"balances_routers": True}
+
+
+def recorded(process: RecordingProcess, levers: Setup) -> Tape:
+    return process.record(Request(MIXTURE, levers, None, checked=False))
+
+
+def term(tape: Tape, name: str) -> int:
+    pairs = zip(tape.terms, tape.sizes, strict=True)
+    return sum(size for found, size in pairs if found == name)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them(
+    process: RecordingProcess, processes: int
+) -> None:
+    frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))
+    tapes = [recorded(process, levers) for levers in (frozen, trained)]
+    forms = [stored_terms(SHAPE, levers) for levers in (frozen, trained)]
+    for name, copies in (("lora_weights", 1), ("adam_moments", 2)):
+        expected = copies * LAYERS * ROUTER // processes
+        found = term(tapes[1], name) - term(tapes[0], name)
+        assert found == pytest.approx(expected, abs=4 * LAYERS)  # each moment counts its steps
+        assert forms[1][name] - forms[0][name] == expected
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_balance_keeps_a_layers_logits_at_most(process: RecordingProcess, every: bool) -> None:
+    plain, balanced = (
+        replay(recorded(process, chosen(activation_checkpointing=every, **TRAINED, **levers)))
+        for levers in ({}, BALANCED)
+    )
+    more = balanced.allocated_bytes - plain.allocated_bytes
+    logits = 2 * 2048 * EXPERTS
+    layers = 1 if every else LAYERS
+    assert layers * logits * (not every) <= more <= (layers + 12) * logits
+
+
+def test_estimate_is_near_the_recording(process: RecordingProcess) -> None:
+    levers = chosen(**TRAINED, **BALANCED)
+    estimate, measured = predict(SHAPE, levers).peak_bytes, replay(recorded(process, levers))
+    assert estimate == pytest.approx(measured.allocated_bytes, rel=0.15)

@@ -1,0 +1,1 @@
+"""Tests of routers that are trained, and of their load-balancing loss."""

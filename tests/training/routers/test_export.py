@@ -1,0 +1,166 @@
+"""Trained routers on their way out: PEFT's files, stock packages, and the merged model."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
+from tests.support.models import quantized
+from tests.support.router_runs import CPU, config, router, single_documents, train
+from workflow.lib.distributed.world import process_group
+from workflow.lib.export.adapter_files import (
+    merged_tensors,
+    read_sharded_adapter,
+    save_adapter,
+    with_corrections,
+    write_merged,
+)
+from workflow.lib.export.merged_stacks import merged_stacks
+from workflow.lib.export.parity import compare_logits
+from workflow.lib.export.stack_names import (
+    StackNames,
+    exported_config,
+    exported_names,
+    without_stacks,
+)
+from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
+from workflow.lib.model.architecture.routers import CORRECTION
+from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.settings.config import ExportConfig
+from workflow.lib.system.files import read_json
+
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(scope="module", params=[*MIXTURES, *MORE_MIXTURES])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture, its NF4 base, and a run that trains experts, linears and routers."""
+    folder = tmp_path_factory.mktemp(family)
+    quantized(tiny_mixture(family, folder / "original"), folder / "nf4")
+    run_distributed(train_and_save, family, folder, torch.float32, world_size=1)
+    return folder
+
+
+def train_and_save(family: str, folder: Path, dtype: torch.dtype) -> None:
+    settings = config(family, target_modules="all-linear")
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        train(
+            folder / "nf4", settings, single_documents(), world,
+            folder=folder / f"run-{dtype}", dtype=dtype,
+        )  # fmt: skip
+
+
+def exported(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> StackNames:
+    run = folder / f"run-{dtype}"
+    adapter = read_sharded_adapter(run / "adapter")
+    model = build_on_meta(folder / "original", dtype=dtype)
+    names = exported_names(model, adapter)
+    settings = read_json(run / "adapter_config.json")
+    with CheckpointReader(folder / "nf4") as base:
+        whole = with_corrections(adapter, settings, model=model, base=base)
+    tensors = {names.exported(name): tensor for name, tensor in whole.items()}
+    save_adapter(tensors, exported_config(settings, model, adapter), target)
+    return names
+
+
+def check_reload(folder: Path, target: Path, dtype: torch.dtype) -> Any:
+    names = exported(folder, target, dtype)
+    base = load_base(folder / "nf4", device=CPU, compute_dtype=dtype, attention="eager")
+    return compare_logits(
+        load_adapter(base, target), folder / f"run-{dtype}" / "parity.safetensors",
+        exported=target / ADAPTER_WEIGHTS, compute_dtype=dtype, device=CPU,
+        trained_name=names.trained,
+    )  # fmt: skip
+
+
+def test_stock_peft_reloads_routers_as_they_were_trained(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
+    parity = check_reload(folder, tmp_path, torch.float32)
+    assert read_json(tmp_path / "adapter_config.json")["modules_to_save"] == [router(family)]
+    assert parity.identical_values
+    assert parity.passed
+    assert parity.adapter_effect > 0.02 * parity.rms_logit
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe", "deepseek_v3"])
+def test_routers_trained_in_bfloat16_are_served_as_trained(family: str, tmp_path: Path) -> None:
+    """Some compute in fp32, of which the adapter's bf16 copy has what the training's had."""
+    tiny_mixture(family, tmp_path / "original", dtype=torch.bfloat16)
+    quantized(tmp_path / "original", tmp_path / "nf4")
+    run_distributed(train_and_save, family, tmp_path, torch.bfloat16, world_size=1)
+    parity = check_reload(tmp_path, tmp_path / "adapter", torch.bfloat16)
+    assert parity.identical_values
+    assert parity.passed
+
+
+def test_adapter_moves_the_routers(family: str, folder: Path, tmp_path: Path) -> None:
+    exported(folder, tmp_path)
+    stored = load_file(tmp_path / ADAPTER_WEIGHTS)
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    with ConvertedReader(folder / "original", model) as original:
+        routers = {
+            name: original.tensor(name.removeprefix("base_model.model.")).float()
+            for name in stored
+            if f".{router(family)}." in name and not name.endswith(CORRECTION)
+        }
+    assert routers
+    assert all((stored[name] - before).abs().max() > 1e-3 for name, before in routers.items())
+
+
+def test_merged_model_has_the_trained_routers(family: str, folder: Path, tmp_path: Path) -> None:
+    """Against stock PEFT on the original, whose weights are rounded to bf16 once."""
+    exported(folder, tmp_path / "adapter")
+    merge(folder, tmp_path / "merged")
+    original: Any = AutoModelForCausalLM.from_pretrained(
+        folder / "original", dtype=torch.float32, attn_implementation="eager"
+    )
+    tuned: Any = PeftModel.from_pretrained(original, str(tmp_path / "adapter")).eval()
+    merged: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        expected, found = tuned(IDS).logits, merged(IDS).logits
+        with tuned.disable_adapter():
+            effect = (expected - tuned(IDS).logits).square().mean().sqrt()
+    assert (found - expected).square().mean().sqrt() < 0.3 * effect
+    for name, tensor in load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS).items():
+        if f".{router(family)}." in name:
+            kept = merged.state_dict()[name.removeprefix("base_model.model.")]
+            assert torch.equal(kept, tensor.bfloat16().float()) or name.endswith(CORRECTION)
+
+
+@torch.no_grad()
+def merge(folder: Path, target: Path) -> None:
+    run = folder / "run-torch.float32"
+    model = build_on_meta(folder / "original", dtype=torch.float32)
+    adapter = read_sharded_adapter(run / "adapter")
+    settings, stacks = read_json(run / "adapter_config.json"), expert_stacks(model)
+    with (
+        CheckpointReader(folder / "original") as original,
+        ConvertedReader(folder / "original", model) as converted,
+        CheckpointReader(folder / "nf4") as nf4,
+    ):
+        linears = merged_tensors(
+            without_stacks(adapter, stacks), settings, original=original, nf4=nf4,
+            onto="original", module_name=ModuleNames(model).of,
+        )  # fmt: skip
+        experts = merged_stacks(
+            adapter, settings, original=converted, nf4=nf4, onto="original", stacks=stacks
+        )
+        write_merged(chain(linears, experts), folder / "original", target, settings=ExportConfig())

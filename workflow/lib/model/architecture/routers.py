@@ -1,0 +1,65 @@
+"""Where a mixture's routers are, and whether their load is balanced.
+
+A router is the module beside the experts of a layer that has one matrix, with a row for each
+expert. No family is named here. Imports no torch, so preflight and training find the same.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from workflow.lib.system.errors import setting_error
+
+CORRECTION = "correction_bias"
+"""End of the name of what a family's own training moves by the experts' loads (DeepSeek V3). It has
+no gradient."""
+
+
+def router_paths(
+    experts: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Return the path of the router of each module of experts; none for one without.
+
+    experts: how many there are, by the module's path (`mlp.experts`); shapes: of all parameters
+    that are not packed, by name.
+    """
+    found = {}
+    for path, count in experts.items():
+        for beside, rows in _rows_of_matrices(path, shapes):
+            if rows == [count]:
+                found[path] = beside
+    return found
+
+
+def _rows_of_matrices(
+    experts: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield path and rows of the matrices of each module beside the experts at `experts`."""
+    parent, _, own = experts.rpartition(".")
+    before = f"{parent}." if parent else ""
+    rows: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        child, inside, _ = name.removeprefix(before).partition(".")
+        if not name.startswith(before) or not inside or child == own:
+            continue
+        if len(shape) > 1 and not name.endswith(CORRECTION):
+            rows.setdefault(f"{before}{child}", []).append(shape[0])
+    yield from rows.items()
+
+
+def balance_coefficient(
+    asked: float | None, family: float | None, *, routers_trained: bool, name: str
+) -> float:
+    """Return what a model's load-balancing loss is multiplied by; 0: it is not computed.
+
+    asked: `train.router_aux_loss_coef`; family: what config.json says, None for a family without
+    such a loss, whose `name` is for messages. Raises `UserError` if that is asked for it.
+    """
+    if asked and family is None:
+        raise setting_error(
+            "train.router_aux_loss_coef",
+            asked,
+            f"models of the type {name} have no load-balancing loss of the router in Transformers",
+            "Set it to null or 0, or choose another model.source",
+        )
+    if asked is not None:
+        return asked
+    return family or 0.0 if routers_trained else 0.0

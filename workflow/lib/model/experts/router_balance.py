@@ -1,0 +1,296 @@
+"""The load-balancing loss of a mixture's routers, over the tokens of all processes.
+
+As `load_balancing_loss_func` of Transformers has it (Switch Transformer, arXiv 2101.03961,
+equations 4 to 6): E sum_e f_e p_e, of E experts. f_e is how often a token has expert e among its k
+most probable ones, p_e its mean probability, both means over tokens and layers. f has no gradient.
+
+Both are sums over the tokens of all processes, and over the micro-batches of a step that have run
+until then (arXiv 2501.11873: balance within a micro-batch keeps experts from specializing). So the
+loss of a whole step is exact. Of its gradient f is that of the micro-batches until then: exact in
+the last one, and in the only one. Tokens of the padding are left out.
+
+The gradient of p is made in the backward of the router's weights, from its logits: nothing else is
+kept, and a layer may be recomputed. Nothing waits for the device.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.system.errors import UserError
+
+TOKENS = 7  # on which a family's own function is tried
+
+
+class Sums(NamedTuple):
+    """What the loss is made of, sums over tokens and layers, float64."""
+
+    chosen: torch.Tensor
+    """(experts,): how often each was among the k most probable."""
+    probabilities: torch.Tensor
+    """(experts,)"""
+    tokens: torch.Tensor
+    """()"""
+
+
+@dataclass(frozen=True)
+class BalanceSettings:
+    """What a family's loss depends on besides the logits."""
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+
+
+@dataclass
+class _Tensors:
+    """What a device knows of the step, always in the same memory: a graph may read it."""
+
+    own: torch.Tensor
+    """Of this process's micro-batch, as `_sums` reads it."""
+    step: torch.Tensor
+    """Of the step so far, over all processes."""
+    slopes: torch.Tensor
+    """(experts,) fp32: the loss's gradient by a token's probabilities."""
+    factor: torch.Tensor
+    """() float64: what f_e is multiplied by for it."""
+    real: torch.Tensor
+    """(T,) fp32, of each micro-batch anew: 1 of a token, 0 of padding."""
+
+
+class RouterBalance:
+    """The load-balancing loss of a model's routers in training; evaluation does not know it."""
+
+    def __init__(self, settings: BalanceSettings, *, layers: int) -> None:
+        """layers: how many have a router."""
+        self._settings, self._layers = settings, layers
+        self._group: dist.ProcessGroup | None = None
+        self._counting = False
+        self._made: _Tensors | None = None
+
+    @property
+    def _tensors(self) -> _Tensors:
+        assert self._made is not None, "no step has begun"
+        return self._made
+
+    def follow_(self, model: nn.Module, routers: Mapping[str, str]) -> None:
+        """Balance these routers of a model, given by the path of their experts."""
+        for path, router in routers.items():
+            layer = _BalancedLayer(self)
+            model.get_submodule(router).register_forward_hook(layer.note)
+            model.get_submodule(path).register_forward_pre_hook(layer.weigh, with_kwargs=True)
+
+    def share_(self, group: dist.ProcessGroup) -> None:
+        """Have the sums be those of all processes of a group, which have equally many
+        micro-batches.
+        """
+        self._group = group
+
+    def begin_step_(self, *, trained_tokens: int, tokens: int, device: torch.device) -> None:
+        """Begin a step of so many prediction targets and tokens without padding, over all
+        processes.
+        """
+        experts = self._settings.num_experts
+        if self._made is None:
+            own = torch.zeros(2 * experts + 1, dtype=torch.float64, device=device)
+            slopes = torch.zeros(experts, device=device)
+            factor = torch.zeros((), dtype=torch.float64, device=device)
+            self._made = _Tensors(own, torch.zeros_like(own), slopes, factor, slopes[:0])
+        self._tensors.step.zero_()
+        # The sum of a micro-batch's losses is divided by the trained tokens of the step.
+        weight = self._settings.coefficient * experts * trained_tokens
+        self._tensors.factor.fill_(weight / (tokens * self._layers))
+
+    @contextmanager
+    def counting(self, lengths: torch.Tensor | None, num_tokens: int) -> Iterator[None]:
+        """Count the tokens of a micro-batch within the block. Collective at its end.
+
+        lengths: (rows,) int64, tokens of each row before its padding; num_tokens: of all rows.
+        """
+        assert lengths is not None, "a micro-batch must say where its padding begins"
+        here = self._tensors
+        places = torch.arange(num_tokens // len(lengths), device=lengths.device)
+        here.real = (places < lengths[:, None]).flatten().float()
+        here.own.zero_()
+        _sums(here.own).tokens.add_(here.real.sum())
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+        self._add_up()
+
+    @torch.no_grad()
+    def _add_up(self) -> None:
+        here = self._tensors
+        if self._group is not None:
+            dist.all_reduce(here.own, group=self._group)
+        here.step += here.own
+        sums = _sums(here.step)
+        here.slopes.copy_(here.factor * sums.chosen / (sums.tokens * self._layers))
+
+    @torch.no_grad()
+    def count(self, logits: torch.Tensor) -> None:
+        """Add a layer's tokens to those of the micro-batch, given their logits (T, experts)."""
+        if not self._counting:  # a layer that is recomputed
+            return
+        probabilities = logits.float().softmax(dim=-1)
+        best = probabilities.topk(self._settings.top_k, dim=-1).indices
+        chosen = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
+        sums, real = _sums(self._tensors.own), self._tensors.real
+        sums.chosen.add_(real @ chosen)
+        sums.probabilities.add_(real @ probabilities)
+
+    def joined(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's summed loss () with the balance in its gradient, and not in its
+        value.
+        """
+        joined: torch.Tensor = _Joined.apply(loss, self)  # type: ignore[no-untyped-call]
+        return joined
+
+    def scale_slopes_(self, slope: torch.Tensor) -> None:
+        """Multiply the gradient of this micro-batch by that of its loss."""
+        self._tensors.slopes.mul_(slope)
+
+    def gradient(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the loss's gradient by the logits (T, experts) of a layer."""
+        slopes, real = self._tensors.slopes, self._tensors.real
+        probabilities = logits.float().softmax(dim=-1)
+        rising = slopes - (probabilities @ slopes)[:, None]
+        return (probabilities * rising * real[:, None]).to(logits.dtype)
+
+    def value(self) -> torch.Tensor:
+        """Return the loss () float64 of what the step has run so far, without the coefficient; the
+        same on all processes.
+        """
+        sums = _sums(self._tensors.step)
+        means = sums.tokens * self._layers
+        product = (sums.chosen / means) @ (sums.probabilities / means)
+        return self._settings.num_experts * product
+
+
+def _sums(flat: torch.Tensor) -> Sums:
+    """Return the parts of (2 * experts + 1,) numbers."""
+    experts = len(flat) // 2
+    return Sums(flat[:experts], flat[experts:-1], flat[-1])
+
+
+class _BalancedLayer:
+    """The hooks of a layer: its router's logits meet the weights that it gives the experts."""
+
+    def __init__(self, balance: RouterBalance) -> None:
+        self._balance = balance
+        self._logits: torch.Tensor | None = None
+
+    def note(self, router: nn.Module, _: Any, output: Any) -> None:
+        """Keep the logits that a router returns, alone or before weights and choice."""
+        if router.training:
+            self._logits = output if isinstance(output, torch.Tensor) else output[0]
+
+    def weigh(self, experts: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Count the layer's tokens, and hang the gradient on the weights of its experts."""
+        if self._logits is None:
+            return None
+        assert isinstance(experts, FusedExperts)
+        logits, self._logits = self._logits, None
+        hidden, index, weights = _in_order(*args, **kwargs)
+        assert logits.shape == (len(hidden), experts.num_experts), "these are no router's logits"
+        self._balance.count(logits.detach())
+        weighed = _Balanced.apply(weights, logits, self._balance)  # type: ignore[no-untyped-call]
+        return (hidden, index, weighed), {}
+
+
+def _in_order(
+    hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return hidden_states, top_k_index, top_k_weights
+
+
+class _Balanced(torch.autograd.Function):
+    """A router's weights as they are; its logits get the balance's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: torch.Tensor, logits: torch.Tensor, balance: RouterBalance
+    ) -> torch.Tensor:
+        ctx.balance = balance
+        ctx.save_for_backward(logits)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return grads[0], ctx.balance.gradient(logits), None
+
+
+class _Joined(torch.autograd.Function):
+    """A loss as it is. Its backward comes before that of all layers, which need its slope."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, balance: RouterBalance) -> torch.Tensor:
+        ctx.balance = balance
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.balance.scale_slopes_(grads[0])
+        return grads[0], None
+
+
+def family_coefficient(model: PreTrainedModel) -> float | None:
+    """Return what a family's own training multiplies its load-balancing loss by; None if it has no
+    such loss.
+    """
+    coefficient: float | None = getattr(model, "router_aux_loss_coef", None)
+    return None if coefficient is None else float(coefficient)
+
+
+def router_balance(
+    model: PreTrainedModel, coefficient: float, routers: Mapping[str, str]
+) -> RouterBalance:
+    """Return what balances the routers of a model, given by the path of their experts.
+
+    Raises `UserError` if its family's loss is another one, or not of these routers.
+    """
+    family: Any = model
+    settings = BalanceSettings(coefficient, family.num_experts, family.num_experts_per_tok)
+    balance = RouterBalance(settings, layers=len(routers))
+    experts = [m.num_experts for m in model.modules() if isinstance(m, FusedExperts)]
+    same_layers = experts == [settings.num_experts] * len(routers)
+    if not same_layers or not _computes_the_same(family, settings):
+        raise UserError(
+            f"train.router_aux_loss_coef: the load-balancing loss of {type(model).__name__} is not "
+            "supported: it is another one than Transformers' load_balancing_loss_func of Mixtral. "
+            "Set it to 0."
+        )
+    balance.follow_(model, routers)
+    return balance
+
+
+@torch.no_grad()
+def _computes_the_same(model: nn.Module, settings: BalanceSettings) -> bool:
+    """Compare the function beside the model's class with ours on small random logits of two layers,
+    with padding.
+    """
+    theirs = getattr(inspect.getmodule(type(model)), "load_balancing_loss_func", None)
+    if theirs is None:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    logits = [torch.randn(TOKENS, settings.num_experts, generator=draw) for _ in range(2)]
+    ours = RouterBalance(settings, layers=len(logits))
+    ours.begin_step_(trained_tokens=1, tokens=TOKENS - 2, device=torch.device("cpu"))
+    lengths = torch.tensor([TOKENS - 2])
+    with ours.counting(lengths, TOKENS):
+        for layer in logits:
+            ours.count(layer)
+    mask = (torch.arange(TOKENS) < lengths)[None].long()
+    expected = theirs(tuple(logits), settings.num_experts, settings.top_k, mask)
+    return torch.allclose(ours.value().float(), expected, rtol=1e-4)
