@@ -6,13 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from tests.support.preflight_examples import setup
+from workflow.lib.model.architecture.layer_choice import LayerChoice
 from workflow.lib.model.describe_model import describe_config
+from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.request import Request
+from workflow.lib.recording.some_layers import layer_kinds
 
 # Gemma 4 E2B with fewer layers, half of which share keys, and fewer tokens.
 CONFIG = {
@@ -52,3 +57,21 @@ def test_closed_form_says_what_embeddings_of_layers_ask_for(
     tables = found.terms["embedding_and_head"]
     assert tables == pytest.approx(TABLES // asked.processes, abs=SCALARS)
     assert predict(shape, asked).peak_bytes == pytest.approx(found.allocated_bytes, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("shared", "width", "kinds"), [(20, 256, 40), (20, 0, 40), (0, 256, 40), (0, 0, 2)]
+)
+def test_layers_that_take_something_of_others_stand_for_themselves(
+    shared: int, width: int, kinds: int
+) -> None:
+    changes = {
+        "num_hidden_layers": 40,
+        "layer_types": CONFIG["layer_types"] * 4,
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": width,
+    }
+    config = AutoConfig.for_model(**CONFIG | changes)
+    model = build_config_on_meta(config, dtype=torch.bfloat16)
+    every = LayerChoice(range(40), (), ())
+    assert len({*layer_kinds(model, every)}) == kinds
