@@ -11,7 +11,7 @@ from torch import nn
 from workflow.lib.model.layers import kernels, nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
 from workflow.lib.model.layers.fused_kernels import low_rank, norm
-from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, Taker
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -95,36 +95,10 @@ def act_and_mul_results(
     expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
     gradients = torch.autograd.grad(expected, leaves, whole[2])
     gate, up, grad = given
-    product = low_rank.act_and_mul(gate, up, (parts[0], parts[1]), activation=activation)
+    product = low_rank.act_and_mul(gate, up, *parts[:2], activation=activation)
     in_place = (parts[0], parts[1], parts[2])
     low_rank.act_and_mul_backward_(grad, gate, up, in_place, activation=activation)
     return [product, grad, gate, up, expected.detach(), *gradients]
-
-
-def sums_of_gates(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return what adapters take of the product in forward, and in backward of it and of gate's and
-    up's gradients, each followed by the product of what the kernel has written; of fewer columns
-    than a program's, and of more.
-    """
-    draw = torch.Generator().manual_seed(0)
-    results = []
-    for width, ranks in ((150, (5, 16, 8)), (low_rank.COLUMNS * low_rank.TILES + 72, (64, 3, 1))):
-        options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
-        gate, up, grad = (torch.randn(50, width, generator=draw).to(device, dtype) for _ in "gug")
-        parts = [low_rank_part(width, 4, **options) for _ in "gug"]
-        wide = torch.zeros(50, sum(ranks), device=device, dtype=dtype)
-        takers = [
-            Taker(low_rank_part(width, rank, **options).small, 0.5, out)
-            for rank, out in zip(ranks, wide.split(ranks, dim=1), strict=True)
-        ]
-        first = takers[0]._replace(out=torch.empty_like(wide[:, : ranks[0]]))
-        both, all_three = (parts[0], parts[1]), (parts[0], parts[1], parts[2])
-        product = low_rank.act_and_mul(gate, up, both, activation="silu", takers=[first])
-        results += [first.out, 0.5 * (product.float() @ first.small.float().t())]
-        low_rank.act_and_mul_backward_(grad, gate, up, all_three, activation="silu", takers=takers)
-        for value, taker in zip((grad, gate, up), takers, strict=True):
-            results += [taker.out, 0.5 * (value.float() @ taker.small.float().t())]
-    return results
 
 
 def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:

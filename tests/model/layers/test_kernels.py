@@ -49,13 +49,11 @@ for activation in ACTIVATIONS:
 """
 LOW_RANK = """
 import torch
-from tests.support.kernel_cases import sums_of_gates, sums_with_low_rank
+from tests.support.kernel_cases import sums_with_low_rank
 from workflow.lib.model.layers import kernels
 kernels.usable = lambda device: True
 results = sums_with_low_rank(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
-results = sums_of_gates(dtype=torch.float32, device="cpu")
-torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-4)
 """
 ROTARY = """
 import torch

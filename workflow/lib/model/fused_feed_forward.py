@@ -6,8 +6,7 @@ Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes
 DoRA a third node gives the rows of `down` their lengths, and keeps its value.
 
 On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the product's gradient:
-the kernels that read them add the parts (`fused_kernels.low_rank`). DoRA needs whole values. The
-same kernels make what adapters take of the wide values, which nobody reads again for that.
+the kernels that read them add the parts (`fused_kernels.low_rank`). DoRA needs whole values.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.adapter_dropout import drop_
 from workflow.lib.model.layers.dora import lengthened, summed_products
 from workflow.lib.model.layers.fused_kernels import low_rank as low_rank_kernels
-from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, Taker
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.lora_products import (
     Adapted,
@@ -29,9 +28,7 @@ from workflow.lib.model.layers.lora_products import (
     adapter_gradients,
     draws_of,
     frozen_values,
-    gradient_takers,
     input_gradient,
-    input_taker,
     low_gradient,
     low_rank,
     split_input_gradient,
@@ -74,12 +71,10 @@ class FusedFeedForward(nn.Module):
         weights = [weight for layer in layers for weight in layer.fused_weights()]
 
         def output(gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-            linears = adapted(layers, draws)
-            parts = updates(linears[:2], low) if _kernels_add(gate, factors) else []
-            takers = [input_taker(linears[2], gate)] if parts and _kernels_sum(linears) else []
-            product = _act_and_mul(gate, up, parts, takers, self._activation)
-            of_down = takers[0].out if takers else low_rank([linears[2]], product)
-            return value(linears[2], product, of_down)
+            *into, down = adapted(layers, draws)
+            parts = updates(into, low) if _kernels_add(gate, factors) else []
+            product = _act_and_mul(gate, up, parts, self._activation)
+            return value(down, product, low_rank([down], product))
 
         options = layers, draws, self._activation
         y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors[:2], *weights, value=output)
@@ -123,14 +118,12 @@ class _FeedForwardGradient(torch.autograd.Function):
         into, down = _adapted(ctx)
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
         of_low = low_gradient(down, grad)
-        linears = [*into, *down]
-        takers, of_gates = _takers(linears, kept)
         parts, product, of_factors = _through_product(
-            linears, grad[0], of_low, kept, takers, ctx.activation
+            [*into, *down], grad[0], of_low, kept, ctx.activation
         )
-        of_down = _product_gradients(down[0], grad, product, takers, of_low)
+        of_down = _product_gradients(down[0], grad, product, of_low)
         del product  # (T, f), before the weights of gate and up are decoded
-        of_low = low_gradient(into, parts) if of_gates is None else of_gates
+        of_low = low_gradient(into, parts)
         of_into = adapter_gradients(into, parts, restored(ctx.norm, source), low, of_low)
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -149,16 +142,15 @@ def _through_product(
     grad: torch.Tensor,
     of_low: torch.Tensor,
     kept: Sequence[torch.Tensor],
-    takers: Sequence[Taker],
     activation: str,
 ) -> tuple[Gates, torch.Tensor, Sequence[torch.Tensor | None]]:
     """Return the gradients of gate and up for that of `down`, the product, and the gradients of
     DoRA's factors.
 
     of_low: the gradient of what `down`'s adapter makes of the product; kept: gate, up, `low_rank`
-    of both, and DoRA's factors; takers: those of `_takers`, or none. The gradient of the product
-    comes first, so that one kernel can make the product and both gradients from it. On a GPU it
-    overwrites gate and up, which nobody else needs.
+    of both, and DoRA's factors. The gradient of the product comes first, so that one kernel can
+    make the product and both gradients from it. On a GPU it overwrites gate and up, which nobody
+    else needs.
     """
     *into, down = linears
     gate, up, low, *factors = kept
@@ -168,38 +160,19 @@ def _through_product(
     of_product, of_adapter = split_input_gradient(down, grad, of_low)
     of_gate, of_up = updates(into, low)
     low_rank_kernels.act_and_mul_backward_(
-        of_product, gate, up, (of_gate, of_up, of_adapter), activation=activation, takers=takers
+        of_product, gate, up, (of_gate, of_up, of_adapter), activation=activation
     )
     return (gate, up), of_product, [None, None]
 
 
-def _takers(
-    linears: Sequence[Adapted], kept: Sequence[torch.Tensor]
-) -> tuple[list[Taker], torch.Tensor | None]:
-    """Return what takes sums of the product and of the gradients of gate and up from the kernel
-    that makes them, and the tensor that gets those of the gradients; none where no kernel does.
-    """
-    gate, _, low, *factors = kept
-    if not (_kernels_add(gate, factors) and _kernels_sum(linears)):
-        return [], None
-    *into, down = linears
-    of_gates = torch.empty_like(low)
-    return [input_taker(down, gate), *gradient_takers(into, of_gates)], of_gates
-
-
 def _product_gradients(
-    down: Adapted,
-    grad: Sequence[torch.Tensor],
-    product: torch.Tensor,
-    takers: Sequence[Taker],
-    of_low: torch.Tensor,
+    down: Adapted, grad: Sequence[torch.Tensor], product: torch.Tensor, of_low: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the gradients of A and B of `down`. The product (T, f) may be overwritten."""
     if down.draw is not None:
         drop_(product, down.draw)
     plain = [down._replace(draw=None)]
-    low = takers[0].out if takers else low_rank(plain, product)
-    return adapter_gradients(plain, grad, product, low, of_low)
+    return adapter_gradients(plain, grad, product, low_rank(plain, product), of_low)
 
 
 def _kernels_add(x: torch.Tensor, factors: Sequence[torch.Tensor | None]) -> bool:
@@ -207,27 +180,13 @@ def _kernels_add(x: torch.Tensor, factors: Sequence[torch.Tensor | None]) -> boo
     return kernels.usable(x.device) and not any(factor is not None for factor in factors)
 
 
-def _kernels_sum(linears: Sequence[Adapted]) -> bool:
-    """Whether the kernels that make the product and the gradients sum what adapters take of them:
-    of few ranks, and not of what dropout makes of the product.
-    """
-    few = low_rank_kernels.takes_sums(linear.a.shape[0] for linear in linears)
-    return few and linears[2].draw is None
-
-
 def _act_and_mul(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    parts: Sequence[LowRank],
-    takers: Sequence[Taker],
-    activation: str,
+    gate: torch.Tensor, up: torch.Tensor, parts: Sequence[LowRank], activation: str
 ) -> torch.Tensor:
-    """Return act(gate) * up, with their parts, if those are not in them; takers: of the product."""
+    """Return act(gate) * up, with their parts, if those are not in them."""
     if kernels.usable(gate.device):
         of_gate, of_up = parts or (low_rank_kernels.no_part(gate),) * 2
-        return low_rank_kernels.act_and_mul(
-            gate, up, (of_gate, of_up), activation=activation, takers=takers
-        )
+        return low_rank_kernels.act_and_mul(gate, up, of_gate, of_up, activation=activation)
     return ACTIVATIONS[activation][0](gate).mul_(up)
 
 

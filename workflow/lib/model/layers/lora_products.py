@@ -29,12 +29,7 @@ from workflow.lib.model.layers.frozen_products import (
     operand,
     scaled_product,
 )
-from workflow.lib.model.layers.fused_kernels.low_rank import (
-    LowRank,
-    Taker,
-    add_low_rank_,
-    no_part,
-)
+from workflow.lib.model.layers.fused_kernels.low_rank import LowRank, add_low_rank_, no_part
 from workflow.lib.system.device_types import GPUS
 
 # torch.mm has `out_dtype`, fp32 of 16-bit matrices, on CUDA and not on ROCm.
@@ -108,24 +103,6 @@ def updates(linears: Sequence[Adapted], low: torch.Tensor) -> list[LowRank]:
     """Return the adapters' parts of the values, for `low_rank` (T, sum of ranks)."""
     parts = _parts(linears, low)
     return [_update(linear, part) for linear, part in zip(linears, parts, strict=True)]
-
-
-def input_taker(linear: Adapted, rows: torch.Tensor) -> Taker:
-    """Return what takes `low_rank` of one linear without dropout from the kernel that makes its
-    rows (T, in).
-    """
-    low = rows.new_empty(rows.shape[0], linear.a.shape[0])
-    return Taker(_cast([linear.a], linear, rows.dtype), 1.0, low)
-
-
-def gradient_takers(linears: Sequence[Adapted], of_low: torch.Tensor) -> list[Taker]:
-    """Return what takes `low_gradient` into `of_low` (T, sum of ranks) from the kernel that makes
-    the gradients of the values.
-    """
-    return [
-        Taker(_cast([linear.b], linear, of_low.dtype).t(), linear.scale, part)
-        for linear, part in zip(linears, _parts(linears, of_low), strict=True)
-    ]
 
 
 def frozen_values(linears: Sequence[Adapted], x: torch.Tensor) -> list[torch.Tensor]:
