@@ -32,6 +32,7 @@ from workflow.lib.model.documents import documents_of
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Spec
+from workflow.lib.model.layers.rotary_by_document import RotaryByDocument
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import allocate_, build_on_meta, replace_linears_
 from workflow.lib.model.trained_modules import sum_copies_
@@ -183,6 +184,9 @@ class _Run:
         """Allocate what training builds, without values."""
         recorder.tape.phase(LOAD)
         allocate_(self.training, device=self._world.device)
+        for module in self.training.modules():
+            if isinstance(module, RotaryByDocument):
+                module.know_long_factors_(self._world.device)
         for number, layer in enumerate(self._layers):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 recorder.assign(tensor, layer=number)

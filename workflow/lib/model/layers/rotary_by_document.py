@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LONGROPE = "longrope"
 
@@ -48,6 +49,21 @@ class RotaryByDocument(nn.Module):
             for table, other in zip(long, short, strict=True)
         )
         return cos, sin
+
+    def know_long_factors_(self, device: torch.device) -> None:
+        """Give the family's module its long factors, which it makes of numbers at its first call:
+        a device that only records cannot take these.
+        """
+        kinds: Any = self.original.rope_type
+        for layer_type in kinds if isinstance(kinds, dict) else [None]:
+            limit = short_positions(self.original, layer_type)
+            if limit is None:
+                continue
+            factors, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
+                self.original.config, torch.device("cpu"), seq_len=limit + 1, layer_type=layer_type
+            )
+            name = "long_inv_freq" if layer_type is None else f"{layer_type}_long_inv_freq"
+            setattr(self.original, name, factors.to(device))
 
 
 def rotate_by_document_(model: PreTrainedModel) -> None:

@@ -1,0 +1,29 @@
+"""LongRoPE is recorded, though Transformers makes its long factors of numbers in Python at the
+first call.
+"""
+
+import pytest
+
+from tests.support.other_decoders import config_of
+from tests.support.preflight_examples import setup
+from workflow.lib.recording.recording_process import RecordingProcess
+from workflow.lib.recording.request import Request
+
+LIMIT = 128
+
+
+@pytest.mark.parametrize("seq_len", [LIMIT // 2, 2 * LIMIT])
+def test_model_with_longrope_is_recorded(process: RecordingProcess, seq_len: int) -> None:
+    config = config_of("phi3")
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": LIMIT,
+        "short_factor": [1.0] * (head_dim // 2),
+        "long_factor": [4.0 + n for n in range(head_dim // 2)],
+    }
+    config |= {"rope_parameters": rope, "max_position_embeddings": 4 * LIMIT}
+    levers = setup(seq_len=seq_len, micro_batch_size=2, processes=1, targets=("o_proj",))
+    tape = process.record(Request(config, levers, None, checked=False), whole=True)
+    assert "forward" in tape.events
