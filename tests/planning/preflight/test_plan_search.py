@@ -204,7 +204,19 @@ def test_more_memory_never_makes_the_plan_slower() -> None:
 def test_recomputation_that_is_set_is_respected(
     wanted: bool | int | str, levels: list[bool | int]
 ) -> None:
-    assert checkpointing_levels(wanted) == levels
+    assert checkpointing_levels(wanted, num_layers=40) == levels
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "shares"),
+    [(1, []), (2, []), (3, [0.625]), (4, [0.625, 0.75]), (6, [0.625, 0.75])],
+)
+def test_auto_tries_no_share_that_takes_the_layers_of_a_simpler_level(
+    num_layers: int, shares: list[float]
+) -> None:
+    levels = checkpointing_levels("auto", num_layers=num_layers)
+    assert [level for level in levels if isinstance(level, float)] == shares
+    assert [level for level in levels if not isinstance(level, float)] == [False, 8, 4, 3, 2, True]
 
 
 def test_gpu_that_no_table_knows_still_gets_a_plan() -> None:

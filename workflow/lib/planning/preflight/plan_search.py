@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from workflow.lib.model.architecture.layer_choice import Recomputation, recomputed_share
+from workflow.lib.model.architecture.layer_choice import (
+    Recomputation,
+    recomputed_layers,
+    recomputed_share,
+)
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
 from workflow.lib.planning.memory import closed_form
@@ -115,7 +119,7 @@ def open_choices(run: RunConfig, machine: Machine, *, sizes: list[int], num_laye
     hardware, several = run.hardware, machine.device == "cuda" and machine.processes > 1
     return Choices(
         sizes=sizes,
-        levels=checkpointing_levels(run.train.activation_checkpointing),
+        levels=checkpointing_levels(run.train.activation_checkpointing, num_layers=num_layers),
         offload=_stashes(hardware.offload_activations, machine, num_layers=num_layers),
         reshard=_flags(hardware.reshard_after_forward, first=True, choice=several),
         host_layers=hardware.offload_layers == "auto" and machine.device == "cuda",
@@ -136,9 +140,15 @@ def _flags(wanted: bool | str, *, first: bool, choice: bool) -> list[bool]:
     return [first, not first] if choice else [first]
 
 
-def checkpointing_levels(wanted: Recomputation | str) -> list[Recomputation]:
-    """Return the levels of recomputation to consider: the one that is set, or all for `auto`."""
-    return [*LEVELS] if isinstance(wanted, str) else [wanted]
+def checkpointing_levels(wanted: Recomputation | str, *, num_layers: int) -> list[Recomputation]:
+    """Return the levels of recomputation to consider: the one that is set, or for `auto` all but
+    shares that take the layers of a simpler level.
+    """
+    if not isinstance(wanted, str):
+        return [wanted]
+    layers = {level: recomputed_layers(level, num_layers) for level in LEVELS}
+    simple = [taken for level, taken in layers.items() if not isinstance(level, float)]
+    return [x for x, taken in layers.items() if not isinstance(x, float) or taken not in simple]
 
 
 @dataclass(frozen=True)
