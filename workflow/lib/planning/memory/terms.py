@@ -59,28 +59,30 @@ def layer_tensors(layer: DecoderLayer, setup: Setup) -> LayerTensors:
     """Return the tensors of a decoder layer."""
     others = [*((name, (length,)) for name, length in layer.vectors), *layer.tensors]
     masters = {name: shape for name, shape in others if _is_master(name, setup)}
-    kind = LayerKind(
-        linears=layer.linears,
-        vectors=tuple(length for name, length in layer.vectors if name not in masters),
-        tensors=tuple(shape for name, shape in layer.tensors if name not in masters),
-        masters=tuple(masters.values()),
-        adapters=setup.adapters,
-        dora=setup.dora,
-        block_size=setup.block_size,
-        double_quant=setup.double_quant,
-        compute_bytes=setup.compute_bytes,
-        processes=setup.shards,
-    )
-    return layer_tensors_of(kind)
+    kept = [shape for name, shape in others if name not in masters]
+    return _tensors_of(layer.linears, kept, setup, masters=tuple(masters.values()))
 
 
 def other_tensors(shape: ModelShape, setup: Setup) -> LayerTensors:
     """Return the tensors of the decoder outside of its layers, without tables."""
+    vectors = [(length,) for _, length in shape.other_vectors]
+    return _tensors_of(shape.other_linears, vectors, setup)
+
+
+def _tensors_of(
+    linears: tuple[Linear, ...],
+    others: Iterable[tuple[int, ...]],
+    setup: Setup,
+    *,
+    masters: tuple[tuple[int, ...], ...] = (),
+) -> LayerTensors:
+    """Return the tensors of linears, of what else stays in the compute type, and of masters."""
+    shapes = list(others)
     kind = LayerKind(
-        linears=shape.other_linears,
-        vectors=tuple(length for _, length in shape.other_vectors),
-        tensors=(),
-        masters=(),
+        linears=linears,
+        vectors=tuple(shape[0] for shape in shapes if len(shape) == 1),
+        tensors=tuple(shape for shape in shapes if len(shape) > 1),
+        masters=masters,
         adapters=setup.adapters,
         dora=setup.dora,
         block_size=setup.block_size,
