@@ -68,7 +68,7 @@ LONGEST_FIRST = (
     "model/architecture/test_families.py",
     "training/test_adapters.py",
     "export/test_sharded_models.py",
-    "distributed/test_layer_offload.py",
+    "distributed/test_packed_layers.py",
     "security/test_names.py",
     "security/test_code.py",
 )

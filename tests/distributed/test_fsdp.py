@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tensors
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.architecture.layer_choice import Recomputation, choose_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
 from workflow.lib.model.lora import trainable_parameters
@@ -52,18 +53,18 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
         report: dict[str, Any] = {
             "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
             "local_rows": {name: len(local(p)) for name, p in params.items()},
-            "bytes": local_bytes(model.training),
+            "bytes": held_bytes(model, world),
             "bytes_read": model.bytes_read,
             "units": len(model.units),
-            "whole": {name: p.full_tensor().detach() for name, p in params.items()},
+            "whole": whole(model, params),
         }
         report["checks"] = startup_checks(model, random_store(rows=2, seq_len=11), base, world)
-        report["held_after_checks"] = local_bytes(model.training)
+        report["held_after_checks"] = held_bytes(model, world)
         with CheckpointReader(base) as reader:
             report["found"] = {name: alter(model, name, reader, world) for name in ALTERED}
-            report["afterwards"] = mismatched_tensors(model.training, model.units, reader, world)
+            report["afterwards"] = mismatches(model, reader, world)
         with CheckpointReader(altered_base) as reader:
-            report["on_disk"] = mismatched_tensors(model.training, model.units, reader, world)
+            report["on_disk"] = mismatches(model, reader, world)
         try:
             startup_checks(model, random_store(rows=2, seq_len=11), altered_base, world)
         except UserError as error:
@@ -72,22 +73,72 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
     return report
 
 
-def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: Any) -> list[str]:
+def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
+    """Return the bytes that this process holds, and those of the whole model, with the slices of
+    packed weights.
+    """
+    assert model.packed_layers is not None
+    sliced = model.packed_layers.device_bytes
+    held, total = local_bytes(model.training)
+    return held + sliced, total + sliced * world.size
+
+
+def whole(model: TrainingModel, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the values of all parameters, gathered."""
+    assert model.packed_layers is not None
+    found = {n: p.full_tensor().detach() for n, p in params.items() if isinstance(p, DTensor)}
+    for number in model.packed_layers.slices:
+        with model.packed_layers.gathered(number):
+            rest = {name: p for name, p in params.items() if name not in found and p.numel()}
+            found |= {name: p.detach().clone() for name, p in rest.items()}
+    return found
+
+
+def mismatches(model: TrainingModel, reader: CheckpointReader, world: World) -> list[str]:
+    assert model.packed_layers is not None
+    units = mismatched_tensors(model.training, model.units, reader, world)
+    return units + model.packed_layers.mismatched(reader)
+
+
+def alter(model: TrainingModel, name: str, reader: CheckpointReader, world: World) -> list[str]:
     """Flip a bit of the first byte that the last process with a part of `name` holds; return what
     is found.
     """
+    held = last_part(model, name, world)
+    if held is not None:
+        held[0] ^= 1
+    found = mismatches(model, reader, world)
+    if held is not None:
+        held[0] ^= 1
+    return found
+
+
+def last_part(model: TrainingModel, name: str, world: World) -> torch.Tensor | None:
+    """Return the bytes of `name` that the last process with a part of it holds; None on others."""
     plain = model.training.peft_model.get_base_model()
     names = {n.replace(".base_layer", ""): p for n, p in plain.named_parameters()}
     param = names[name]
-    holder = (param.shape[0] - 1) // -(-param.shape[0] // world.size)
-    held = local(param).detach().reshape(-1).view(torch.uint8)
-    flip = torch.zeros_like(held)
-    if world.rank == holder:
-        flip[0] = 1
-    held ^= flip
-    found = mismatched_tensors(model.training, model.units, reader, world)
-    held ^= flip
-    return found
+    if isinstance(param, DTensor):
+        holder = (param.shape[0] - 1) // -(-param.shape[0] // world.size)
+        held = local(param).detach().reshape(-1).view(torch.uint8)
+        return held if world.rank == holder else None
+    return last_part_of_slices(model, param, world)
+
+
+def last_part_of_slices(
+    model: TrainingModel, param: torch.Tensor, world: World
+) -> torch.Tensor | None:
+    """The same of a packed parameter: its layer's slices lie one behind the other in the buffer."""
+    packed = model.packed_layers
+    assert packed is not None
+    for number, mine in packed.slices.items():
+        with packed.gathered(number):
+            start, stop = param.storage_offset() * 4, (param.storage_offset() + param.numel()) * 4
+        if stop > start:
+            holder = (stop - 1) // len(mine)
+            first = max(start - holder * len(mine), 0)
+            return mine[first:] if world.rank == holder else None
+    raise AssertionError("no layer has it")
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,6 @@ STAY = {
     "module_weights",
     "adam_moments",
     "cublas_workspace",
-    "fetched_layers",
     "inputs",
 }
 

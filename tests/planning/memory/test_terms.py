@@ -9,8 +9,7 @@ from tests.support.preflight_examples import llama_70b, setup
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.layer_tensors import gathered_bytes
 from workflow.lib.planning.memory.offload_terms import (
-    fetched_layers,
-    hosted_slice,
+    gathered_weights,
     offload_window,
     offloaded_bytes,
 )
@@ -18,6 +17,7 @@ from workflow.lib.planning.memory.terms import (
     kept_activations,
     lora_parameters,
     moment_bytes,
+    packed_slice,
     saved_activations,
     stored_terms,
 )
@@ -37,14 +37,14 @@ def test_tied_table_is_on_the_gpu_for_the_head_though_the_embedding_is_offloaded
 def test_stored_terms_of_a_tiny_model_by_hand() -> None:
     # 101 x 30 embedding and head, 3 layers, 2 processes, bf16; every tensor is rounded up to 512
     # bytes.
-    # Packed weights are float32 views: q, o 900 weights = 450 bytes = 113 elements, 57 on rank 0
-    # = 228 bytes -> 512; k, v 300 -> 512; gate, up, down 1380 -> 690 bytes -> 512: 7 x 512 a layer.
+    # Packed: q, o 900 weights = 450 bytes -> 512; k, v 300 -> 512; gate, up, down 1380 = 690 bytes
+    # -> 1024; scales and scales of scales 14 x 512. A slice is half of these 12,288 bytes.
     # Adapters r = 2: A (2, 30) one row = 120 bytes, B (30, 2) 15 rows = 120 bytes, all -> 512.
     stored = stored_terms(tiny, setup(rank=2, seq_len=61, fixed={"cublas_workspace": 7}))
     assert stored == {
         "cublas_workspace": 7,
-        "nf4_weights": 3 * 7 * 512,
-        "nf4_scales": 3 * 7 * 2 * 512,
+        "nf4_weights": 3 * (4 * 512 + 3 * 1024 + 14 * 512) // 2,
+        "nf4_scales": 0,
         "nf4_tables": 3 * 7 * (512 + 1024 + 512),
         "embedding_and_head": 2 * (51 * 30 * 2 + 12),  # 3060 -> 3072
         "module_weights": 0,
@@ -218,12 +218,19 @@ def test_layers_on_the_host_take_their_packed_weights_from_every_process(process
         assert there[term] == here[term] * 60 // 80
     assert there["lora_weights"] == here["lora_weights"]
     packed = 855_638_016 * (0.5 + 1 / 64)  # of a layer; and 4 bytes for 256 blocks
-    fetched = predict(llama_70b(), chosen).phases["backward_first_layer"]["fetched_layers"]
-    assert fetched == pytest.approx(packed if processes == 1 else packed * 1.5, rel=0.001)
+    fetched = gathered_weights(llama_70b(), chosen)
+    assert fetched == pytest.approx(packed * processes, rel=0.001)  # of several the next one's too
 
 
-@pytest.mark.parametrize(("count", "there"), [(4, 1), (5, 2), (8, 2)])
+@pytest.mark.parametrize(("count", "there"), [(0, 0), (4, 1), (5, 2), (8, 2)])
 def test_neighbours_on_the_host_are_on_the_gpu_together(count: int, there: int) -> None:
     shape = llama_70b(layers=8)
-    one = hosted_slice(shape.kinds[0], setup(processes=1))
-    assert fetched_layers(shape, setup(processes=1, offload_layers=count)) == there * one
+    one = packed_slice(shape.kinds[0], setup(processes=1))
+    assert gathered_weights(shape, setup(processes=1, offload_layers=count)) == there * one
+
+
+@pytest.mark.parametrize("count", [0, 5, 8])
+def test_several_processes_gather_the_layer_in_use_and_the_next(count: int) -> None:
+    shape = llama_70b(layers=8)
+    one = 3 * packed_slice(shape.kinds[0], setup(processes=3))
+    assert gathered_weights(shape, setup(processes=3, offload_layers=count)) == 2 * one

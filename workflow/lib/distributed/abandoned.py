@@ -8,9 +8,10 @@ has run on the device, so there is nothing to wait for.
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from workflow.lib.model.training_module import CausalLMForTraining
 
 # What a forward or backward under way leaves, and what stands there between micro-batches, by
 # owner. torch 2.11 keeps one reduce-scatter, later ones a list of them, so not all have every name.
@@ -33,13 +34,15 @@ COLLECTIONS = (
 )
 
 
-def abandon_micro_batch_(training: nn.Module) -> None:
+def abandon_micro_batch_(training: CausalLMForTraining) -> None:
     """Put all units of a model back to where they are between two micro-batches, shards alone. Its
     gradients must have been there before the one that is abandoned.
     """
     for module in training.modules():
         if isinstance(module, FSDPModule):
             _abandon_(module._get_fsdp_state())
+    if training.packed_layers is not None:
+        training.packed_layers.abandon()
 
 
 def _abandon_(state: Any) -> None:

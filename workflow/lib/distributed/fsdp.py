@@ -2,7 +2,8 @@
 
 `shard_` is the one place that decides what is shared and
 how: every decoder layer is an FSDP2 unit, the rest is another, and embedding and head are sliced by
-rows of the vocabulary (`vocabulary`) and never gathered. One process is not sharded at all.
+rows of the vocabulary (`vocabulary_parallel`) and never gathered. Packed weights of decoder layers
+are no part of the units (`packed_layers`). One process is not sharded at all.
 
 With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and
 gradients are summed over the groups too.
@@ -38,7 +39,7 @@ def shard_(
     meta-device model.
 
     `reshard_after_forward`: free gathered weights after forward (FULL_SHARD), or keep them to
-    backward. ignored: parameters of decoder layers to leave as they are (`layer_offload`).
+    backward. ignored: parameters of decoder layers to leave as they are (`packed_layers`).
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     training.adapters.sharded = True
@@ -80,7 +81,7 @@ def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def forward_only(training: nn.Module) -> Iterator[None]:
+def forward_only(training: CausalLMForTraining) -> Iterator[None]:
     """Within the block forward keeps nothing for backward; after it a process holds its shards
     alone.
 
@@ -91,3 +92,5 @@ def forward_only(training: nn.Module) -> Iterator[None]:
     for module in training.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if training.packed_layers is not None:
+        training.packed_layers.free()

@@ -106,8 +106,8 @@ def different_parts(linear: NF4Linear, path: str, reader: CheckpointReader) -> l
     """Compare the packed parameters of a linear that are whole at this moment with the checkpoint;
     return those that differ.
 
-    Ones without elements wait elsewhere (`layer_offload`) and are left out. path: of the linear in
-    the checkpoint.
+    Ones without elements are not gathered now (`packed_layers`) and are left out. path: of the
+    linear in the checkpoint.
     """
     wrong = []
     for part, size in linear.spec.sizes.items():

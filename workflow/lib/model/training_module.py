@@ -4,7 +4,7 @@ It takes a micro-batch and returns a sum of losses, never logits of all position
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,16 @@ from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
 WAYS = ("forward", "backward")
 
 
+class GatheredWeights(Protocol):
+    """Weights that are gathered for the use of one layer after the other (`packed_layers`)."""
+
+    def free(self) -> None:
+        """Leave this process its slices alone."""
+
+    def abandon(self) -> None:
+        """Do so after a capture that failed."""
+
+
 class CausalLMForTraining(nn.Module):
     """The module that is trained and sharded: a PEFT model, and the loss over chosen positions.
 
@@ -60,6 +70,8 @@ class CausalLMForTraining(nn.Module):
         """Where the decoder's activations wait for backward; None = where they are."""
         self.rounded_activations: RoundedActivations | None = None
         """What rounds the decoder layers' activations until backward; None = nothing does."""
+        self.packed_layers: GatheredWeights | None = None
+        """What gathers the packed weights of decoder layers; None where they are all there."""
         self.loss_scale: LossScale | None = None
         """In float16: what the loss is multiplied by for backward."""
         self.rows_of: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -193,8 +193,10 @@ class _Run:
         tables = (self._embedding, self._head, *self._other_tables)
         for tensor, term in module_tensors(self.training, tables):
             recorder.assign(tensor, term=term)
-        if self._laid_out.offloaded_layers:
-            self._laid_out.offloaded_layers.allocate_()
+        if packed := self._laid_out.packed_layers:
+            packed.allocate_()
+            for number, mine in packed.slices.items():
+                recorder.assign(mine, layer=number, term="nf4_weights")
         if self._setup.offload_embedding:
             self.training.rows_of = self._embedding_rows
         if self._setup.graphed:
@@ -219,6 +221,12 @@ class _Run:
             tape.layer = number if number < len(self._layers) else NONE
             unit.unshard()
             unit.reshard()
+        if packed := self._laid_out.packed_layers:
+            for number in packed.slices:
+                tape.layer = number
+                with packed.gathered(number):
+                    pass
+        tape.layer = NONE
         tape.follows_tensors = True
 
     def step(self, optimizer: ShardwiseAdam, tape: LayerTape, *, micro_batches: int) -> None:

@@ -23,7 +23,7 @@ MAKERS = {
     ("_fsdp_collectives", "foreach_all_gather_copy_out"): "gathered_layer",
     ("_fsdp_collectives", "foreach_reduce"): "gathered_gradients",
     ("activation_offload", ""): "offloaded_activations",
-    ("layer_offload", ""): "fetched_layers",
+    ("packed_layers", "fetch"): "gathered_layer",
     ("lora_products", "_cast"): "adapter_casts",
     ("nf4_linear", "dequantize"): "dequantized_weight",
     ("nf4_stack", ""): "dequantized_weight",

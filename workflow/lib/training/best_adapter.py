@@ -21,6 +21,7 @@ from workflow.lib.data.tokens.token_store import Document, TokenStore, choose_do
 from workflow.lib.distributed.fsdp import forward_only
 from workflow.lib.distributed.world import World
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import TrainConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import make_batch
@@ -79,7 +80,11 @@ class HeldOut:
         return step % self._every == 0 or step == self._num_steps
 
     def loss(
-        self, training: nn.Module, *, world: World, moved: Callable[[], None] = lambda: None
+        self,
+        training: CausalLMForTraining,
+        *,
+        world: World,
+        moved: Callable[[], None] = lambda: None,
     ) -> float:
         """Return the mean -log p (nats) of a trained token of the documents; equal on all
         processes. Collective.

@@ -1,7 +1,7 @@
 """From a plan to a model ready to train, in the one order that is right; and the checks before the
 first step.
 
-quantized linears -> adapters -> fused layers -> activation checkpointing -> layers on the host ->
+quantized linears -> adapters -> fused layers -> activation checkpointing -> packed weights ->
 sharding -> memory -> weights -> adapter values.
 """
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from workflow.lib.artifacts.preflight_record import Plan
 from workflow.lib.distributed.fsdp import shard_
-from workflow.lib.distributed.layer_offload import OffloadedLayers, offload_layers_
+from workflow.lib.distributed.packed_layers import PackedLayers, gather_layers_
 from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
@@ -45,8 +45,8 @@ class TrainingModel:
     training: CausalLMForTraining
     units: list[FSDPModule]
     bytes_read: int
-    offloaded_layers: OffloadedLayers | None = None
-    """Layers whose packed weights wait in host memory."""
+    packed_layers: PackedLayers | None = None
+    """Decoder layers whose packed weights are gathered for their use alone."""
     fused: Counter[str] = field(default_factory=Counter)
     """How many modules of each kind were replaced by fused ones (`fuse_layers`)."""
 
@@ -129,10 +129,10 @@ def build_training_model(
     training.multiply_in_(numerics.products, config.train.products_in)
     rounds = None if saved == COMPUTE_DTYPE else dtype
     laid_out = lay_out_(training, plan, world, choice, rounds=rounds)
-    offloaded_layers = laid_out.offloaded_layers
+    packed = laid_out.packed_layers
     materialize_(training, transformers_model=model, device=world.device)
     bytes_read = load_weights_(model, base, moved=moved)
-    bytes_read += offloaded_layers.load_(base, moved=moved) if offloaded_layers else 0
+    bytes_read += packed.load_(base, moved=moved) if packed else 0
     if plan.offload_embedding:
         training.rows_of = StoredRows(model, base, device=world.device, dtype=dtype)
     init_adapters_(training, seed=config.train.seed, base=base)
@@ -189,8 +189,12 @@ def lay_out_(
     """
     model: PreTrainedModel = training.peft_model.get_base_model()  # type: ignore[operator]
     layers = decoder_layers(model)  # FSDP2 changes their classes
-    offloaded_layers = offload_layers_(model, choice.weights_on_host, world=world)
-    units = _sharded(training, offloaded_layers, plan, world)
+    keep_to_backward = not plan.reshard_after_forward
+    packed = gather_layers_(
+        model, choice.weights_on_host, keep_to_backward=keep_to_backward, world=world
+    )
+    training.packed_layers = packed
+    units = _sharded(training, packed, plan, world)
     if plan.offload_window_bytes is not None:
         training.activation_offload = ActivationOffload(
             world.device, window_bytes=plan.offload_window_bytes
@@ -201,7 +205,7 @@ def lay_out_(
         training.rounded_activations = RoundedActivations(rounds, training.activation_offload)
         whole = [x for number, x in enumerate(layers) if number not in choice.recomputed]
         training.rounded_activations.follow_(whole)
-    return TrainingModel(training, units, 0, offloaded_layers)
+    return TrainingModel(training, units, 0, packed)
 
 
 def _limit_memory(plan: Plan, device: torch.device) -> None:
@@ -213,13 +217,13 @@ def _limit_memory(plan: Plan, device: torch.device) -> None:
 
 def _sharded(
     training: CausalLMForTraining,
-    offloaded_layers: OffloadedLayers | None,
+    packed: PackedLayers | None,
     plan: Plan,
     world: World,
 ) -> list[FSDPModule]:
     """Shard the model over all processes; return its units: none if there is one process."""
     if world.size == 1:
         return []
-    ignored = offloaded_layers.parameters() if offloaded_layers else None
+    ignored = packed.parameters() if packed else None
     reshard = plan.reshard_after_forward
     return shard_(training, world.mesh, reshard_after_forward=reshard, ignored=ignored)

@@ -64,6 +64,8 @@ def forward_backward(
     loss.backward(slope)
     if training.activation_offload is not None:
         training.activation_offload.join()
+    if training.packed_layers is not None:
+        training.packed_layers.free()  # a graph must give back the memory that it has taken
     return loss.detach()
 
 

@@ -17,12 +17,13 @@ from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local
+from workflow.lib.model.training_module import CausalLMForTraining
 
 ValueT = TypeVar("ValueT")
 
 
 def find_origin(
-    training: nn.Module, batches: Iterable[tuple[list[int], MicroBatch]], *, world: World
+    training: CausalLMForTraining, batches: Iterable[tuple[list[int], MicroBatch]], *, world: World
 ) -> str:
     """Return in words where the step's first value that is not finite arose. Collective.
 

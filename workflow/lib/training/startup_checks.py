@@ -90,8 +90,8 @@ def _check_weights(
     """Compare all gathered weights with the checkpoint. Collective."""
     with CheckpointReader(base) as reader:
         wrong = mismatched_tensors(model.training, model.units, reader, world, moved=moved)
-        offloaded = model.offloaded_layers
-        wrong += offloaded.mismatched(reader, moved=moved) if offloaded else []
+        packed = model.packed_layers
+        wrong += packed.mismatched(reader, moved=moved) if packed else []
         count = len(reader.names())
     if wrong:
         raise UserError(
@@ -111,15 +111,20 @@ def _check_weights(
 def _check_share(model: TrainingModel, world: World) -> Check:
     """Compare the bytes that this process holds with its share of the model."""
     held_bytes, total_bytes = local_bytes(model.training)
+    fair_bytes = fair_share(model.training, shards=world.shard_size)
+    packed = model.packed_layers
+    sliced_bytes = packed.device_bytes if packed else 0
+    held_bytes += sliced_bytes
+    total_bytes += sliced_bytes * world.shard_size
     detail = (
         f"{held_bytes:,} of {total_bytes:,} bytes on rank {world.rank}, {world.shard_size} "
         "processes share a copy"
     )
-    if offloaded := model.offloaded_layers:
-        detail += f"; {offloaded.host_bytes:,} bytes of {len(offloaded)} layers in host memory"
+    if packed and packed.host_bytes:
+        detail += f"; {packed.host_bytes:,} bytes of {packed.layers_on_host} layers in host memory"
     return Check(
         name="every process holds its share of the parameters",
-        passed=held_bytes <= fair_share(model.training, shards=world.shard_size) * 1.02 + 65536,
+        passed=held_bytes <= (fair_bytes + sliced_bytes) * 1.02 + 65536,
         detail=detail,
     )
 

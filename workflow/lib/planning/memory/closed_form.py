@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
 from workflow.lib.planning.memory.loss_terms import exchanged_gradients, loss_terms
 from workflow.lib.planning.memory.offload_terms import (
-    fetched_layers,
-    last_hosted_layer,
+    gathered_slices,
+    gathered_weights,
     layers_of_stash,
     offload_window,
+    weights_of_last_layer,
 )
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
@@ -88,30 +89,24 @@ def _phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
 
 
 def _forward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
-    unit = _layer_unit(shape, setup)
+    unit, packed = _layer_unit(shape, setup), gathered_weights(shape, setup)
     through = _throughout(shape, setup)
     saved = _saved(shape, setup, num_layers=shape.num_layers)
     work = _largest_work(_forward_work(layer, shape, setup) for layer in shape.kinds)
     held = _held(shape, setup)
     hidden = _hidden(shape, setup)
-    fetched = {"fetched_layers": fetched_layers(shape, setup)}
     wide = _wide_rows(shape, setup)
     return {
-        "look_up_embedding": through | {"hidden_states": 2 * hidden + wide},
+        "look_up_embedding": through
+        | {"gathered_layer": _largest_gathered(shape, setup), "hidden_states": 2 * hidden + wide},
         "gather_first_layer": through
-        | fetched
-        | {"gathered_layer": unit, "gather_buffer": unit, "hidden_states": hidden},
-        "forward_layer": through
-        | fetched
-        | (held or {"gathered_layer": unit})
-        | {"gather_buffer": unit}
-        | saved
-        | work,
+        | {"gathered_layer": unit + packed, "gather_buffer": unit, "hidden_states": hidden},
+        "forward_layer": through | _in_use(shape, setup) | {"gather_buffer": unit} | saved | work,
         # A unit's buffer is freed when the next one is gathered; after the last layer none is.
         "loss": through
-        | held
+        | (held or {"gathered_layer": weights_of_last_layer(shape, setup)})
         | saved
-        | {"gather_buffer": unit, "fetched_layers": last_hosted_layer(shape, setup)}
+        | {"gather_buffer": unit}
         | loss_terms(shape, setup),
     }
 
@@ -126,17 +121,17 @@ def _backward_phases(shape: ModelShape, setup: Setup) -> dict[str, Terms]:
     first = _with_recomputed(saved[0], shape, setup, layer=shape.num_layers - 1)
     last = _with_recomputed(saved[1], shape, setup, layer=0)
     work = _largest_work(_backward_work(layer, shape, setup) for layer in shape.kinds)
-    work |= {"fetched_layers": fetched_layers(shape, setup)}
     of_head = setup.trains_head * table_slice(shape, setup, width=4)
     return {
         "backward_first_layer": {"module_gradients": of_head}
         | _throughout(shape, setup)
-        | (held or {"gathered_layer": unit, "gather_buffer": unit})
+        | _in_use(shape, setup)
+        | {"gather_buffer": 0 if held else unit}
         | work
         | first,
         "backward_last_layer": _throughout(shape, setup)
         | gradients
-        | {"gathered_layers" if held else "gathered_layer": unit}  # nothing is left to prefetch
+        | {"gathered_layer": unit + _largest_gathered(shape, setup)}  # nothing is left to prefetch
         | work
         | last,
         "embedding_gradient": _embedding_gradient(shape, setup) | gradients,
@@ -151,6 +146,7 @@ def _embedding_gradient(shape: ModelShape, setup: Setup) -> Terms:
     if not setup.trains_embedding:
         return {}
     return {
+        "gathered_layer": _largest_gathered(shape, setup),
         "hidden_states": 2 * _hidden(shape, setup) + _wide_rows(shape, setup),
         "gathered_rows": exchanged_gradients(shape, setup),
         "new_module_gradients": setup.keeps_gradients * table_slice(shape, setup, width=4),
@@ -164,22 +160,21 @@ def _wide_rows(shape: ModelShape, setup: Setup) -> int:
 
 
 def _layer_unit(shape: ModelShape, setup: Setup) -> int:
-    """U: one decoder layer gathered; its all-gather buffer is as large. What the host keeps of a
-    layer is no part of it.
+    """U: what FSDP2 gathers of one decoder layer, its adapters, norms and biases; its all-gather
+    buffer is as large.
     """
-    hosted = setup.offload_layers == shape.num_layers
-    gathered = _gathered_light if hosted else _gathered
-    return shape.largest(lambda layer: gathered(layer, setup))
+    return shape.largest(lambda layer: _gathered(layer, setup))
 
 
 def _gathered(layer: DecoderLayer, setup: Setup) -> int:
-    return sum(layer_tensors(layer, setup).gathered.values())
-
-
-def _gathered_light(layer: DecoderLayer, setup: Setup) -> int:
-    """What is gathered of a layer whose packed weights come from the host."""
     gathered = layer_tensors(layer, setup).gathered
     return gathered["norms_and_biases"] + gathered["lora_weights"]
+
+
+def _largest_gathered(shape: ModelShape, setup: Setup) -> int:
+    """Packed weights of one layer, where any are gathered."""
+    one = shape.largest(lambda layer: gathered_slices(layer, setup))
+    return min(one, gathered_weights(shape, setup))
 
 
 def _hidden(shape: ModelShape, setup: Setup) -> int:
@@ -204,16 +199,27 @@ def _all_gradients(shape: ModelShape, setup: Setup) -> Terms:
     return {"lora_gradients": _gradients(shape, setup), "module_gradients": of_modules}
 
 
+def _in_use(shape: ModelShape, setup: Setup) -> Terms:
+    """What is gathered while a layer computes: all layers if they are kept, else this one and the
+    packed weights of the next.
+    """
+    packed = gathered_weights(shape, setup)
+    if held := _held(shape, setup):
+        return held | {"gathered_layer": packed if setup.offload_layers else 0}
+    return {"gathered_layer": _layer_unit(shape, setup) + packed}
+
+
 def _held(shape: ModelShape, setup: Setup) -> Terms:
-    """All layers gathered, where they are not freed after forward."""
+    """All layers gathered, where they are not freed after forward; packed weights that wait on the
+    host are.
+    """
     if setup.reshard_after_forward:
         return {}
-    whole = shape.total(lambda layer: _gathered(layer, setup))
-    spared = shape.total(
-        lambda layer: _gathered(layer, setup) - _gathered_light(layer, setup),
-        hosted_layers(shape, setup),
-    )
-    return {"gathered_layers": whole - spared}
+    hosted = hosted_layers(shape, setup)
+    here = [number for number in range(shape.num_layers) if number not in hosted]
+    packed = shape.total(lambda layer: gathered_slices(layer, setup), here)
+    whole = shape.total(lambda layer: _gathered(layer, setup)) + packed
+    return {"gathered_layers": whole if setup.shards > 1 else 0}
 
 
 def _saved(shape: ModelShape, setup: Setup, *, num_layers: int) -> Terms:

@@ -20,11 +20,13 @@ EXPLANATIONS = {
     "lora_gradients": "adapter gradients in fp32, sharded",
     "inputs": "token ids, positions, targets and rotary tables of a micro-batch",
     "cublas_workspace": "workspace of the matrix products",
-    "gathered_layer": "one decoder layer gathered from all processes",
+    "gathered_layer": (
+        "one decoder layer gathered from all processes, or from host memory, and packed weights of "
+        "the next one"
+    ),
     "gathered_layers": (
         "all decoder layers, kept from forward to backward (reshard_after_forward false)"
     ),
-    "fetched_layers": "packed weights of decoder layers from host memory, in use or on their way",
     "gather_buffer": "buffer that the next decoder layer is gathered into",
     "gathered_rows": (
         "hidden states of one chunk of rows from all slices of the head, and their gradient"

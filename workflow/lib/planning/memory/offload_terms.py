@@ -4,13 +4,10 @@ activations, and packed weights of decoder layers.
 Letters as in `terms`.
 """
 
-import math
-
 from workflow.lib.model.architecture.layer_choice import activation_offload_layers
 from workflow.lib.model.architecture.model_shape import DecoderLayer, ModelShape
-from workflow.lib.planning.memory.layer_tensors import rounded, sharded_bytes
 from workflow.lib.planning.memory.setup import Setup
-from workflow.lib.planning.memory.terms import hosted_layers, kept_activations, layer_tensors
+from workflow.lib.planning.memory.terms import hosted_layers, kept_activations, packed_slice
 
 
 def layers_of_stash(shape: ModelShape, setup: Setup) -> list[int]:
@@ -60,37 +57,33 @@ def offloaded_bytes(shape: ModelShape, setup: Setup) -> int:
     return inputs + shape.total(lambda layer: kept_activations(layer, setup), whole) * 5 // 4
 
 
-def hosted_slice(layer: DecoderLayer, setup: Setup) -> int:
-    """Bytes of a layer's packed weights and scales that a process keeps in host memory
-    (`layer_offload._OffloadedLayer`).
+def gathered_weights(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of packed weights, at most: of the layer in use and the next one. One process has those
+    alone that come from the host, both only if they are neighbours.
     """
-    tensors = layer_tensors(layer, setup).by_term
-    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
-    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
-
-
-def fetched_layers(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device of layers from the host, at most: the one in use or the next, both if
-    they are neighbours.
-
-    Of several processes' layers both count only where all are on the host: else another layer is
-    gathered at that time, which is more. With several processes also this one's slice on its way.
-    """
-    if setup.offload_layers == 0:
-        return 0
-    own = _largest_slice(shape, setup)
+    one = shape.largest(lambda layer: gathered_slices(layer, setup))
+    if setup.processes > 1:
+        return 2 * one
     neighbours = 2 * setup.offload_layers > shape.num_layers  # `layer_choice.spread`
-    both = neighbours and (setup.shards == 1 or setup.offload_layers == shape.num_layers)
-    return own * setup.shards * (2 if both else 1) + (own if setup.shards > 1 else 0)
+    return one * (2 if neighbours else min(1, setup.offload_layers))
 
 
-def last_hosted_layer(shape: ModelShape, setup: Setup) -> int:
-    """Bytes on the device, while the loss is computed, of the model's last layer if it comes from
-    the host.
+def weights_of_last_layer(shape: ModelShape, setup: Setup) -> int:
+    """Bytes of packed weights that are gathered while the loss is computed: those of the model's
+    last layer.
     """
-    if 2 * setup.offload_layers < shape.num_layers:
-        return 0  # the last one that does is another, and freed before
-    return hosted_slice(shape.layer(-1), setup) * setup.shards
+    if setup.processes == 1 and 2 * setup.offload_layers < shape.num_layers:
+        return 0  # the last one from the host is another, and freed before
+    return gathered_slices(shape.layer(-1), setup)
+
+
+def gathered_slices(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes of the buffer that a layer's packed weights are gathered into; what one process with a
+    whole copy has on its device is used where it is.
+    """
+    if setup.shards == 1 and not setup.offload_layers:
+        return 0
+    return packed_slice(layer, setup) * setup.shards
 
 
 def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -99,10 +92,6 @@ def hosted_bytes(shape: ModelShape, setup: Setup) -> int:
     """
 
     def buffer(layer: DecoderLayer) -> int:
-        return 1 << (hosted_slice(layer, setup) - 1).bit_length()
+        return 1 << (packed_slice(layer, setup) - 1).bit_length()
 
     return shape.total(buffer, hosted_layers(shape, setup))
-
-
-def _largest_slice(shape: ModelShape, setup: Setup) -> int:
-    return shape.largest(lambda layer: hosted_slice(layer, setup))

@@ -104,8 +104,7 @@ def stored_terms(shape: ModelShape, setup: Setup) -> Terms:
     c = setup.compute_bytes
     head_dim_bytes = 2 * shape.largest(lambda layer: layer.head_dim) * c  # cosine and sine
     return setup.fixed_terms | {
-        "nf4_weights": _sharded(shape, setup, "nf4_weights", hosted=False),
-        "nf4_scales": _sharded(shape, setup, "nf4_scales", hosted=False),
+        **_packed_terms(shape, setup),
         "nf4_tables": (shape.total(lambda x: len(x.linears)) + len(shape.other_linears))
         * sum(map(rounded, CODE_TABLES))
         + product_scales(shape, setup),
@@ -132,17 +131,32 @@ def _layer_inputs(shape: ModelShape, setup: Setup) -> int:
     return setup.compute_bytes * setup.tokens * sum(widths)
 
 
-def _sharded(shape: ModelShape, setup: Setup, term: str, *, hosted: bool = True) -> int:
-    """Bytes of a term of all layers on a process, with those whose weights wait on the host or
-    without.
+def _sharded(
+    shape: ModelShape, setup: Setup, term: str, layers: Iterable[int] | None = None
+) -> int:
+    """Bytes of a term on a process, of these layers (None: all) and of what is outside of them."""
+    of_layers = shape.total(lambda layer: layer_tensors(layer, setup).sharded[term], layers)
+    return of_layers + other_tensors(shape, setup).sharded[term]
+
+
+def _packed_terms(shape: ModelShape, setup: Setup) -> Terms:
+    """Packed weights and their scales on a process's device: of several processes each has a slice
+    of both together. Layers whose weights wait on the host have none.
     """
-    total = shape.total(lambda layer: layer_tensors(layer, setup).sharded[term])
-    total += other_tensors(shape, setup).sharded[term]
-    if hosted or not setup.offload_layers:
-        return total
-    return total - shape.total(
-        lambda layer: layer_tensors(layer, setup).sharded[term], hosted_layers(shape, setup)
-    )
+    hosted = {*hosted_layers(shape, setup)}
+    here = [number for number in range(shape.num_layers) if number not in hosted]
+    apart = () if setup.processes > 1 else here
+    terms = {term: _sharded(shape, setup, term, apart) for term in ("nf4_weights", "nf4_scales")}
+    if setup.processes > 1:
+        terms["nf4_weights"] += shape.total(lambda layer: packed_slice(layer, setup), here)
+    return terms
+
+
+def packed_slice(layer: DecoderLayer, setup: Setup) -> int:
+    """Bytes of a layer's packed weights and scales that a process keeps (`packed_layers`)."""
+    tensors = layer_tensors(layer, setup).by_term
+    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
+    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
 
 
 def hosted_layers(shape: ModelShape, setup: Setup) -> list[int]:

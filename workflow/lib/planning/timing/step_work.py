@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
-from workflow.lib.planning.memory.offload_terms import hosted_slice, stashed_counts
+from workflow.lib.planning.memory.offload_terms import stashed_counts
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.memory.terms import (
     ROUNDED_BYTES,
     kept_activations,
     lora_parameters,
+    packed_slice,
     rounded_elements,
     saved_activations,
     trainable_parameters,
@@ -142,7 +143,7 @@ def micro_batch_work(
         rounding_passes=rounding_passes,
         stashed_bytes=_stashed_bytes(shape, setup),
         hosted_layers=setup.offload_layers,
-        hosted_bytes=shape.largest(lambda layer: hosted_slice(layer, setup)),
+        hosted_bytes=shape.largest(lambda layer: packed_slice(layer, setup)),
         layers=layers,
         eight_bits=setup.products != COMPUTE_DTYPE,
         expert_share=shape.total(_has_experts) / layers,

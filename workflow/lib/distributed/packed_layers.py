@@ -1,16 +1,17 @@
-"""Packed weights of some decoder layers kept in host memory, and brought to the device for the
+"""Packed weights of decoder layers: each process keeps a slice, and gathers the rest for the
 layer's own forward and backward.
 
-Each process keeps its slice of a layer's packed bytes in page-locked memory. While the layer before
-(in backward the one behind) computes, a stream of its own copies the slice and gathers all slices
-into one buffer; the layer's parameters are views of it, so nothing is copied once more. Adapters,
-their gradients, norms and biases stay where they are: FSDP2's own offloading moves whole groups
-with their gradients, and copies on the computing stream where it is asked to by hand. With one
-process there is nothing to gather. On the CPU the same is done without streams: for tests.
+All packed tensors of a layer lie one behind the other, and a process keeps its slice of these bytes
+on the device, or in page-locked host memory. While the layer before (in backward the one behind)
+computes, a stream of its own gathers all slices into one buffer; the layer's parameters are views
+of it, so nothing is copied once more, as FSDP2 does into its buffer and out of it. Adapters, their
+gradients, norms and biases are FSDP2's. With one process there is nothing to gather: layers from
+host memory are copied, others are no business of this file. On the CPU the same is done without
+streams: for tests.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,9 +58,10 @@ class _Part:
         parameter.data = torch.empty(0, device=parameter.device)
 
 
-class _OffloadedLayer:
-    """The packed weights of one layer: this process's slice of them on the host, all of them on the
-    device while in use.
+class _PackedLayer:
+    """The packed weights of one layer: this process's slice of them, and all of them while in use.
+
+    on_host: keep the slice in host memory; stream: that gathers, None on the CPU.
     """
 
     def __init__(
@@ -68,17 +70,18 @@ class _OffloadedLayer:
         *,
         world: World,
         stream: torch.Stream | None,
+        on_host: bool,
     ) -> None:
         self._parts = list(_laid_out(linears))
         last = self._parts[-1]
         share = math.ceil((last.start + last.num_bytes) / world.shard_size)
         self.slice_bytes = _aligned(share)
+        self.on_host = on_host
         self._world, self._stream = world, stream
         self._gpu = torch.get_device_module(world.device)
-        self._host = torch.empty(0, dtype=torch.uint8)
-        self._mine: torch.Tensor | None = None
+        self.slice = torch.empty(0, dtype=torch.uint8)
         self._buffer: torch.Tensor | None = None
-        self._fetched: torch.Event | None = None
+        self._gathered: torch.Event | None = None
 
     def empty_(self) -> None:
         """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
@@ -94,13 +97,15 @@ class _OffloadedLayer:
 
     def allocate_(self) -> None:
         """Make this process's slice, of zeros."""
-        pinned = self._stream is not None
-        self._host = torch.zeros(self.slice_bytes, dtype=torch.uint8, pin_memory=pinned)
+        pinned = self.on_host and self._stream is not None
+        device = torch.device("cpu") if self.on_host else self._world.device
+        self.slice = torch.zeros(
+            self.slice_bytes, dtype=torch.uint8, device=device, pin_memory=pinned
+        )
 
     def load_(self, reader: CheckpointReader) -> int:
         """Fill this process's slice; return the bytes read."""
-        mesh = self._world.mesh
-        first = mesh.get_local_rank(mesh.ndim - 1) * self.slice_bytes
+        first = self._number_of_slice * self.slice_bytes
         self.allocate_()
         bytes_read = 0
         for part in self._parts:
@@ -108,27 +113,41 @@ class _OffloadedLayer:
             stop = min(first + self.slice_bytes - part.start, part.num_bytes)
             if start < stop:
                 data = read_bytes(part.linear, part.name, part.path, reader, start=start, stop=stop)
-                self._host[part.start + start - first :][: data.numel()].copy_(data)
+                self.slice[part.start + start - first :][: data.numel()].copy_(data)
                 bytes_read += data.numel()
         return bytes_read
 
+    @property
+    def _number_of_slice(self) -> int:
+        mesh = self._world.mesh
+        return mesh.get_local_rank(mesh.ndim - 1)
+
     def fetch(self) -> None:
-        """Start to bring the weights to the device, unless they are there. Collective."""
+        """Start to gather the weights, unless they are there. Collective."""
         if self._buffer is not None:
+            return
+        device, shards = self._world.device, self._world.shard_size
+        if shards == 1 and not self.on_host:
+            self._buffer = self.slice
             return
         # The allocator gives memory back to the stream on which it was allocated, as soon as no
         # tensor has it. So the buffer is allocated on the computing stream, which waits for the
         # copy before it uses the bytes or frees them: `record_stream` is not needed.
-        device, shards = self._world.device, self._world.shard_size
         self._buffer = torch.empty(shards * self.slice_bytes, dtype=torch.uint8, device=device)
-        self._mine = (
-            self._buffer if shards == 1 else torch.empty_like(self._buffer[: self.slice_bytes])
-        )
         with self._beside():
-            self._mine.copy_(self._host, non_blocking=True)
-            if shards > 1:
-                mesh = self._world.mesh
-                ALL_GATHER(self._buffer, self._mine, group=mesh.get_group(mesh.ndim - 1))
+            self._gather(self._buffer)
+
+    def _gather(self, buffer: torch.Tensor) -> None:
+        """Fill a buffer with the slices of all processes; what comes from the host is copied to its
+        own place in it first.
+        """
+        mine = self.slice
+        if self.on_host:
+            mine = buffer.narrow(0, self._number_of_slice * self.slice_bytes, self.slice_bytes)
+            mine.copy_(self.slice, non_blocking=True)
+        if self._world.shard_size > 1:
+            mesh = self._world.mesh
+            ALL_GATHER(buffer, mine, group=mesh.get_group(mesh.ndim - 1))
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -140,7 +159,7 @@ class _OffloadedLayer:
         self._stream.wait_stream(self._gpu.current_stream(self._world.device))
         with self._gpu.stream(self._stream):
             yield
-        self._fetched = self._stream.record_event()
+        self._gathered = self._stream.record_event()
 
     def unshard(self) -> None:
         """Give the parameters their values; what is computed from now on waits for them.
@@ -162,9 +181,16 @@ class _OffloadedLayer:
         self._buffer = None
 
     def _wait(self) -> None:
-        if self._fetched is not None:
-            self._gpu.current_stream(self._world.device).wait_event(self._fetched)
-        self._fetched = self._mine = None
+        if self._gathered is not None:
+            self._gpu.current_stream(self._world.device).wait_event(self._gathered)
+        self._gathered = None
+
+    def abandon(self) -> None:
+        """Free the weights after a capture that failed, in which nothing has run: its events must
+        not be waited for.
+        """
+        self._gathered = None
+        self.reshard()
 
     def differences(self, reader: CheckpointReader) -> list[str]:
         """Return the packed tensors that differ from the checkpoint, bit by bit, while they are on
@@ -187,25 +213,40 @@ def _aligned(num_bytes: int) -> int:
     return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
 
 
-class OffloadedLayers:
-    """Decoder layers of a model, by number, whose packed weights wait in host memory.
+class PackedLayers:
+    """Decoder layers of a model, by number, whose packed weights are gathered for their use alone.
 
     Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's),
     filled by `load_`. Follows the model's forward and backward by hooks: at most the layer in use
-    and the next one are on the device.
+    and the next one have their weights.
     """
 
-    def __init__(self, model: PreTrainedModel, numbers: Sequence[int], *, world: World) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        on_device: Iterable[int],
+        on_host: Iterable[int],
+        keep_to_backward: bool,
+        world: World,
+    ) -> None:
+        """on_device, on_host: the layers by where a process keeps its slice of them;
+        keep_to_backward: layers whose slices are on the device stay gathered after forward.
+        """
         layers = decoder_layers(model)
         gpu = torch.get_device_module(world.device)
         stream = gpu.Stream(world.device) if world.device.type in GPUS else None
         paths = {id(linear): checkpoint_name(path) for path, linear in nf4_linears(model)}
-        self._layers: dict[int, _OffloadedLayer] = {}
-        for number in numbers:
+        places = dict.fromkeys(on_device, False) | dict.fromkeys(on_host, True)
+        self._layers: dict[int, _PackedLayer] = {}
+        for number, from_host in sorted(places.items()):
             linears = [(paths[id(linear)], linear) for _, linear in nf4_linears(layers[number])]
-            self._layers[number] = _OffloadedLayer(linears, world=world, stream=stream)
-            self._layers[number].empty_()
-        self._world = world
+            if not linears:
+                continue
+            packed = _PackedLayer(linears, world=world, stream=stream, on_host=from_host)
+            packed.empty_()
+            self._layers[number] = packed
+        self._world, self._keep_to_backward = world, keep_to_backward
         self._backward: int | None = None  # the layer whose backward runs
         model.get_decoder().register_forward_pre_hook(self._begin)
         for number, layer in enumerate(layers):
@@ -213,12 +254,19 @@ class OffloadedLayers:
             layer.register_forward_hook(partial(self._after_forward, number))
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes that this process keeps in host memory."""
-        return sum(layer.slice_bytes for layer in self._layers.values())
+    def device_bytes(self) -> int:
+        """Bytes of the slices that this process keeps on its device."""
+        return sum(x.slice_bytes for x in self._layers.values() if not x.on_host)
 
-    def __len__(self) -> int:
-        return len(self._layers)
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of those that it keeps in host memory."""
+        return sum(x.slice_bytes for x in self._layers.values() if x.on_host)
+
+    @property
+    def layers_on_host(self) -> int:
+        """How many layers have their slices in host memory."""
+        return sum(layer.on_host for layer in self._layers.values())
 
     def parameters(self) -> set[nn.Parameter]:
         """Return the packed parameters of these layers, which hold nothing while they are not in
@@ -242,31 +290,62 @@ class OffloadedLayers:
                 moved()
         return bytes_read
 
+    @property
+    def slices(self) -> dict[int, torch.Tensor]:
+        """What this process keeps of each layer, by its number: (bytes,) uint8."""
+        return {number: layer.slice for number, layer in self._layers.items()}
+
+    @contextmanager
+    def gathered(self, number: int) -> Iterator[None]:
+        """Within the block the packed parameters of layer `number` have their values. Collective,
+        between two micro-batches.
+        """
+        self._layers[number].unshard()
+        yield
+        self._layers[number].reshard()
+
     def mismatched(
         self, reader: CheckpointReader, *, moved: Callable[[], None] = lambda: None
     ) -> list[str]:
-        """Bring every layer to the device and compare it with the checkpoint; return the tensors
-        that differ.
+        """Gather every layer and compare it with the checkpoint; return the tensors that differ.
 
         Each layer is compared on one process; after each, all call `moved`. Collective.
         """
-        self._keep()
         wrong = []
-        for index, layer in enumerate(self._layers.values()):
-            layer.unshard()
-            if index % self._world.size == self._world.rank:
-                wrong += layer.differences(reader)
-            layer.reshard()
+        for turn, (number, layer) in enumerate(self._layers.items()):
+            with self.gathered(number):
+                if turn % self._world.size == self._world.rank:
+                    wrong += layer.differences(reader)
             moved()
         return names_of_all(wrong, self._world)
 
+    def free(self) -> None:
+        """Leave this process its slices alone."""
+        for layer in self._layers.values():
+            layer.reshard()
+
+    def abandon(self) -> None:
+        """Do so after a capture that failed."""
+        for layer in self._layers.values():
+            layer.abandon()
+
     def _begin(self, *_: Any) -> None:
-        """A forward pass begins, so no backward runs."""
+        """A forward pass begins, so no backward runs; its first layer is gathered while the
+        embedding is looked up.
+        """
         self._backward = None
+        self.free()
+        if 0 in self._layers:
+            self._layers[0].fetch()
 
     def _before_forward(self, number: int, *_: Any) -> None:
-        if self._backward != number:  # else it is recomputed, with what is there
-            self._enter(number, following=number + 1)
+        if self._backward == number:
+            return  # it is recomputed, with what is there
+        staying = self._keep_to_backward and torch.is_grad_enabled()
+        for other, layer in self._layers.items():
+            if other not in (number, number + 1) and (layer.on_host or not staying):
+                layer.reshard()
+        self._enter(number, following=number + 1)
 
     def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
         if self._backward == number or not torch.is_grad_enabled():
@@ -276,28 +355,39 @@ class OffloadedLayers:
                 tensor.register_hook(partial(self._before_backward, number))
 
     def _before_backward(self, number: int, _: torch.Tensor) -> None:
-        if self._backward != number:
-            self._backward = number
-            self._enter(number, following=number - 1)
+        if self._backward == number:
+            return
+        self._backward = number
+        for other, layer in self._layers.items():
+            if other > number:
+                layer.reshard()
+        self._enter(number, following=number - 1)
 
     def _enter(self, number: int, *, following: int) -> None:
-        """Have the weights of layer `number` there, those of the following one on their way, and no
-        others.
-        """
-        self._keep(number, following)
+        """Have the weights of layer `number` there, and those of the following one on their way."""
         if number in self._layers:
             self._layers[number].unshard()
         if following in self._layers:
             self._layers[following].fetch()
 
-    def _keep(self, *numbers: int) -> None:
-        for number, layer in self._layers.items():
-            if number not in numbers:
-                layer.reshard()
 
-
-def offload_layers_(
-    model: PreTrainedModel, numbers: Sequence[int], *, world: World
-) -> OffloadedLayers | None:
-    """Take the packed weights of these layers out of a meta-device model; None for none."""
-    return OffloadedLayers(model, numbers, world=world) if numbers else None
+def gather_layers_(
+    model: PreTrainedModel,
+    numbers_on_host: Collection[int],
+    *,
+    keep_to_backward: bool,
+    world: World,
+) -> PackedLayers | None:
+    """Take the packed weights of decoder layers out of a meta-device model: of all where several
+    processes train it, else of those that wait in host memory. None for none.
+    """
+    on_device = range(len(decoder_layers(model))) if world.size > 1 else ()
+    if not on_device and not numbers_on_host:
+        return None
+    return PackedLayers(
+        model,
+        on_device=on_device,
+        on_host=numbers_on_host,
+        keep_to_backward=keep_to_backward,
+        world=world,
+    )

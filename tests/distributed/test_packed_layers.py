@@ -1,5 +1,5 @@
-"""Decoder layers whose packed weights wait in host memory: the same numbers, and less on the
-device.
+"""Decoder layers whose packed weights are gathered for their use alone, from slices on the device
+and in host memory: the same numbers, and less on the device.
 """
 
 import itertools
@@ -22,11 +22,13 @@ from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
+from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.startup_checks import startup_checks
 
 LAYERS = 4
 # Recomputation, and how many layers are on the host with it.
 CASES = {False: (0, 2), True: (0, 1, 2), 3: (0, LAYERS)}
+WHOLE = "whole"  # instead of a count: none is on the host, and layers stay gathered after forward
 CHANGED = [(level, count) for level, counts in CASES.items() for count in counts if count]
 
 
@@ -36,11 +38,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized(tiny_llama(folder / "original", num_hidden_layers=LAYERS), folder / "nf4")
 
 
-def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[str, Any]:
+def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> dict[str, Any]:
     """Two micro-batches of this process by a model with `count` layers on the host: losses,
     gradients, what was there.
     """
-    plan = make_plan(offload_layers=count, activation_checkpointing=level)
+    plan = make_plan(
+        offload_layers=0 if count == WHOLE else count,
+        activation_checkpointing=level,
+        reshard_after_forward=count != WHOLE,
+    )
     config = RunConfig(lora=LoraSettings(r=3, alpha=6))
     model = build_training_model(
         base, config, plan, world, numerics=Numerics(torch.float32, "sdpa")
@@ -53,12 +59,11 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
     there = watched(model)
     losses = []
     for number in (0, 1):
-        loss = model.training(
-            batch_of(slice(2 * world.rank + number, 2 * world.rank + number + 1), trained=True)
-        )
-        loss.backward()
-        losses.append(float(loss))
-    sizes = [model.offloaded_layers.host_bytes if model.offloaded_layers else 0, model.bytes_read]
+        row = 2 * world.rank + number
+        batch = batch_of(slice(row, row + 1), trained=True)
+        losses.append(float(forward_backward(model.training, batch, torch.ones(()))))
+    packed_layers = model.packed_layers
+    sizes = [packed_layers.host_bytes if packed_layers else 0, model.bytes_read]
     summed = torch.tensor(sizes)
     dist.all_reduce(summed)
     return {
@@ -66,9 +71,10 @@ def engine(base: Path, world: World, *, count: int, level: bool | int) -> dict[s
         "losses": losses,
         "gradients": {name: whole(p.grad) for name, p in params.items()},
         "most there": max(there),
+        "left": sum(map(packed, waiting_layers(model))),
         "host_bytes": summed[0].item(),
         "bytes_read": summed[1].item(),
-        "corrupted": corrupted(model, store, base, world) if count == 1 else None,
+        "corrupted": corrupted(model, store, base, world) if packed_layers else "",
     }
 
 
@@ -84,27 +90,33 @@ def packed(layer: nn.Module) -> bool:
     )
 
 
+def layers_of(model: TrainingModel) -> Any:
+    return model.training.peft_model.get_base_model().get_decoder().layers  # type: ignore[operator]
+
+
+def waiting_layers(model: TrainingModel) -> list[nn.Module]:
+    """Return the decoder layers whose packed weights are gathered."""
+    numbers = model.packed_layers.slices if model.packed_layers else {}
+    return [layers_of(model)[number] for number in numbers]
+
+
 def watched(model: TrainingModel) -> list[int]:
-    """Note whenever a layer computes, forward or again, how many of the offloaded layers have their
-    weights there.
+    """Note whenever a layer computes, forward or again, how many of those that are gathered have
+    their weights there.
     """
-    layers = model.training.peft_model.get_base_model().get_decoder().layers
-    waiting = [
-        layer
-        for layer in layers
-        if not any(p.numel() for _, x in nf4_linears(layer) for p in [x.weight])
-    ]
+    waiting = waiting_layers(model)
+    assert not any(map(packed, waiting)), "the checks leave slices alone"
     there = [0]
-    for layer in layers:
+    for layer in layers_of(model):
         layer.mlp.register_forward_pre_hook(lambda *_: there.append(sum(map(packed, waiting))))
     return there
 
 
 def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str:
-    """Change one byte of this process's slice; return what the checks say."""
-    assert model.offloaded_layers is not None
-    for layer in model.offloaded_layers._layers.values():
-        layer._host[:1] += 1
+    """Change one byte of this process's slices; return what the checks say."""
+    assert model.packed_layers is not None
+    for mine in model.packed_layers.slices.values():
+        mine[:1] += 1
     try:
         startup_checks(model, store, base, world)
     except UserError as error:
@@ -114,7 +126,7 @@ def corrupted(model: TrainingModel, store: Any, base: Path, world: World) -> str
 
 def survey(base: Path) -> dict[Any, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        cases = [(count, level) for level, counts in CASES.items() for count in counts]
+        cases = [(count, level) for level, counts in CASES.items() for count in (*counts, WHOLE)]
         return {(c, level): engine(base, world, count=c, level=level) for c, level in cases}
 
 
@@ -133,21 +145,42 @@ def test_layers_on_the_host_change_no_loss_and_no_gradient(
         torch.testing.assert_close(away["gradients"], there["gradients"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("level", CASES)
+def test_layers_that_stay_gathered_change_no_loss_and_no_gradient(
+    found: list[dict[Any, Any]], level: bool | int
+) -> None:
+    for result in found:
+        stay, go = result[WHOLE, level], result[0, level]
+        assert stay["losses"] == go["losses"]
+        torch.testing.assert_close(stay["gradients"], go["gradients"], rtol=0, atol=0)
+
+
 def test_every_check_passes_with_layers_on_the_host(found: list[dict[Any, Any]]) -> None:
     assert all(all(case["checks"]) for result in found for case in result.values())
 
 
-def test_changed_byte_on_the_host_is_found_before_the_first_step(
-    found: list[dict[Any, Any]],
+@pytest.mark.parametrize("count", [0, 1])
+def test_changed_byte_of_a_slice_is_found_before_the_first_step(
+    found: list[dict[Any, Any]], count: int
 ) -> None:
     for result in found:
-        assert "tensors differ from the checkpoint" in result[1, True]["corrupted"]
+        changed = count or len(found) > 1  # one process gathers what is on the host alone
+        message = result[count, True]["corrupted"]
+        assert ("tensors differ from the checkpoint" in message) == bool(changed)
 
 
 def test_at_most_the_layer_in_use_has_its_weights(found: list[dict[Any, Any]]) -> None:
     """The next one's are on their way, in a buffer that no parameter points at."""
     for result in found:
-        assert {case["most there"] for (count, _), case in result.items() if count} == {1}
+        most = {key: case["most there"] for key, case in result.items()}
+        there = {most[key] for key in most if key[0] != WHOLE and (key[0] or len(found) > 1)}
+        assert there == {1}
+        stay = {most[key] for key in most if key[0] == WHOLE}
+        assert stay == {LAYERS if len(found) > 1 else 0}
+
+
+def test_no_layer_has_its_weights_after_a_micro_batch(found: list[dict[Any, Any]]) -> None:
+    assert all(case["left"] == 0 for result in found for case in result.values())
 
 
 def test_every_byte_is_read_once_and_kept_by_one_process(found: list[dict[Any, Any]]) -> None:
