@@ -55,8 +55,13 @@ def test_every_term_is_a_whole_number_above_zero_and_explained(
 @settings(deadline=None)
 @given(shape=small_shapes, chosen=setups, more=st.integers(1, 50))
 def test_more_processes_never_store_more_each(shape: ModelShape, chosen: Setup, more: int) -> None:
-    fewer = stored_terms(shape, chosen)
-    wider = stored_terms(shape, replace(chosen, processes=chosen.processes + more))
+    """Packed weights and their scales together: several processes have slices of both."""
+    fewer, wider = (
+        stored_terms(shape, replace(chosen, processes=processes))
+        for processes in (chosen.processes, chosen.processes + more)
+    )
+    packed = [terms.pop("nf4_weights") + terms.pop("nf4_scales") for terms in (fewer, wider)]
+    assert packed[1] <= packed[0]
     assert all(wider[name] <= fewer[name] for name in fewer if name != "embedding_and_head")
 
 
