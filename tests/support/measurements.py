@@ -32,15 +32,15 @@ from workflow.lib.system.units import GIB
 FOLDER = Path(__file__).parents[1] / "gpu" / "measurements"
 PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "memory-model.md"
 MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->")
-# What was measured of these commits, the engine of today does. Before, fused layers, AdamW's
-# moments and weights that are decoded were there at other times.
-AS_NOW = {"e854bc4", "79c85ae", "79d1f8a", "78128dc", "5af4ce8"}
-# Since these one process casts its adapters once a step; dropout and DoRA are computed by nodes.
-CASTS_ONCE = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01", "7ba77b7"}
+# Of one process these commits do what the engine of today does: adapters are cast once a step,
+# dropout and DoRA computed by nodes.
+ONE_PROCESS = {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "fe03f01", "7ba77b7"}
+# Of several these: each gathers packed weights into one buffer.
+SEVERAL_PROCESSES: set[str] = {"9ed730d"}
 # Since these, norms that multiply by 1 + w are fused: none has been measured yet.
 GEMMA_NORMS: frozenset[str] = frozenset()
 # Of mixtures, and of products in 8 bits: both had other kernels before.
-EXPERT_KERNELS = EIGHT_BIT_KERNELS = {"7ba77b7"}
+EXPERT_KERNELS = EIGHT_BIT_KERNELS = {"7ba77b7"} | SEVERAL_PROCESSES
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ def counts(line: dict[str, Any]) -> bool:
         return False
     if asked.get("products") in FORMATS and commit not in EIGHT_BIT_KERNELS:
         return False
-    casts_again = asked["processes"] > 1 and not (asked["dropout"] or asked.get("dora"))
-    return commit in CASTS_ONCE or (commit in AS_NOW and casts_again)
+    return commit in (ONE_PROCESS if asked["processes"] == 1 else SEVERAL_PROCESSES)
 
 
 def _is_gemma(line: dict[str, Any]) -> bool:
