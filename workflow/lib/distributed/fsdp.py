@@ -8,19 +8,26 @@ are no part of the units (`packed_layers`). One process is not sharded at all.
 With several replicas (HSDP) each group of `shard_size` processes shards a copy of its own, and
 gradients are summed over the groups too.
 
-FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4`), no mixed-precision
-policy is set, and gradients are summed, not averaged, because the loss is already divided by the
-global number of trained tokens.
+FSDP2 is used as it is: all frozen packed data are float32 views (see `nf4_linear`), and gradients
+are summed, not averaged, because the loss is already divided by the global number of trained
+tokens. Adapters are float32 masters, which decoder layers gather in the compute type: half the
+bytes, and no cast at each use. Their gradients stay float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import PreTrainedModel
 
 from workflow.lib.distributed.vocabulary_parallel import share_vocabulary_
@@ -47,12 +54,20 @@ def shard_(
         assert dist.group.WORLD is not None
         training.router_balance.share_(dist.group.WORLD)
     sliced = share_vocabulary_(training, mesh)
+    layers = decoder_layers(model)
+    policy = _gathered_in(model.config.dtype, layers)
     units: list[FSDPModule] = [
         fully_shard(
-            layer, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+            layer,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            ignored_params=ignored,
         )
-        for layer in decoder_layers(model)
+        for layer in layers
     ]
+    for layer in layers:
+        layer.register_forward_pre_hook(_keep_gradients_float32)
     units.append(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
@@ -63,6 +78,25 @@ def shard_(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # plain SUM: gloo has no pre-multiplied one
     return units
+
+
+def _gathered_in(dtype: Any, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
+    """Return the policy by which decoder layers gather in `dtype`, the compute type. DoRA's
+    magnitudes are used in float32, so where there are any all is gathered as it is.
+    """
+    names = (name for layer in layers for name, _ in layer.named_parameters())
+    if any(".lora_magnitude_vector." in name for name in names):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _keep_gradients_float32(layer: nn.Module, _: object) -> None:
+    """Let what a layer has gathered take float32 gradients, in whichever type it is itself."""
+    for param in layer.parameters():
+        if param.requires_grad and param.grad_dtype != torch.float32:
+            param.grad_dtype = torch.float32
 
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:

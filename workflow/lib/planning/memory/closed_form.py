@@ -293,5 +293,5 @@ def _backward_work(layer: DecoderLayer, shape: ModelShape, setup: Setup) -> Term
     return work | {
         "attention_mask": mask_bytes(shape, setup),
         "hidden_states": _hidden(shape, setup),
-        "gathered_gradients": 2 * layer_tensors(layer, setup).gathered["lora_weights"],
+        "gathered_gradients": layer_tensors(layer, setup).gradients,
     }

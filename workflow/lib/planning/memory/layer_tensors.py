@@ -79,6 +79,12 @@ class LayerTensors:
         p = kind.processes
         self.sharded = {t: sharded_bytes(x, processes=p) for t, x in self.by_term.items()}
         self.gathered = {t: gathered_bytes(x, processes=p) for t, x in self.by_term.items()}
+        self.gradients = 2 * self.gathered["lora_weights"]
+        """Bytes of what backward makes of all masters, and of the input of its reduction, fp32."""
+        if not kind.dora:  # `fsdp`: masters are gathered in the compute type
+            masters = self.by_term["lora_weights"]
+            cast = [(rows, width // 4 * kind.compute_bytes) for rows, width in masters]
+            self.gathered["lora_weights"] = gathered_bytes(cast, processes=p)
 
 
 # A search of plans asks thousands of times for the same few kinds.

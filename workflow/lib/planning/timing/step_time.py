@@ -53,9 +53,9 @@ H200 = Constants(
     elementwise_traffic=7.94,
     launch_s=2.55e-3,
     sharded_launch_s=2.5e-3,
-    gather_traffic=10.6,
+    gather_traffic=10.9,
     host_share=0.643,
-    lookup_bandwidth=18e9,
+    lookup_bandwidth=18.7e9,
     pause_s=9.0e-3,
 )
 # Decoding takes an H100 hardly longer than an H200, so more of its slower memory's bandwidth: 15.1

@@ -1,0 +1,94 @@
+"""Adapters that decoder layers gather in the compute type: what is computed of them, and the
+float32 gradients of their masters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_vocabulary_parallel import batch_of, fill_
+from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.models import quantized, tiny_llama
+from tests.support.plans import make_plan
+from workflow.lib.distributed.world import World, process_group
+from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.settings.config import LoraSettings, RunConfig
+from workflow.lib.training.build import Numerics, build_training_model
+from workflow.lib.training.micro_batch_graphs import forward_backward
+
+LORA = {"r": 3, "alpha": 1}  # a scale of a third: no product with it is one of bfloat16
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gathered_adapters")
+    return quantized(tiny_llama(folder / "original"), folder / "nf4")
+
+
+def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
+    """A micro-batch in bfloat16 of whose rows the first process trains one and the others none: its
+    gradients, and the types in which layers see their adapters.
+    """
+    plan, numerics = make_plan(activation_checkpointing=2), Numerics(torch.bfloat16, "sdpa")
+    training = build_training_model(
+        base, RunConfig(lora=lora), plan, world, numerics=numerics
+    ).training
+    params = trainable_parameters(training)
+    fill_(params)
+    training.train()
+    seen = watched(training)
+    batch = batch_of(slice(world.rank, world.rank + 1), trained=world.rank == 0)
+    forward_backward(training, batch, torch.ones(()))
+    gradients: dict[str, Any] = {name: param.grad for name, param in params.items()}
+    return {
+        "seen": seen,
+        "masters": {param.dtype for param in params.values()},
+        "gradients": {name: gradient.full_tensor() for name, gradient in gradients.items()},
+    }
+
+
+def watched(training: Any) -> set[torch.dtype]:
+    """Note the types of all trainable parameters of a layer while it computes."""
+    seen: set[torch.dtype] = set()
+    for layer in training.peft_model.get_base_model().get_decoder().layers:
+
+        def note(_: Any, __: Any, layer: Any = layer) -> None:
+            seen.update(p.dtype for p in layer.parameters() if p.requires_grad)
+
+        layer.mlp.register_forward_pre_hook(note)
+    return seen
+
+
+def survey(base: Path) -> dict[str, Any]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        kinds = {"lora": LoraSettings(**LORA), "dora": LoraSettings(**LORA, use_dora=True)}
+        return {name: step(base, world, lora) for name, lora in kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def found(base: Path) -> list[dict[str, Any]]:
+    return run_distributed(survey, base, world_size=2)
+
+
+def test_layers_see_adapters_in_the_compute_type(found: list[dict[str, Any]]) -> None:
+    """DoRA's magnitudes stay in float32, and with them all."""
+    for result in found:
+        assert result["lora"]["seen"] == {torch.bfloat16}
+        assert result["dora"]["seen"] == {torch.float32}
+        assert result["lora"]["masters"] == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_gradients_are_never_rounded_to_the_compute_type(
+    found: list[dict[str, Any]], kind: str
+) -> None:
+    """Those of B are multiplied by the scale in float32; the other process adds zeros."""
+    for result in found:
+        gradients = result[kind]["gradients"]
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        of_b = [gradient for name, gradient in gradients.items() if ".lora_B." in name]
+        assert len(of_b) > 20
+        for gradient in of_b:
+            assert (gradient != gradient.bfloat16().float()).float().mean() > 0.5
