@@ -9,16 +9,15 @@ resizes them one after the other: where the first and the last have not changed,
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
+from workflow.lib.recording.known_results import KnownResults, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
@@ -30,6 +29,7 @@ REDUCE = torch.ops.c10d.allreduce_.default
 # DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
 # engine and its libraries make nothing else by it.
 STAND_IN = torch.ops.aten.empty_strided.default
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_TASK = -1  # autograd's, outside of backward
 
 
@@ -53,6 +53,7 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._gpu = gpu
+        self._results = KnownResults(gpu.mode)
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
         """What an operation has written by `out=`, by the first of its storages."""
@@ -60,23 +61,29 @@ class AllocationRecorder(TorchDispatchMode):
         self._multiplying: set[tuple[int, bool]] = set()
         self._streams: dict[int, str] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled, so nothing has to keep torch from compiling `__torch_dispatch__`."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
             return args[0].fake_device
         options = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operations on its local tensors
-        if active_fake_mode() is not self._gpu.mode:  # one that tries shapes alone
+        if torch._C._get_dispatch_mode(FAKE) is not self._gpu.mode:  # one that tries shapes alone
             return func(*args, **options)
         if func is READ and args[0].constant is None:
             return 0  # a value that the host asks for: all are taken for zeros
         self.note_resized()
         self._follow(options.get("out"))
-        result = _reduced(args, options) if func is REDUCE else func(*args, **options)
+        call = _reduced if func is REDUCE else self._results.call
+        result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
-            self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
+            self._stand_ins.update(x.untyped_storage() for x in tensors(result))
             return result
-        made = [*_tensors(result)]
+        made = [*tensors(result)]
         for tensor, layer in zip(made, self._layers(args, len(made)), strict=True):
             self.tape.layer = layer
             self._note(tensor)
@@ -89,7 +96,7 @@ class AllocationRecorder(TorchDispatchMode):
             raise RuntimeError("memory was resized that no operation had written by out=")
 
     def _has_stand_in(self, *operands: Any) -> bool:
-        return any(x.untyped_storage() in self._stand_ins for x in _tensors(operands))
+        return any(x.untyped_storage() in self._stand_ins for x in tensors(operands))
 
     def _note(self, tensor: torch.Tensor) -> None:
         """Note a tensor's storage, if it is on the device and new."""
@@ -106,7 +113,7 @@ class AllocationRecorder(TorchDispatchMode):
         first = args[0] if args else None
         if isinstance(first, list | tuple) and len(first) == count > 1:
             return [self._layer(tensor) for tensor in first]
-        known = {self._layer(tensor) for tensor in _tensors(args) if self._number(tensor) >= 0}
+        known = {self._layer(tensor) for tensor in tensors(args) if self._number(tensor) >= 0}
         if not known:
             return [self.tape.layer] * count
         return [known.pop() if len(known) == 1 else NONE] * count
@@ -131,7 +138,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _follow(self, written: Any) -> None:
         """Look from now on at the storages of tensors that an operation writes."""
-        keys = (tensor.untyped_storage()._cdata for tensor in _tensors(written))
+        keys = (tensor.untyped_storage()._cdata for tensor in tensors(written))
         group = {key: self._known[key] for key in keys if key in self._known}
         if group:
             self._gathered[next(iter(group))] = [*group.values()]
@@ -193,19 +200,10 @@ def _differs(known: _Storage) -> bool:
     return storage is not None and storage.nbytes() != known.num_bytes
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what an operation takes or gives."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple | dict):
-        for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(branch)
-
-
-def _reduced(args: Any, options: Any) -> Any:
+def _reduced(func: Any, args: Any, options: Any) -> Any:
     """Run an all-reduce; numbers that the host knows stay known: all processes have the same."""
     known = [tensor.constant for tensor in args[0]]
-    result = REDUCE(*args, **options)
+    result = func(*args, **options)
     for tensor, constant in zip(args[0], known, strict=True):
         tensor.constant = constant
     return result
