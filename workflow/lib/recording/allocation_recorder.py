@@ -5,7 +5,8 @@ Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 
 that it gathers into without an operation, so these are looked at before each operation: between two
 operations nothing else is made, so an event that is noted there is in its place. They are known by
 `out=`, which they are first written by. Those that one operation writes are a layer's, and FSDP2
-resizes them one after the other: where the first and the last have not changed, none has.
+resizes them one after the other: where the first and the last have not changed, none has. Before
+a view, which most operations are, only those are looked at that have memory.
 """
 
 import weakref
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
-from workflow.lib.recording.known_results import KnownResults, tensors
+from workflow.lib.recording.known_results import VIEWS, KnownResults, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
@@ -57,6 +58,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
         """What an operation has written by `out=`, by the first of its storages."""
+        self._there: dict[int, list[_Storage]] = {}
+        """Those of them that have memory."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[tuple[int, bool]] = set()
         self._streams: dict[int, str] = {}
@@ -76,12 +79,16 @@ class AllocationRecorder(TorchDispatchMode):
             return func(*args, **options)
         if func is READ and args[0].constant is None:
             return 0  # a value that the host asks for: all are taken for zeros
-        self.note_resized()
-        self._follow(options.get("out"))
+        is_view = func in VIEWS
+        self._note_resized(self._there if is_view else self._gathered)
+        if options:
+            self._follow(options.get("out"))
         call = _reduced if func is REDUCE else self._results.call
         result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
             self._stand_ins.update(x.untyped_storage() for x in tensors(result))
+            return result
+        if is_view and not self.tape.follows_tensors:
             return result
         made = [*tensors(result)]
         for tensor, layer in zip(made, self._layers(args, len(made)), strict=True):
@@ -141,25 +148,34 @@ class AllocationRecorder(TorchDispatchMode):
         keys = (tensor.untyped_storage()._cdata for tensor in tensors(written))
         group = {key: self._known[key] for key in keys if key in self._known}
         if group:
-            self._gathered[next(iter(group))] = [*group.values()]
+            first = next(iter(group))
+            self._gathered[first] = self._there[first] = [*group.values()]
 
     def note_resized(self) -> None:
         """Note what FSDP2 has resized since the last operation."""
+        self._note_resized(self._gathered)
+
+    def _note_resized(self, groups: dict[int, list[_Storage]]) -> None:
         # Millions of times in a recording: `_differs`, without calls.
         resized = [
-            group
-            for group in self._gathered.values()
+            first
+            for first, group in groups.items()
             for known in (group[0], group[-1])
             if (storage := known.reference()) is not None and storage.nbytes() != known.num_bytes
         ]
-        for group in resized:
-            self._note_group(group)
+        for first in resized:
+            self._note_group(first)
 
-    def _note_group(self, group: list[_Storage]) -> None:
+    def _note_group(self, first: int) -> None:
+        group = self._gathered[first]
         for known in group:
             storage = known.reference()
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._resize(known, storage.nbytes())
+        if group[0].num_bytes:
+            self._there[first] = group
+        else:
+            self._there.pop(first, None)
 
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
         backward = torch._C._current_graph_task_id() != NO_TASK
@@ -191,6 +207,7 @@ class AllocationRecorder(TorchDispatchMode):
         if self._known.get(key) is known:  # else another storage has got its address
             del self._known[key]
             self._gathered.pop(key, None)
+            self._there.pop(key, None)
         self._resize(known, 0)
 
 
