@@ -182,7 +182,7 @@ class KnownResults:
         known: _Known
         for name, operand in operands.items():
             if isinstance(operand, FakeTensor) and _memory(operand) == storage._cdata:
-                known = _Window(name, result.shape, result.stride(), result.storage_offset())
+                known = _Window(name, result.shape, result.stride(), int(result.storage_offset()))
                 break
         else:
             inside = {_memory(tensor) for tensor in tensors(operands)}
@@ -228,7 +228,8 @@ class KnownResults:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 @cache
