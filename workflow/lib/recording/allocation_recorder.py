@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
-from workflow.lib.recording.known_results import VIEWS, KnownResults, tensors
+from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
@@ -54,7 +54,6 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self._gpu = gpu
-        self._results = KnownResults(gpu.mode)
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
         """What an operation has written by `out=`, by the first of its storages."""
@@ -83,7 +82,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._note_resized(self._there if is_view else self._gathered)
         if options:
             self._follow(options.get("out"))
-        call = _reduced if func is REDUCE else self._results.call
+        call = _reduced if func is REDUCE else self._gpu.results.call
         result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
             self._stand_ins.update(x.untyped_storage() for x in tensors(result))
