@@ -2,6 +2,7 @@
 itself.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,16 @@ def run(
     return run_distributed(trained, *arguments, world_size=PROCESSES)
 
 
+@cache
+def run_plain(base: Path, kind: str) -> list[dict[str, Any]]:
+    """Train without graphs; one run for all tests that compare with it."""
+    return run(base, kind, graphed=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind: str) -> None:
     """Their rows have other documents and other numbers of trained tokens, and layouts suit all."""
-    plain, replayed = (run(base, kind, graphed=graphed) for graphed in (False, True))
+    plain, replayed = run_plain(base, kind), run(base, kind, graphed=True)
     counts = [result["counts"] for result in replayed]
     assert counts[0] == counts[1]
     assert counts[0][1] > STEPS
@@ -91,7 +98,7 @@ def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind
 
 def test_within_a_graph_no_process_asks_the_others(base: Path) -> None:
     """They would wait for one that cannot capture and has gone on."""
-    plain, replayed = (run(base, "sharded", graphed=graphed) for graphed in (False, True))
+    plain, replayed = run_plain(base, "sharded"), run(base, "sharded", graphed=True)
     assert plain[0]["asked"] > 0 == replayed[0]["asked"]
 
 
@@ -101,7 +108,7 @@ def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base: Path) -> N
         "operation not permitted when stream is capturing"
     ] * PROCESSES
     assert all(result["counts"] == (1, 0) for result in failed)
-    plain = run(base, "sharded", graphed=False)
+    plain = run_plain(base, "sharded")
     assert plain[0]["losses"] == pytest.approx(failed[0]["losses"], rel=1e-5)
 
 
@@ -111,10 +118,7 @@ def test_capture_that_breaks_off_within_the_layers_is_forgotten(
     base: Path, kind: str, breaks: str
 ) -> None:
     """Some layers are gathered then, and others' gradients under way."""
-    plain, broken = (
-        run(base, kind, graphed=graphed, breaks=breaks if graphed else None)
-        for graphed in (False, True)
-    )
+    plain, broken = run_plain(base, kind), run(base, kind, graphed=True, breaks=breaks)
     assert all(result["counts"] == (1, 0) and result["off"] for result in broken)
     assert plain[0]["losses"] == pytest.approx(broken[0]["losses"], rel=1e-5)
     torch.testing.assert_close(plain[0]["weights"], broken[0]["weights"], rtol=1e-3, atol=1e-5)

@@ -5,20 +5,20 @@ Operations are seen by a dispatch mode, releases by the end of a storage. FSDP2 
 that it gathers into without an operation, so these are looked at before each operation: between two
 operations nothing else is made, so an event that is noted there is in its place. They are known by
 `out=`, which they are first written by. Those that one operation writes are a layer's, and FSDP2
-resizes them one after the other: where the first and the last have not changed, none has.
+resizes them one after the other: where the first and the last have not changed, none has. Before
+a view, which most operations are, only those are looked at that have memory.
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workflow.lib.planning.memory.allocation_tape import COMPUTE
 from workflow.lib.recording.kernel_workspaces import PRODUCTS, WORKSPACE_BYTES, workspaces
+from workflow.lib.recording.known_results import VIEWS, tensors
 from workflow.lib.recording.layer_tape import NONE, LayerTape
 from workflow.lib.recording.recorded_gpu import COMPUTING, RecordedGpu
 from workflow.lib.recording.term_names import UNNAMED, made_by
@@ -30,6 +30,7 @@ REDUCE = torch.ops.c10d.allreduce_.default
 # DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
 # engine and its libraries make nothing else by it.
 STAND_IN = torch.ops.aten.empty_strided.default
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_TASK = -1  # autograd's, outside of backward
 
 
@@ -56,9 +57,16 @@ class AllocationRecorder(TorchDispatchMode):
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
         """What an operation has written by `out=`, by the first of its storages."""
+        self._there: dict[int, list[_Storage]] = {}
+        """Those of them that have memory."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._multiplying: set[tuple[int, bool]] = set()
         self._streams: dict[int, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled, so nothing has to keep torch from compiling `__torch_dispatch__`."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE:
@@ -66,17 +74,22 @@ class AllocationRecorder(TorchDispatchMode):
         options = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls operations on its local tensors
-        if active_fake_mode() is not self._gpu.mode:  # one that tries shapes alone
+        if torch._C._get_dispatch_mode(FAKE) is not self._gpu.mode:  # one that tries shapes alone
             return func(*args, **options)
         if func is READ and args[0].constant is None:
             return 0  # a value that the host asks for: all are taken for zeros
-        self.note_resized()
-        self._follow(options.get("out"))
-        result = _reduced(args, options) if func is REDUCE else func(*args, **options)
+        is_view = func in VIEWS
+        self._note_resized(self._there if is_view else self._gathered)
+        if options:
+            self._follow(options.get("out"))
+        call = _reduced if func is REDUCE else self._gpu.results.call
+        result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
-            self._stand_ins.update(x.untyped_storage() for x in _tensors(result))
+            self._stand_ins.update(x.untyped_storage() for x in tensors(result))
             return result
-        made = [*_tensors(result)]
+        if is_view and not self.tape.follows_tensors:
+            return result
+        made = [*tensors(result)]
         for tensor, layer in zip(made, self._layers(args, len(made)), strict=True):
             self.tape.layer = layer
             self._note(tensor)
@@ -89,7 +102,7 @@ class AllocationRecorder(TorchDispatchMode):
             raise RuntimeError("memory was resized that no operation had written by out=")
 
     def _has_stand_in(self, *operands: Any) -> bool:
-        return any(x.untyped_storage() in self._stand_ins for x in _tensors(operands))
+        return any(x.untyped_storage() in self._stand_ins for x in tensors(operands))
 
     def _note(self, tensor: torch.Tensor) -> None:
         """Note a tensor's storage, if it is on the device and new."""
@@ -106,7 +119,7 @@ class AllocationRecorder(TorchDispatchMode):
         first = args[0] if args else None
         if isinstance(first, list | tuple) and len(first) == count > 1:
             return [self._layer(tensor) for tensor in first]
-        known = {self._layer(tensor) for tensor in _tensors(args) if self._number(tensor) >= 0}
+        known = {self._layer(tensor) for tensor in tensors(args) if self._number(tensor) >= 0}
         if not known:
             return [self.tape.layer] * count
         return [known.pop() if len(known) == 1 else NONE] * count
@@ -131,28 +144,37 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _follow(self, written: Any) -> None:
         """Look from now on at the storages of tensors that an operation writes."""
-        keys = (tensor.untyped_storage()._cdata for tensor in _tensors(written))
+        keys = (tensor.untyped_storage()._cdata for tensor in tensors(written))
         group = {key: self._known[key] for key in keys if key in self._known}
         if group:
-            self._gathered[next(iter(group))] = [*group.values()]
+            first = next(iter(group))
+            self._gathered[first] = self._there[first] = [*group.values()]
 
     def note_resized(self) -> None:
         """Note what FSDP2 has resized since the last operation."""
+        self._note_resized(self._gathered)
+
+    def _note_resized(self, groups: dict[int, list[_Storage]]) -> None:
         # Millions of times in a recording: `_differs`, without calls.
         resized = [
-            group
-            for group in self._gathered.values()
+            first
+            for first, group in groups.items()
             for known in (group[0], group[-1])
             if (storage := known.reference()) is not None and storage.nbytes() != known.num_bytes
         ]
-        for group in resized:
-            self._note_group(group)
+        for first in resized:
+            self._note_group(first)
 
-    def _note_group(self, group: list[_Storage]) -> None:
+    def _note_group(self, first: int) -> None:
+        group = self._gathered[first]
         for known in group:
             storage = known.reference()
             if storage is not None and storage.nbytes() != known.num_bytes:
                 self._resize(known, storage.nbytes())
+        if group[0].num_bytes:
+            self._there[first] = group
+        else:
+            self._there.pop(first, None)
 
     def _note_workspaces(self, func: Any, args: Any, result: Any) -> None:
         backward = torch._C._current_graph_task_id() != NO_TASK
@@ -184,6 +206,7 @@ class AllocationRecorder(TorchDispatchMode):
         if self._known.get(key) is known:  # else another storage has got its address
             del self._known[key]
             self._gathered.pop(key, None)
+            self._there.pop(key, None)
         self._resize(known, 0)
 
 
@@ -193,19 +216,10 @@ def _differs(known: _Storage) -> bool:
     return storage is not None and storage.nbytes() != known.num_bytes
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what an operation takes or gives."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple | dict):
-        for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(branch)
-
-
-def _reduced(args: Any, options: Any) -> Any:
+def _reduced(func: Any, args: Any, options: Any) -> Any:
     """Run an all-reduce; numbers that the host knows stay known: all processes have the same."""
     known = [tensor.constant for tensor in args[0]]
-    result = REDUCE(*args, **options)
+    result = func(*args, **options)
     for tensor, constant in zip(args[0], known, strict=True):
         tensor.constant = constant
     return result

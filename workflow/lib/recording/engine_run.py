@@ -85,8 +85,10 @@ def record(request: Request, *, whole: bool = False) -> Tape:
 
 def _repeated(request: Request, described: "_Described") -> Tape | None:
     """Return the tape made from some layers; None where no fewer than all will do."""
-    # Activations on their way to the host are there for some layers.
-    for reach in (FAR,) if request.window_bytes is not None else (NEAR, FAR):
+    # Activations on their way to the host are there for some layers. Where weights of several wait
+    # on the host, one takes the place of an earlier one.
+    far = request.window_bytes is not None or request.setup.offload_layers > 1
+    for reach in (FAR,) if far else (NEAR, FAR):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
             break

@@ -5,6 +5,7 @@ Read from torch 2.11 to 2.13, and held against peaks that GPUs have measured
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,13 @@ def workspaces(func: Any, args: Any, result: Any) -> Sequence[int]:
     """Return the bytes of the temporary tensors of an operation's kernel, which are there
     together.
     """
-    find = WORKSPACES.get(str(func))
+    find = WORKSPACES.get(_name(func))
     return () if find is None else find(args, result)
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func)
 
 
 def _flash_backward(args: Any, _: Any) -> list[int]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from workflow.lib.recording.known_results import KnownResults
 from workflow.lib.system.device_types import RECORDED
 
 # Operations for which GPUs have kernels of their own, and which torch makes of others, with
@@ -75,6 +76,7 @@ class RecordedGpu:
     def __init__(self) -> None:
         self._stream = RecordedStream()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.results = KnownResults(self.mode)
         self.kernels = torch.library.Library("aten", "IMPL")
 
     def current_stream(self, *_: Any) -> RecordedStream:

@@ -71,20 +71,17 @@ def made_by() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         code, frame = frame.f_code, frame.f_back
-        file = _stem(code.co_filename)
-        if file in FILES:
-            term = MAKERS.get((file, code.co_name)) or MAKERS.get((file, ""))
-            if term is not None:
-                return term
+        named = _named_in(code.co_filename)
+        if named and (term := named.get(code.co_name) or named.get("")):
+            return term
     return UNNAMED
 
 
-FILES = {file for file, _ in MAKERS}
-
-
 @cache
-def _stem(path: str) -> str:
-    return Path(path).stem
+def _named_in(path: str) -> dict[str, str]:
+    """Return what code of a file makes, by function."""
+    stem = Path(path).stem
+    return {function: term for (file, function), term in MAKERS.items() if file == stem}
 
 
 def name_terms(tape: Tape) -> None:

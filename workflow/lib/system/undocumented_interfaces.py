@@ -125,8 +125,11 @@ INTERFACES = (
 )
 # What recordings of the engine need (`workflow.lib.recording`), and nothing else does.
 OF_RECORDINGS = (
-    *_of("torch", "torch._guards", "", "active_fake_mode"),
-    *_of("torch", "torch._subclasses.fake_tensor", "", "FakeTensorMode"),
+    *_of("torch", "torch._subclasses.fake_tensor", "", "FakeTensor", "FakeTensorMode"),
+    *_of("torch", "torch._subclasses.fake_tensor", "", "in_kernel_invocation_manager"),
+    *_of("torch", "torch", "Tensor", "_make_subclass"),
+    *_of("torch", "torch", "_C", "_get_dispatch_mode", "_set_throw_on_mutable_data_ptr"),
+    *_of("torch", "torch", "_C._TorchDispatchModeKey", "FAKE"),
     *_of("torch", "torch.utils._python_dispatch", "", "TorchDispatchMode"),
     *_of("torch", "torch.utils._pytree", "", "tree_iter"),
     *_of(
