@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
-from workflow.lib.model.fused_feed_forward import LINEARS, FusedFeedForward
+from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
 from workflow.lib.model.layers.eight_bits.written_copies import COPY
 from workflow.lib.model.layers.frozen_products import ProductTypes, operand
@@ -19,6 +19,7 @@ from workflow.lib.model.layers.rms_norm import RmsNorm
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")
+INTO = {"two linears": ("gate", "up"), "one linear": ("both",)}
 
 
 class OneNode(FusedFeedForward):
@@ -26,26 +27,39 @@ class OneNode(FusedFeedForward):
 
     def __init__(self, layers: list[Layer], activation: str) -> None:
         nn.Module.__init__(self)
-        self.layers = dict(zip(LINEARS, layers, strict=True))
-        self._activation = activation
+        into = next(into for into in INTO.values() if len(into) == len(layers) - 1)
+        self.layers = dict(zip((*into, "down"), layers, strict=True))
+        self._form = Form(into, "down", activation)
 
     def get_submodule(self, target: str) -> Any:
         return self.layers[target]
 
 
 def layers_of(
-    folder: Path, kind: str, types: ProductTypes, dtype: torch.dtype, device: str
+    folder: Path,
+    kind: str,
+    types: ProductTypes,
+    dtype: torch.dtype,
+    device: str,
+    into: str = "two linears",
 ) -> list[Layer]:
-    """Return gate with a bias, up, and down, with adapters; kind: one of `FACTORS`."""
+    """Return gate with a bias, up, and down, or gate and up in one, with adapters; kind: one of
+    `FACTORS`, into: one of `INTO`.
+    """
     layers = []
-    for number, (out, into) in enumerate([(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]):
+    count = len(INTO[into])
+    sizes = [*[(2 * WIDE // count, HIDDEN)] * count, (HIDDEN, WIDE)]
+    for number, (out, into_features) in enumerate(sizes):
         bias = random(out, seed=20) if number == 0 and kind != "dora" else None
-        weight = 0.1 * random(out, into, seed=number)
+        weight = 0.1 * random(out, into_features, seed=number)
         base = nf4_linear(folder / str(number), weight, bias=bias).to(device)
         base.product_types = types
         if base.bias is not None:
             base.bias.data = base.bias.to(dtype)
-        masters = 0.3 * random(RANK, into, seed=3 + number), 0.3 * random(out, RANK, seed=9)
+        masters = (
+            0.3 * random(RANK, into_features, seed=3 + number),
+            0.3 * random(out, RANK, seed=9),
+        )
         keys = torch.tensor(row_keys(1, step=1, rows=[0])).to(device)
         factor = (random(out, seed=30).abs() + 0.5).to(device) if kind == "dora" else None
         draw = Draw(keys, number, 20_000) if kind == "dropout" else None
@@ -61,11 +75,17 @@ def layers_of(
 
 
 def values_and_gradients(
-    folder: Path, kind: str, *, products: str | None, dtype: torch.dtype, device: str
+    folder: Path,
+    kind: str,
+    *,
+    into: str,
+    products: str | None,
+    dtype: torch.dtype,
+    device: str,
 ) -> list[torch.Tensor]:
     """Return the output, and the gradients of x, all A and B, and DoRA's factors, on the CPU."""
     types = ProductTypes(products, products)
-    layers = layers_of(folder, kind, types, dtype, device)
+    layers = layers_of(folder, kind, types, dtype, device, into)
     x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))
     given = [x.requires_grad_(), *(w for layer in layers for w in layer.weights)]
     given += [layer.factor for layer in layers if layer.factor is not None]

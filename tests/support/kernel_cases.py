@@ -80,11 +80,26 @@ def exact(value: torch.Tensor, part: LowRank) -> torch.Tensor:
 RANKS = ((0, 0, 0), (5, 16, 8), (70, 5, 0))
 
 
+def gates(
+    gate: torch.Tensor, up: torch.Tensor, *, halves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of gate and up by themselves, or as halves of one value."""
+    if not halves:
+        return gate.clone(), up.clone()
+    one, other = torch.cat((gate, up), dim=-1).chunk(2, dim=-1)
+    return one, other
+
+
 def act_and_mul_results(
-    activation: str, ranks: tuple[int, int, int], *, dtype: torch.dtype, device: str
+    activation: str,
+    ranks: tuple[int, int, int],
+    *,
+    halves: bool,
+    dtype: torch.dtype,
+    device: str,
 ) -> list[torch.Tensor]:
     """Return act(gate) * up and its gradients, of values that lack parts of low rank: the kernels',
-    then autograd's in fp32. Rows and columns are no whole tiles.
+    then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
@@ -94,7 +109,8 @@ def act_and_mul_results(
     leaves = [x.requires_grad_() for x in whole[:2]]
     expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
     gradients = torch.autograd.grad(expected, leaves, whole[2])
-    gate, up, grad = given
+    gate, up = gates(*given[:2], halves=halves)
+    grad = given[2]
     product = low_rank.act_and_mul(gate, up, *parts[:2], activation=activation)
     in_place = (parts[0], parts[1], parts[2])
     low_rank.act_and_mul_backward_(grad, gate, up, in_place, activation=activation)
@@ -157,9 +173,11 @@ def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return results
 
 
-def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def lengthenings(
+    activation: str, *, halves: bool, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
     """Return what backward makes of a gated product whose parts have row factors, and of a value
-    that has one, each followed by autograd's in fp32.
+    that has one, each followed by autograd's in fp32. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
     shape = (131, 300)  # more rows and columns than a program's, and no multiple
@@ -173,6 +191,7 @@ def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[to
     scaled, total = kernels.lengthen_backward(grad, up, factors[1].detach())
     alone = torch.autograd.grad(upper, (sides[1], factors[1]), grad.float(), retain_graph=True)
     plain = [factor.detach() for factor in factors]
+    gate, up = gates(gate, up, halves=halves)
     sums = kernels.lengthened_act_and_mul_backward_(grad, gate, up, plain, activation=activation)
     return [
         grad, product.detach(), gate, expected[0], up, expected[1],

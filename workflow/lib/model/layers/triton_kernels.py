@@ -99,6 +99,7 @@ def lengthened_act_and_mul_backward(
     grad,
     gate,
     up,
+    gate_distance,
     gate_factor,
     up_factor,
     num_rows,
@@ -108,7 +109,8 @@ def lengthened_act_and_mul_backward(
     columns: tl.constexpr,
 ):
     """In place for `rows` rows of some columns: `grad` becomes the product, `gate` and `up` their
-    gradients, which are summed with them over these rows, then multiplied by the factors.
+    gradients, which are summed with them over these rows, then multiplied by the factors. Rows of
+    `gate` and `up` begin `gate_distance` elements apart.
     """
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inside = column < width
@@ -120,17 +122,18 @@ def lengthened_act_and_mul_backward(
     first = tl.program_id(1).to(tl.int64) * rows
     for row in range(rows):
         offsets = (first + row) * width + column
+        gate_offsets = (first + row) * gate_distance + column
         there = inside & (first + row < num_rows)
         slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
-        lower = tl.load(gate + offsets, mask=there, other=0.0).to(tl.float32)
-        upper = tl.load(up + offsets, mask=there, other=0.0).to(tl.float32)
+        lower = tl.load(gate + gate_offsets, mask=there, other=0.0).to(tl.float32)
+        upper = tl.load(up + gate_offsets, mask=there, other=0.0).to(tl.float32)
         value, derivative = act(lower, kind)
         lower_slope, upper_slope = slope * upper * derivative, slope * value
         gate_sum += lower_slope * lower
         up_sum += upper_slope * upper
         tl.store(grad + offsets, (value * upper).to(dtype), mask=there)
-        tl.store(gate + offsets, (lower_slope * of_gate).to(dtype), mask=there)
-        tl.store(up + offsets, (upper_slope * of_up).to(dtype), mask=there)
+        tl.store(gate + gate_offsets, (lower_slope * of_gate).to(dtype), mask=there)
+        tl.store(up + gate_offsets, (upper_slope * of_up).to(dtype), mask=there)
     at = tl.program_id(1).to(tl.int64) * width + column
     tl.store(sums + at, gate_sum, mask=inside)
     tl.store(sums + tl.num_programs(1).to(tl.int64) * width + at, up_sum, mask=inside)
