@@ -134,7 +134,8 @@ def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]
 
 def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return queries turned forth by the kernel and by its definition, and turned forth and back;
-    of whole heads and of 10 of 24 dimensions, of halves and of neighbours.
+    of whole heads and of 10 of 24 dimensions, of halves and of neighbours; and the same where they
+    lie among other heads, which stay as they are.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
@@ -153,6 +154,10 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         turned = kernels.apply_rotary(x, cos, sin, neighbours=neighbours)
         back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
         results += [turned, expected, back, x.float()]
+        among, into = x.repeat(1, 1, 3, 1), torch.zeros(2, 7, 9, 24, device=device, dtype=dtype)
+        parts_of = [tensor[:, :, 3:6] for tensor in (among, into)]
+        kernels.apply_rotary(parts_of[0], cos, sin, neighbours=neighbours, out=parts_of[1])
+        results += [into, nn.functional.pad(expected, (0, 0, 3, 3))]
     return results
 
 

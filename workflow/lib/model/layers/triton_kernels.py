@@ -222,6 +222,8 @@ def apply_rotary(
     angles,
     num_heads,
     head_dim,
+    x_distance,
+    out_distance,
     back: tl.constexpr,
     half: tl.constexpr,
     neighbours: tl.constexpr,
@@ -230,7 +232,8 @@ def apply_rotary(
     rest: tl.constexpr,
 ):
     """Rotate the first 2 * `half` dimensions of all heads of one token, which share its cosines and
-    sines; the rest is copied. `angles` tokens have some of their own, then they come again.
+    sines; the rest is copied. `angles` tokens have some of their own, then they come again. Tokens
+    begin `x_distance` and `out_distance` elements apart.
 
     neighbours: dimensions 2 i and 2 i + 1 are turned together, else i and i + half. heads, width,
     rest: `num_heads`, `half` and what is copied, rounded up to powers of two, as `tl.arange` wants
@@ -245,19 +248,20 @@ def apply_rotary(
     sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     if back:
         sine = -sine
-    starts = (token * num_heads + head[:, None]) * head_dim
+    x_starts = token * x_distance + head[:, None] * head_dim
+    out_starts = token * out_distance + head[:, None] * head_dim
     there = head[:, None] < num_heads
     inside = there & inside[None, :]
     step: tl.constexpr = 2 if neighbours else 1
     distance: tl.constexpr = 1 if neighbours else half
-    offsets = starts + column[None, :] * step
-    first = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + offsets + distance, mask=inside, other=0.0).to(tl.float32)
+    x_at, out_at = x_starts + column[None, :] * step, out_starts + column[None, :] * step
+    first = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + x_at + distance, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + offsets, (first * cosine - second * sine).to(dtype), mask=inside)
-    tl.store(out + offsets + distance, (second * cosine + first * sine).to(dtype), mask=inside)
+    tl.store(out + out_at, (first * cosine - second * sine).to(dtype), mask=inside)
+    tl.store(out + out_at + distance, (second * cosine + first * sine).to(dtype), mask=inside)
     if rest > 0:
         column = 2 * half + tl.arange(0, rest)
         inside = there & (column < head_dim)[None, :]
-        offsets = starts + column[None, :]
-        tl.store(out + offsets, tl.load(x + offsets, mask=inside, other=0.0), mask=inside)
+        value = tl.load(x + x_starts + column[None, :], mask=inside, other=0.0)
+        tl.store(out + out_starts + column[None, :], value, mask=inside)
