@@ -115,7 +115,7 @@ def test_sums_of_a_token_s_rows_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
-    """As above. Gradients of the row of zeros are a thousand times the others."""
+    """As above. Gradients of the row of zeros are a thousand times the others of an RMS norm."""
     results = norms(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)

@@ -14,8 +14,8 @@ from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
 from workflow.lib.model.layers.eight_bits.written_copies import COPY
 from workflow.lib.model.layers.frozen_products import ProductTypes, operand
+from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
-from workflow.lib.model.layers.rms_norm import RmsNorm
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")
@@ -104,7 +104,7 @@ def passes_behind_a_norm(
     types = ProductTypes(products, products)
     layers = layers_of(folder, "plain", types, dtype, device)[:2]
     weight = (random(HIDDEN, seed=42).abs() + 0.5).to(device, dtype)
-    norm = RmsNorm(nn.Parameter(weight, requires_grad=False), eps=1e-6)
+    norm = FusedNorm(nn.Parameter(weight, requires_grad=False), eps=1e-6)
     x = random(ROWS, HIDDEN, seed=40).to(device, dtype).requires_grad_()
     grads = [random(ROWS, WIDE, seed=seed).to(device, dtype) for seed in (41, 43)]
     given = [x, *(w for layer in layers for w in layer.weights)]

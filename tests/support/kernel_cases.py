@@ -12,6 +12,7 @@ from workflow.lib.model.layers import kernels, nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
 from workflow.lib.model.layers.fused_kernels import low_rank, norm
 from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
+from workflow.lib.model.layers.fused_norm import FusedNorm
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -222,20 +223,57 @@ def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return results
 
 
+# rows, width, eps, offset, whether the mean is subtracted, and whether there is a bias: several
+# rows a program, and one. A LayerNorm of a row of zeros divides rounding errors by the root of eps.
+NORMS = (
+    (300, 24, 1e-6, 0.0, False, False),
+    (300, 24, 1e-6, 1.0, False, False),
+    (5, norm.ELEMENTS + 72, 1e-6, 1.0, False, False),
+    (300, 24, 1e-3, 0.0, True, False),
+    (300, 24, 1e-3, 1.0, True, True),
+    (5, norm.ELEMENTS + 72, 1e-3, 0.0, True, True),
+)
+
+
+def norm_module(
+    width: int, *options: Any, draw: torch.Generator, dtype: torch.dtype, device: str
+) -> FusedNorm:
+    """Return a norm with random weights; options: as in `NORMS`, from eps on."""
+    eps, offset, subtracts_mean, biased = options
+    weight, bias = (
+        nn.Parameter(torch.randn(width, generator=draw).to(device, dtype), requires_grad=False)
+        for _ in "wb"
+    )
+    return FusedNorm(
+        weight,
+        eps=eps,
+        offset=offset,
+        subtracts_mean=subtracts_mean,
+        bias=bias if biased else None,
+    )
+
+
+def exact_norm(x: torch.Tensor, module: FusedNorm) -> torch.Tensor:
+    """Return what a norm is by its definition, in the type of x."""
+    deviation = x - x.mean(-1, keepdim=True) if module.subtracts_mean else x
+    normal = deviation * (deviation.square().mean(-1, keepdim=True) + module.eps).rsqrt()
+    y = normal * (module.offset + module.weight.to(x.dtype))
+    return y if module.bias is None else y + module.bias.to(x.dtype)
+
+
 def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return norms times w and 1 + w and gradients of their input, each followed by autograd's in
-    fp32; of several rows a program, of one, and of a row of zeros.
+    """Return norms and gradients of their input by the kernels, each followed by autograd's in
+    fp32; of `NORMS`, with a row of zeros.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
-    for num_rows, width, offset in ((300, 24, 0.0), (300, 24, 1.0), (5, norm.ELEMENTS + 72, 1.0)):
+    for num_rows, width, *options in NORMS:
         x, grad = (torch.randn(num_rows, width, generator=draw).to(device, dtype) for _ in "xg")
         x[3] = 0
-        weight = torch.randn(width, generator=draw).to(device, dtype)
+        module = norm_module(width, *options, draw=draw, dtype=dtype, device=device)
         leaf = x.float().requires_grad_()
-        inverse = (leaf.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        expected = leaf * inverse * (offset + weight.float())
+        expected = exact_norm(leaf, module)
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
-        results += [norm.forward(x, weight, 1e-6, offset), expected.detach()]
-        results += [norm.backward(grad, x, weight, 1e-6, offset), of_x]
+        results += [norm.forward(x, module), expected.detach()]
+        results += [norm.backward(grad, x, module), of_x]
     return results

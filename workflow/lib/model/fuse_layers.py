@@ -2,12 +2,14 @@
 by the family's name.
 
 A norm, attention or feed-forward is replaced only if its class, tried on small random values
-(`stand_ins`), gives what the fused one gives. Fused ones keep less for backward: an RMS norm its
-input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
+(`stand_ins`), gives what the fused one gives. Fused ones keep less for backward: a norm its input
+in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
 parameters keep their names. Only rounding differs.
 """
 
 from collections import Counter
+from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +19,12 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.feed_forward_forms import feed_forward_form
 from workflow.lib.model.fused_attention import as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
-from workflow.lib.model.layers.rms_norm import RmsNorm
-from workflow.lib.model.stand_ins import stand_in_for, tried
+from workflow.lib.model.layers.fused_norm import FusedNorm
+from workflow.lib.model.stand_ins import stand_in_for, takes_one_tensor, tried
 
-WIDTH = 8  # of the values that a class is tried on
+NORM_PARAMETERS = (["weight"], ["weight", "bias"])
+# Factor and shift of the rows that a norm is tried on: means matter, and beside the last one eps.
+TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
@@ -38,7 +42,7 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
     replaced: Counter[str] = Counter()
     for path, module in list(layer.named_modules()):
         parent, _, name = path.rpartition(".")
-        if (norm := _as_rms_norm(module)) is not None:
+        if (norm := _as_fused_norm(module)) is not None:
             setattr(layer.get_submodule(parent), name, norm)
             replaced["norms"] += 1
         elif (attention := as_fused_attention(module)) is not None:
@@ -51,23 +55,31 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
     return replaced
 
 
-def _as_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """Return the fused norm of a module that is an RMS norm with a weight w, times w or 1 + w; None
-    of any other.
+def _as_fused_norm(module: nn.Module) -> FusedNorm | None:
+    """Return the fused norm of a module that is an RMS norm or a LayerNorm with a weight w, times w
+    or 1 + w, and perhaps a bias; None of any other.
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or list(module.children()) or not isinstance(eps, float):
+    params: dict[str, Any] = dict(module.named_parameters())
+    if [*params] not in NORM_PARAMETERS or list(module.children()) or not isinstance(eps, float):
+        return None
+    if params["weight"].dim() != 1 or not takes_one_tensor(module):
         return None
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(3, WIDTH, generator=draw)
+    width = params["weight"].shape[0]
+    x = torch.stack([x * torch.randn(width, generator=draw) + y for x, y in TRIED_ROWS])
+    drawn: dict[str, Any] = {
+        name: nn.Parameter(torch.rand(width, generator=draw) + 0.5) for name in params
+    }
     stand_in = stand_in_for(module)
-    weight = stand_in.weight = nn.Parameter(torch.rand(WIDTH, generator=draw) + 0.5)
+    for name in NORM_PARAMETERS[-1]:
+        stand_in.register_parameter(name, drawn.get(name))
     output = tried(stand_in, x)
     if output is None:
         return None
-    for centered in (False, True):
-        expected = RmsNorm(weight, eps=eps, centered=centered)(x)
+    for offset, subtracts_mean in product((0.0, 1.0), (False, True)):
+        options: dict[str, Any] = {"eps": eps, "offset": offset, "subtracts_mean": subtracts_mean}
+        expected = FusedNorm(**drawn, **options)(x)
         if output.shape == x.shape and torch.allclose(output, expected, atol=1e-4, rtol=1e-4):
-            return RmsNorm(module.get_parameter("weight"), eps=eps, centered=centered)
+            return FusedNorm(**params, **options)
     return None

@@ -23,6 +23,7 @@ from workflow.lib.model.layers.adapter_dropout import drop_
 from workflow.lib.model.layers.dora import lengthened, summed_products
 from workflow.lib.model.layers.fused_kernels import low_rank as low_rank_kernels
 from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
+from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.lora_products import (
     Adapted,
@@ -39,7 +40,6 @@ from workflow.lib.model.layers.lora_products import (
     value,
     values,
 )
-from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
 Gates = tuple[torch.Tensor, torch.Tensor]
