@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, FamilyCase
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.feed_forward_forms import feed_forward_form
-from workflow.lib.model.fused_feed_forward import Form
+from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 
 PROJECTIONS = Form(("gate_proj", "up_proj"), "down_proj", "silu")
 FORMS = {
@@ -16,18 +16,27 @@ FORMS = {
     "gemma": PROJECTIONS._replace(activation="gelu_tanh"),
     "phi3": Form(("gate_up_proj",), "down_proj", "silu"),
     "glm4": Form(("gate_up_proj",), "down_proj", "silu"),
+    "lfm2": Form(("w1", "w3"), "w2", "silu"),
+    "falcon_h1": PROJECTIONS._replace(gate_multiplier=0.7, output_multiplier=0.3),
+    "seed_oss": PROJECTIONS._replace(dropout=0.1),
     "arcee": None,
     "starcoder2": None,
 }
 
 
+# The tiny models of other tests have no dropout, which stock models would draw in another order.
+CASES = FAMILIES | {"seed_oss": FamilyCase("dropout of the output", {"residual_dropout": 0.1})}
+
+
 @pytest.mark.parametrize("family", FORMS)
 def test_form_is_that_of_the_family(family: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(FAMILIES[family].config(family))
+        model = AutoModelForCausalLM.from_config(CASES[family].config(family))
+    state = torch.get_rng_state()
     modules = decoder_layers(model)[0].modules()
     forms = [form for module in modules if (form := feed_forward_form(module)) is not None]
     assert forms == ([] if FORMS[family] is None else [FORMS[family]])
+    assert torch.equal(torch.get_rng_state(), state), "what a run draws does not depend on trying"
 
 
 class Gated(nn.Module):
@@ -63,6 +72,12 @@ class Residual(Gated):
         return x + super().forward(x)
 
 
+class DroppedGate(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = nn.functional.dropout(self.first(x), 0.5, self.training)
+        return self.out(nn.functional.silu(first) * self.second(x))
+
+
 class UpFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +88,18 @@ class UpFirst(nn.Module):
         return self.out(nn.functional.silu(gate) * up)
 
 
-@pytest.mark.parametrize("kind", [ExactGelu, Optional, Residual, UpFirst])
+@pytest.mark.parametrize("kind", [ExactGelu, Optional, Residual, DroppedGate, UpFirst])
 def test_what_computes_a_little_else_is_left_alone(kind: type[nn.Module]) -> None:
     assert feed_forward_form(kind()) is None
+
+
+def test_output_is_dropped_in_training_alone() -> None:
+    module = Gated()
+    fused = FusedFeedForward(module, form=Form(("first", "second"), "out", "silu", dropout=0.5))
+    x = torch.randn(200, 48)
+    exact = module(x)
+    torch.testing.assert_close(fused.eval()(x), exact)
+    dropped = fused.train()(x)
+    kept = dropped != 0
+    assert 0.4 < float(kept.float().mean()) < 0.6
+    torch.testing.assert_close(dropped[kept], 2 * exact[kept])

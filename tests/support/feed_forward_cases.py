@@ -29,7 +29,7 @@ class OneNode(FusedFeedForward):
         nn.Module.__init__(self)
         into = next(into for into in INTO.values() if len(into) == len(layers) - 1)
         self.layers = dict(zip((*into, "down"), layers, strict=True))
-        self._form = Form(into, "down", activation)
+        self._form = Form(into, "down", activation, gate_multiplier=0.7, output_multiplier=0.3)
 
     def get_submodule(self, target: str) -> Any:
         return self.layers[target]

@@ -99,8 +99,8 @@ def act_and_mul_results(
     dtype: torch.dtype,
     device: str,
 ) -> list[torch.Tensor]:
-    """Return act(gate) * up and its gradients, of values that lack parts of low rank: the kernels',
-    then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
+    """Return act(0.7 gate) * up and its gradients, of values that lack parts of low rank: the
+    kernels', then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
@@ -108,13 +108,14 @@ def act_and_mul_results(
     parts = [low_rank_part(150, rank, **options) for rank in ranks]
     whole = [exact(value, part) for value, part in zip(given, parts, strict=True)]
     leaves = [x.requires_grad_() for x in whole[:2]]
-    expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
+    expected = ACTIVATIONS[activation](0.7 * leaves[0]) * leaves[1]
     gradients = torch.autograd.grad(expected, leaves, whole[2])
     gate, up = gates(*given[:2], halves=halves)
     grad = given[2]
-    product = low_rank.act_and_mul(gate, up, *parts[:2], activation=activation)
+    options = {"activation": activation, "multiplier": 0.7}
+    product = low_rank.act_and_mul(gate, up, *parts[:2], **options)
     in_place = (parts[0], parts[1], parts[2])
-    low_rank.act_and_mul_backward_(grad, gate, up, in_place, activation=activation)
+    low_rank.act_and_mul_backward_(grad, gate, up, in_place, **options)
     return [product, grad, gate, up, expected.detach(), *gradients]
 
 
@@ -192,13 +193,15 @@ def lengthenings(
     values = zip((gate, up), factors, strict=True)
     sides = [(y.float() / factor).detach().requires_grad_() for y, factor in values]
     lower, upper = (side * factor for side, factor in zip(sides, factors, strict=True))
-    product = ACTIVATIONS[activation](lower) * upper
+    product = ACTIVATIONS[activation](0.7 * lower) * upper
     expected = torch.autograd.grad(product, (*sides, *factors), grad.float(), retain_graph=True)
     scaled, total = kernels.lengthen_backward(grad, up, factors[1].detach())
     alone = torch.autograd.grad(upper, (sides[1], factors[1]), grad.float(), retain_graph=True)
     plain = [factor.detach() for factor in factors]
     gate, up = gates(gate, up, halves=halves)
-    sums = kernels.lengthened_act_and_mul_backward_(grad, gate, up, plain, activation=activation)
+    sums = kernels.lengthened_act_and_mul_backward_(
+        grad, gate, up, plain, activation=activation, multiplier=0.7
+    )
     return [
         grad, product.detach(), gate, expected[0], up, expected[1],
         sums[0] / plain[0], expected[2], sums[1] / plain[1], expected[3],

@@ -6,7 +6,7 @@ one `gate_up_proj`. So every order that their sizes allow is tried, with each ac
 """
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -58,17 +58,47 @@ def _form(module: nn.Module, into: tuple[str, ...], down: str) -> Form | None:
     x = torch.randn(ROWS, HIDDEN, generator=draw)
     made = [_linear(HIDDEN, 2 * WIDE // len(into), draw) for _ in into]
     last = _linear(WIDE, HIDDEN, draw)
+    others = {name: stand_in_for(child) for name, child in _children(module)[1].items()}
     stand_in = stand_in_for(module)
-    for name, child in (*_children(module)[1].items(), *zip(into, made, strict=True), (down, last)):
+    for name, child in (*others.items(), *zip(into, made, strict=True), (down, last)):
         setattr(stand_in, name, child)
-    output = tried(stand_in, x)
+    output = tried(stand_in.eval(), x)
     if output is None:
         return None
+    numbers = _numbers(module, *others.values())
+    multipliers = (1.0, *numbers)
     with torch.no_grad():
         gate, up = torch.cat([linear(x) for linear in made], dim=-1).chunk(2, dim=-1)
-        for activation, (function, _) in ACTIVATIONS.items():
-            if _same(output, last(function(gate) * up)):
-                return Form(into, down, activation)
+        for activation, of_gate, of_output in product(ACTIVATIONS, multipliers, multipliers):
+            value = last(ACTIVATIONS[activation][0](gate * of_gate) * up) * of_output
+            if _same(output, value):
+                dropout = _dropout(stand_in, x, output, numbers)
+                form = Form(into, down, activation, of_gate, of_output)
+                return None if dropout is None else form._replace(dropout=dropout)
+    return None
+
+
+def _numbers(*modules: nn.Module) -> list[float]:
+    """Return the numbers that modules have as attributes: a class may multiply by them, or drop
+    such a share.
+    """
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, float)}
+    return sorted(found - {1.0})
+
+
+def _dropout(
+    stand_in: nn.Module, x: torch.Tensor, output: torch.Tensor, numbers: list[float]
+) -> float | None:
+    """Return the share of the output that training drops, None if training does something else
+    to it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        trained = tried(stand_in.train(), x)
+    for share in (0.0, *(number for number in numbers if 0 < number < 1)):
+        with torch.random.fork_rng(devices=[]):  # it begins where the one above began
+            expected = nn.functional.dropout(output, share, training=True)
+        if trained is not None and _same(trained, expected):
+            return share
     return None
 
 

@@ -1,4 +1,5 @@
-"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
+"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)), perhaps with
+gate(x) and y multiplied by constants (Falcon H1).
 
 Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
 `down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
@@ -54,6 +55,12 @@ class Form(NamedTuple):
     down: str
     activation: str
     """One of `ACTIVATIONS`."""
+    gate_multiplier: float = 1.0
+    """Of gate(x)."""
+    output_multiplier: float = 1.0
+    """Of what `down` gives."""
+    dropout: float = 0.0
+    """Share of the output that training drops."""
 
 
 class FusedFeedForward(nn.Module):
@@ -71,7 +78,15 @@ class FusedFeedForward(nn.Module):
         self._form = form
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(act(gate(x)) * up(x)); x: (..., hidden_size)."""
+        """Return down(act(gate(x)) * up(x)), with the form's multipliers and dropout; x: (...,
+        hidden_size).
+        """
+        y, form = self._product(x), self._form
+        if form.output_multiplier != 1.0:
+            y = y * form.output_multiplier
+        return nn.functional.dropout(y, form.dropout, self.training) if form.dropout else y
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         form = self._form
         layers: list[Any] = [self.get_submodule(name) for name in (*form.into, form.down)]
         if not all(map(_fits_node, layers)):
@@ -94,7 +109,7 @@ class FusedFeedForward(nn.Module):
     def _by_linear(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> torch.Tensor:
         *into, down = layers
         gate, up = _halves([layer(x) for layer in into])
-        y: torch.Tensor = down(ACTIVATIONS[self._form.activation][0](gate) * up)
+        y: torch.Tensor = down(_activated(gate, self._form) * up)
         return y
 
 
@@ -204,7 +219,11 @@ def _through_product(
     of_product, of_adapter = split_input_gradient(down, grad, of_low)
     parts = (*_part_halves(updates(into, kept.low)), of_adapter)
     low_rank_kernels.act_and_mul_backward_(
-        of_product, *_halves(kept.made), parts, activation=form.activation
+        of_product,
+        *_halves(kept.made),
+        parts,
+        activation=form.activation,
+        multiplier=form.gate_multiplier,
     )
     return kept.made, of_product, [None] * len(kept.made)
 
@@ -229,8 +248,23 @@ def _act_and_mul(gates: Gates, parts: tuple[LowRank, LowRank] | None, form: Form
     gate, up = gates
     if kernels.usable(gate.device):
         of_gate, of_up = parts or (low_rank_kernels.no_part(gate),) * 2
-        return low_rank_kernels.act_and_mul(gate, up, of_gate, of_up, activation=form.activation)
-    return ACTIVATIONS[form.activation][0](gate).mul_(up)
+        return low_rank_kernels.act_and_mul(
+            gate,
+            up,
+            of_gate,
+            of_up,
+            activation=form.activation,
+            multiplier=form.gate_multiplier,
+        )
+    return _activated(gate, form).mul_(up)
+
+
+def _activated(gate: torch.Tensor, form: Form) -> torch.Tensor:
+    return ACTIVATIONS[form.activation][0](_multiplied(gate, form))
+
+
+def _multiplied(gate: torch.Tensor, form: Form) -> torch.Tensor:
+    return gate if form.gate_multiplier == 1.0 else gate * form.gate_multiplier
 
 
 def _plain_backward_(
@@ -249,9 +283,9 @@ def _plain_backward_(
 def _act_and_mul_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, form: Form
 ) -> tuple[Gates, torch.Tensor]:
-    function, gradients = ACTIVATIONS[form.activation]
-    product = function(gate).mul_(up)
-    return gradients(grad, gate, up), product
+    product = _activated(gate, form).mul_(up)
+    of_gate, of_up = ACTIVATIONS[form.activation][1](grad, _multiplied(gate, form), up)
+    return (_multiplied(of_gate, form), of_up), product
 
 
 def _lengthened_backward_(
@@ -261,7 +295,11 @@ def _lengthened_backward_(
     gates, factors = _halves(kept.made), _halves(kept.factors)
     if kernels.usable(grad.device):
         both = kernels.lengthened_act_and_mul_backward_(
-            grad, *gates, factors, activation=form.activation
+            grad,
+            *gates,
+            factors,
+            activation=form.activation,
+            multiplier=form.gate_multiplier,
         )
         sums: Sequence[torch.Tensor] = both.unbind()
         of_made, product = kept.made, grad

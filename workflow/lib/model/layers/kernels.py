@@ -178,11 +178,12 @@ def lengthened_act_and_mul_backward_(
     factors: Sequence[torch.Tensor],
     *,
     activation: str,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """In place, for the gradient `grad` of act(gate) * up, where `gate` and `up` (T, f) are
-    directions times `factors` (f,) fp32: they become the gradients of the directions, `grad` the
-    product itself. activation: `silu` or `gelu_tanh`. gate, up: rows of one distance, as halves of
-    a value have them.
+    """In place, for the gradient `grad` of act(multiplier * gate) * up, where `gate` and `up`
+    (T, f) are directions times `factors` (f,) fp32: they become the gradients of the directions,
+    `grad` the product itself. activation: `silu` or `gelu_tanh`. gate, up: rows of one distance, as
+    halves of a value have them.
 
     Return the sums over rows (2, f) fp32 of gate and of up times their gradients.
     """
@@ -191,8 +192,8 @@ def lengthened_act_and_mul_backward_(
     grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
     sums = torch.empty((2, grid[1], width), dtype=torch.float32, device=gate.device)
     _launch(
-        "lengthened_act_and_mul_backward", grid, sums, grad, gate, up, gate.stride(0), *factors,
-        num_rows, width, kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+        "lengthened_act_and_mul_backward", grid, sums, grad, gate, up, gate.stride(0), multiplier,
+        *factors, num_rows, width, kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     increment_version((grad, gate, up))
     return sums.sum(dim=1)

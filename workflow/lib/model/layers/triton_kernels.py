@@ -100,6 +100,7 @@ def lengthened_act_and_mul_backward(
     gate,
     up,
     gate_distance,
+    multiplier,
     gate_factor,
     up_factor,
     num_rows,
@@ -127,8 +128,8 @@ def lengthened_act_and_mul_backward(
         slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
         lower = tl.load(gate + gate_offsets, mask=there, other=0.0).to(tl.float32)
         upper = tl.load(up + gate_offsets, mask=there, other=0.0).to(tl.float32)
-        value, derivative = act(lower, kind)
-        lower_slope, upper_slope = slope * upper * derivative, slope * value
+        value, derivative = act(lower * multiplier, kind)
+        lower_slope, upper_slope = slope * upper * derivative * multiplier, slope * value
         gate_sum += lower_slope * lower
         up_sum += upper_slope * upper
         tl.store(grad + offsets, (value * upper).to(dtype), mask=there)

@@ -50,6 +50,7 @@ def act_and_mul(
     gate,
     up,
     gate_distance,
+    multiplier,
     gate_low,
     gate_small,
     gate_scale,
@@ -85,7 +86,7 @@ def act_and_mul(
         up_low, up_small, up_low_stride, up_small_stride, up_column_stride,
         row, column, there, right_there, up_rank, chunk,
     )  # fmt: skip
-    value, _ = act(lower, kind)
+    value, _ = act(lower * multiplier, kind)
     tl.store(product + at, (value * upper).to(product.dtype.element_ty), mask=inside)
 
 
@@ -95,6 +96,7 @@ def act_and_mul_backward(
     gate,
     up,
     gate_distance,
+    multiplier,
     gate_low,
     gate_small,
     gate_scale,
@@ -144,10 +146,10 @@ def act_and_mul_backward(
         grad_low, grad_small, grad_low_stride, grad_small_stride, grad_column_stride,
         row, column, there, right_there, grad_rank, chunk,
     )  # fmt: skip
-    value, derivative = act(lower, kind)
+    value, derivative = act(lower * multiplier, kind)
     dtype = grad.dtype.element_ty
     tl.store(grad + at, (value * upper).to(dtype), mask=inside)
-    tl.store(gate + gate_at, (slope * upper * derivative).to(dtype), mask=inside)
+    tl.store(gate + gate_at, (slope * upper * derivative * multiplier).to(dtype), mask=inside)
     tl.store(up + gate_at, (slope * value).to(dtype), mask=inside)
 
 
