@@ -157,9 +157,10 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
         results += [turned, expected, back, x.float()]
         among, into = x.repeat(1, 1, 3, 1), torch.zeros(2, 7, 9, 24, device=device, dtype=dtype)
-        parts_of = [tensor[:, :, 3:6] for tensor in (among, into)]
-        kernels.apply_rotary(parts_of[0], cos, sin, neighbours=neighbours, out=parts_of[1])
+        kernels.apply_rotary(x, cos, sin, neighbours=neighbours, out=into[:, :, 3:6])
         results += [into, nn.functional.pad(expected, (0, 0, 3, 3))]
+        part = kernels.apply_rotary(among[:, :, 3:6], cos, sin, neighbours=neighbours)
+        results += [part, expected]
     return results
 
 
