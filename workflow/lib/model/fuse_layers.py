@@ -2,7 +2,7 @@
 by the family's name.
 
 A norm, attention or feed-forward is replaced only if its class, tried on small random values
-(`stand_ins`), gives what the fused one gives. Fused ones keep less for backward: a norm its input
+(`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its input
 in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
 parameters keep their names. Only rounding differs.
 """
@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.feed_forward_forms import feed_forward_form
 from workflow.lib.model.fused_attention import as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
-from workflow.lib.model.stand_ins import stand_in_for, takes_one_tensor, tried
+from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
 # Factor and shift of the rows that a norm is tried on: means matter, and beside the last one eps.

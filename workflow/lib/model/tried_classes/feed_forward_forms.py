@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workflow.lib.model.fused_feed_forward import ACTIVATIONS, Form
-from workflow.lib.model.stand_ins import stand_in_for, takes_one_tensor, tried
+from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
 HIDDEN, WIDE, ROWS = 8, 6, 4  # of what a class is tried on
 # Of the largest element of the output. The two formulas of the GELU are 2e-4 apart.
