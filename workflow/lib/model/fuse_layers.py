@@ -2,8 +2,8 @@
 by the family's name.
 
 A norm, attention or feed-forward is replaced only if its class, tried on small random values
-(`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its input
-in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
+(`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its
+input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
 parameters keep their names. Only rounding differs.
 """
 
