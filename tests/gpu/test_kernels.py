@@ -65,12 +65,13 @@ def test_decoding_of_parts_equals_bitsandbytes_bit_by_bit(
 
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("halves", [False, True], ids=["two values", "halves of one"])
 def test_activation_and_product_equal_autograd(
-    activation: str, ranks: tuple[int, int, int]
+    activation: str, ranks: tuple[int, int, int], halves: bool
 ) -> None:
     """Products of values up to 60 here, so off by 2^-9 of them."""
     product, again, of_gate, of_up, *expected = act_and_mul_results(
-        activation, ranks, dtype=torch.bfloat16, device="cuda"
+        activation, ranks, halves=halves, dtype=torch.bfloat16, device="cuda"
     )
     results = [x.float() for x in (product, of_gate, of_up)]
     torch.testing.assert_close(results, expected, rtol=1e-2, atol=1e-2)
@@ -97,9 +98,11 @@ def test_dropout_drops_what_the_cpu_drops_bit_by_bit(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_backward_of_row_lengths_equals_autograd(activation: str) -> None:
+@pytest.mark.parametrize("halves", [False, True], ids=["two values", "halves of one"])
+def test_backward_of_row_lengths_equals_autograd(activation: str, halves: bool) -> None:
     """Of bf16, so values and gradients are off by 2^-8, and sums of 131 of them by less."""
-    results = [x.float() for x in lengthenings(activation, dtype=torch.bfloat16, device="cuda")]
+    made = lengthenings(activation, halves=halves, dtype=torch.bfloat16, device="cuda")
+    results = [x.float() for x in made]
     torch.testing.assert_close(results[::2], results[1::2], rtol=1e-2, atol=3e-2)
 
 
@@ -112,7 +115,7 @@ def test_sums_of_a_token_s_rows_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
-    """As above. Gradients of the row of zeros are a thousand times the others."""
+    """As above. Gradients of the row of zeros are a thousand times the others of an RMS norm."""
     results = norms(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)

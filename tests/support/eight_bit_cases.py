@@ -2,9 +2,12 @@
 compiled on a GPU; each beside what `eight_bits.products` computes on a CPU.
 """
 
+import itertools
+
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
 
+from tests.support.kernel_cases import norm_module
 from workflow.lib.model.layers.eight_bits import gpu_kernels
 from workflow.lib.model.layers.eight_bits.products import (
     FORMATS,
@@ -106,19 +109,22 @@ def _rounded_rows(
 
 def copies_of_norms(form: Format, *, device: str, interpreted: bool) -> Pairs:
     """Return pairs of what a norm's kernel writes in 8 bits beside its output, and what the output
-    is by itself, bit by bit: several rows a program, one row, rows that are no whole blocks, and a
-    row that is not finite.
+    is by itself, bit by bit: of an RMS norm and of a LayerNorm with a bias, several rows a program,
+    one row, rows that are no whole blocks, and a row that is not finite.
     """
     dtype = torch.float32 if interpreted else torch.bfloat16
     stored = torch.float32 if interpreted and form.name == "float8" else form.dtype
     pairs: Pairs = []
-    for width in (48, 192, norm.ELEMENTS + 64):
+    plain = (1e-6, 0.0, False, False)  # options of `norm_module`
+    biased = (1e-3, 1.0, True, True)
+    draw = torch.Generator().manual_seed(0)
+    for width, options in itertools.product((48, 192, norm.ELEMENTS + 64), (plain, biased)):
         x = activations(width).to(device, dtype)
         x[5, 7] = torch.inf
-        weight = (torch.rand(width) + 0.5).to(device, dtype)
+        module = norm_module(width, *options, draw=draw, dtype=dtype, device=device)
         copy = unfilled(x.shape, form._replace(dtype=stored), x.device)
-        y = norm.forward(x, weight, 1e-6, 0.0, copy)
-        pairs.append((y, norm.forward(x, weight, 1e-6, 0.0)))
+        y = norm.forward(x, module, copy)
+        pairs.append((y, norm.forward(x, module)))
         alone = unfilled(x.shape, copy.form, x.device)
         gpu_kernels.round_rows(y, None, largest=form.largest, block=form.block, into=alone[:2])
         pairs += zip(copy[:2], alone[:2], strict=True)

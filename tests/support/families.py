@@ -190,8 +190,9 @@ FAMILIES: dict[str, FamilyCase] = {
         {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     ),
     "falcon_h1": FamilyCase(
-        "Mamba 2 beside attention",
+        "Mamba 2 beside attention, multipliers in the feed-forward",
         {
+            "mlp_multipliers": [0.7, 0.3],
             "mamba_d_ssm": 48,
             "mamba_n_heads": 6,
             "mamba_d_head": 8,

@@ -10,15 +10,16 @@ from torch import nn
 
 from tests.support.adapted_layers import Layer, random
 from tests.support.models import nf4_linear
-from workflow.lib.model.fused_feed_forward import LINEARS, FusedFeedForward
+from workflow.lib.model.fused_feed_forward import Form, FusedFeedForward
 from workflow.lib.model.layers.adapter_dropout import Draw, row_keys
 from workflow.lib.model.layers.eight_bits.written_copies import COPY
 from workflow.lib.model.layers.frozen_products import ProductTypes, operand
+from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
-from workflow.lib.model.layers.rms_norm import RmsNorm
 
 HIDDEN, WIDE, ROWS, RANK = 192, 128, 9, 5
 FACTORS = ("plain", "dropout", "dora")
+INTO = {"two linears": ("gate", "up"), "one linear": ("both",)}
 
 
 class OneNode(FusedFeedForward):
@@ -26,26 +27,39 @@ class OneNode(FusedFeedForward):
 
     def __init__(self, layers: list[Layer], activation: str) -> None:
         nn.Module.__init__(self)
-        self.layers = dict(zip(LINEARS, layers, strict=True))
-        self._activation = activation
+        into = next(into for into in INTO.values() if len(into) == len(layers) - 1)
+        self.layers = dict(zip((*into, "down"), layers, strict=True))
+        self._form = Form(into, "down", activation, gate_multiplier=0.7, output_multiplier=0.3)
 
     def get_submodule(self, target: str) -> Any:
         return self.layers[target]
 
 
 def layers_of(
-    folder: Path, kind: str, types: ProductTypes, dtype: torch.dtype, device: str
+    folder: Path,
+    kind: str,
+    types: ProductTypes,
+    dtype: torch.dtype,
+    device: str,
+    into: str = "two linears",
 ) -> list[Layer]:
-    """Return gate with a bias, up, and down, with adapters; kind: one of `FACTORS`."""
+    """Return gate with a bias, up, and down, or gate and up in one, with adapters; kind: one of
+    `FACTORS`, into: one of `INTO`.
+    """
     layers = []
-    for number, (out, into) in enumerate([(WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]):
+    count = len(INTO[into])
+    sizes = [*[(2 * WIDE // count, HIDDEN)] * count, (HIDDEN, WIDE)]
+    for number, (out, into_features) in enumerate(sizes):
         bias = random(out, seed=20) if number == 0 and kind != "dora" else None
-        weight = 0.1 * random(out, into, seed=number)
+        weight = 0.1 * random(out, into_features, seed=number)
         base = nf4_linear(folder / str(number), weight, bias=bias).to(device)
         base.product_types = types
         if base.bias is not None:
             base.bias.data = base.bias.to(dtype)
-        masters = 0.3 * random(RANK, into, seed=3 + number), 0.3 * random(out, RANK, seed=9)
+        masters = (
+            0.3 * random(RANK, into_features, seed=3 + number),
+            0.3 * random(out, RANK, seed=9),
+        )
         keys = torch.tensor(row_keys(1, step=1, rows=[0])).to(device)
         factor = (random(out, seed=30).abs() + 0.5).to(device) if kind == "dora" else None
         draw = Draw(keys, number, 20_000) if kind == "dropout" else None
@@ -61,11 +75,17 @@ def layers_of(
 
 
 def values_and_gradients(
-    folder: Path, kind: str, *, products: str | None, dtype: torch.dtype, device: str
+    folder: Path,
+    kind: str,
+    *,
+    into: str,
+    products: str | None,
+    dtype: torch.dtype,
+    device: str,
 ) -> list[torch.Tensor]:
     """Return the output, and the gradients of x, all A and B, and DoRA's factors, on the CPU."""
     types = ProductTypes(products, products)
-    layers = layers_of(folder, kind, types, dtype, device)
+    layers = layers_of(folder, kind, types, dtype, device, into)
     x, grad = (random(ROWS, HIDDEN, seed=seed).to(device, dtype) for seed in (40, 41))
     given = [x.requires_grad_(), *(w for layer in layers for w in layer.weights)]
     given += [layer.factor for layer in layers if layer.factor is not None]
@@ -84,7 +104,7 @@ def passes_behind_a_norm(
     types = ProductTypes(products, products)
     layers = layers_of(folder, "plain", types, dtype, device)[:2]
     weight = (random(HIDDEN, seed=42).abs() + 0.5).to(device, dtype)
-    norm = RmsNorm(nn.Parameter(weight, requires_grad=False), eps=1e-6)
+    norm = FusedNorm(nn.Parameter(weight, requires_grad=False), eps=1e-6)
     x = random(ROWS, HIDDEN, seed=40).to(device, dtype).requires_grad_()
     grads = [random(ROWS, WIDE, seed=seed).to(device, dtype) for seed in (41, 43)]
     given = [x, *(w for layer in layers for w in layer.weights)]

@@ -12,6 +12,7 @@ from workflow.lib.model.layers import kernels, nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
 from workflow.lib.model.layers.fused_kernels import low_rank, norm
 from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
+from workflow.lib.model.layers.fused_norm import FusedNorm
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -80,11 +81,26 @@ def exact(value: torch.Tensor, part: LowRank) -> torch.Tensor:
 RANKS = ((0, 0, 0), (5, 16, 8), (70, 5, 0))
 
 
+def gates(
+    gate: torch.Tensor, up: torch.Tensor, *, halves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of gate and up by themselves, or as halves of one value."""
+    if not halves:
+        return gate.clone(), up.clone()
+    one, other = torch.cat((gate, up), dim=-1).chunk(2, dim=-1)
+    return one, other
+
+
 def act_and_mul_results(
-    activation: str, ranks: tuple[int, int, int], *, dtype: torch.dtype, device: str
+    activation: str,
+    ranks: tuple[int, int, int],
+    *,
+    halves: bool,
+    dtype: torch.dtype,
+    device: str,
 ) -> list[torch.Tensor]:
-    """Return act(gate) * up and its gradients, of values that lack parts of low rank: the kernels',
-    then autograd's in fp32. Rows and columns are no whole tiles.
+    """Return act(0.7 gate) * up and its gradients, of values that lack parts of low rank: the
+    kernels', then autograd's in fp32. Rows and columns are no whole tiles. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"draw": draw, "dtype": dtype, "device": device}
@@ -92,12 +108,14 @@ def act_and_mul_results(
     parts = [low_rank_part(150, rank, **options) for rank in ranks]
     whole = [exact(value, part) for value, part in zip(given, parts, strict=True)]
     leaves = [x.requires_grad_() for x in whole[:2]]
-    expected = ACTIVATIONS[activation](leaves[0]) * leaves[1]
+    expected = ACTIVATIONS[activation](0.7 * leaves[0]) * leaves[1]
     gradients = torch.autograd.grad(expected, leaves, whole[2])
-    gate, up, grad = given
-    product = low_rank.act_and_mul(gate, up, *parts[:2], activation=activation)
+    gate, up = gates(*given[:2], halves=halves)
+    grad = given[2]
+    options = {"activation": activation, "multiplier": 0.7}
+    product = low_rank.act_and_mul(gate, up, *parts[:2], **options)
     in_place = (parts[0], parts[1], parts[2])
-    low_rank.act_and_mul_backward_(grad, gate, up, in_place, activation=activation)
+    low_rank.act_and_mul_backward_(grad, gate, up, in_place, **options)
     return [product, grad, gate, up, expected.detach(), *gradients]
 
 
@@ -118,7 +136,8 @@ def sums_with_low_rank(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]
 
 def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Return queries turned forth by the kernel and by its definition, and turned forth and back;
-    of whole heads and of 10 of 24 dimensions, of halves and of neighbours.
+    of whole heads and of 10 of 24 dimensions, of halves and of neighbours; and the same where they
+    lie among other heads, which stay as they are.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
@@ -137,6 +156,11 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         turned = kernels.apply_rotary(x, cos, sin, neighbours=neighbours)
         back = kernels.apply_rotary(turned, cos, sin, back=True, neighbours=neighbours)
         results += [turned, expected, back, x.float()]
+        among, into = x.repeat(1, 1, 3, 1), torch.zeros(2, 7, 9, 24, device=device, dtype=dtype)
+        kernels.apply_rotary(x, cos, sin, neighbours=neighbours, out=into[:, :, 3:6])
+        results += [into, nn.functional.pad(expected, (0, 0, 3, 3))]
+        part = kernels.apply_rotary(among[:, :, 3:6], cos, sin, neighbours=neighbours)
+        results += [part, expected]
     return results
 
 
@@ -157,9 +181,11 @@ def droppings(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return results
 
 
-def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def lengthenings(
+    activation: str, *, halves: bool, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
     """Return what backward makes of a gated product whose parts have row factors, and of a value
-    that has one, each followed by autograd's in fp32.
+    that has one, each followed by autograd's in fp32. halves: as in `gates`.
     """
     draw = torch.Generator().manual_seed(0)
     shape = (131, 300)  # more rows and columns than a program's, and no multiple
@@ -168,12 +194,15 @@ def lengthenings(activation: str, *, dtype: torch.dtype, device: str) -> list[to
     values = zip((gate, up), factors, strict=True)
     sides = [(y.float() / factor).detach().requires_grad_() for y, factor in values]
     lower, upper = (side * factor for side, factor in zip(sides, factors, strict=True))
-    product = ACTIVATIONS[activation](lower) * upper
+    product = ACTIVATIONS[activation](0.7 * lower) * upper
     expected = torch.autograd.grad(product, (*sides, *factors), grad.float(), retain_graph=True)
     scaled, total = kernels.lengthen_backward(grad, up, factors[1].detach())
     alone = torch.autograd.grad(upper, (sides[1], factors[1]), grad.float(), retain_graph=True)
     plain = [factor.detach() for factor in factors]
-    sums = kernels.lengthened_act_and_mul_backward_(grad, gate, up, plain, activation=activation)
+    gate, up = gates(gate, up, halves=halves)
+    sums = kernels.lengthened_act_and_mul_backward_(
+        grad, gate, up, plain, activation=activation, multiplier=0.7
+    )
     return [
         grad, product.detach(), gate, expected[0], up, expected[1],
         sums[0] / plain[0], expected[2], sums[1] / plain[1], expected[3],
@@ -198,20 +227,57 @@ def sums_by_token(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return results
 
 
+# rows, width, eps, offset, whether the mean is subtracted, and whether there is a bias: several
+# rows a program, and one. A LayerNorm of a row of zeros divides rounding errors by the root of eps.
+NORMS = (
+    (300, 24, 1e-6, 0.0, False, False),
+    (300, 24, 1e-6, 1.0, False, False),
+    (5, norm.ELEMENTS + 72, 1e-6, 1.0, False, False),
+    (300, 24, 1e-3, 0.0, True, False),
+    (300, 24, 1e-3, 1.0, True, True),
+    (5, norm.ELEMENTS + 72, 1e-3, 0.0, True, True),
+)
+
+
+def norm_module(
+    width: int, *options: Any, draw: torch.Generator, dtype: torch.dtype, device: str
+) -> FusedNorm:
+    """Return a norm with random weights; options: as in `NORMS`, from eps on."""
+    eps, offset, subtracts_mean, biased = options
+    weight, bias = (
+        nn.Parameter(torch.randn(width, generator=draw).to(device, dtype), requires_grad=False)
+        for _ in "wb"
+    )
+    return FusedNorm(
+        weight,
+        eps=eps,
+        offset=offset,
+        subtracts_mean=subtracts_mean,
+        bias=bias if biased else None,
+    )
+
+
+def exact_norm(x: torch.Tensor, module: FusedNorm) -> torch.Tensor:
+    """Return what a norm is by its definition, in the type of x."""
+    deviation = x - x.mean(-1, keepdim=True) if module.subtracts_mean else x
+    normal = deviation * (deviation.square().mean(-1, keepdim=True) + module.eps).rsqrt()
+    y = normal * (module.offset + module.weight.to(x.dtype))
+    return y if module.bias is None else y + module.bias.to(x.dtype)
+
+
 def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Return norms times w and 1 + w and gradients of their input, each followed by autograd's in
-    fp32; of several rows a program, of one, and of a row of zeros.
+    """Return norms and gradients of their input by the kernels, each followed by autograd's in
+    fp32; of `NORMS`, with a row of zeros.
     """
     draw = torch.Generator().manual_seed(0)
     results = []
-    for num_rows, width, offset in ((300, 24, 0.0), (300, 24, 1.0), (5, norm.ELEMENTS + 72, 1.0)):
+    for num_rows, width, *options in NORMS:
         x, grad = (torch.randn(num_rows, width, generator=draw).to(device, dtype) for _ in "xg")
         x[3] = 0
-        weight = torch.randn(width, generator=draw).to(device, dtype)
+        module = norm_module(width, *options, draw=draw, dtype=dtype, device=device)
         leaf = x.float().requires_grad_()
-        inverse = (leaf.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        expected = leaf * inverse * (offset + weight.float())
+        expected = exact_norm(leaf, module)
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
-        results += [norm.forward(x, weight, 1e-6, offset), expected.detach()]
-        results += [norm.backward(grad, x, weight, 1e-6, offset), of_x]
+        results += [norm.forward(x, module), expected.detach()]
+        results += [norm.backward(grad, x, module), of_x]
     return results

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Fused modules of a model of 3 layers; Gemma has four norms a layer, with 1 + w, and Gemma 3 two
-# more of heads. Phi's feed-forward is one linear.
+# more of heads.
 PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
 FUSED = {
     "llama": PLAIN,
@@ -85,7 +85,7 @@ FUSED = {
     "qwen3": PLAIN | {"norms": 12},
     "gemma2": PLAIN | {"norms": 12},
     "gemma3_text": PLAIN | {"norms": 18},
-    "phi3": {"norms": 6},
+    "phi3": PLAIN,
     "olmo2": {"norms": 12, "feed_forwards": 3},
 }
 

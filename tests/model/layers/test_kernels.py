@@ -38,14 +38,15 @@ for runs in RUNS:
         assert torch.equal(weights, expected), (runs, double_quant)
 """
 ACT_AND_MUL = """
-import torch
+import itertools, torch
 from tests.support.kernel_cases import ACTIVATIONS, RANKS, act_and_mul_results
-for activation in ACTIVATIONS:
-    for ranks in RANKS:
-        results = act_and_mul_results(activation, ranks, dtype=torch.float32, device="cpu")
-        product, again, of_gate, of_up, *expected = results
-        torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-3)
-        assert torch.equal(product, again)
+for activation, ranks, halves in itertools.product(ACTIVATIONS, RANKS, (False, True)):
+    results = act_and_mul_results(
+        activation, ranks, halves=halves, dtype=torch.float32, device="cpu"
+    )
+    product, again, of_gate, of_up, *expected = results
+    torch.testing.assert_close([product, of_gate, of_up], expected, rtol=1e-5, atol=1e-3)
+    assert torch.equal(product, again)
 """
 LOW_RANK = """
 import torch
@@ -68,10 +69,10 @@ results = droppings(dtype=torch.float32, device="cpu")
 assert all(map(torch.equal, results[::2], results[1::2]))
 """
 LENGTHENED = """
-import torch
+import itertools, torch
 from tests.support.kernel_cases import ACTIVATIONS, lengthenings
-for activation in ACTIVATIONS:
-    results = lengthenings(activation, dtype=torch.float32, device="cpu")
+for activation, halves in itertools.product(ACTIVATIONS, (False, True)):
+    results = lengthenings(activation, halves=halves, dtype=torch.float32, device="cpu")
     torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-4)
 """
 
@@ -95,13 +96,13 @@ from tests.support import feed_forward_cases as cases
 from workflow.lib.model import fused_feed_forward
 from workflow.lib.model.layers import kernels
 fused_feed_forward._fits_node = lambda layer: True
-for kind, products in itertools.product(cases.FACTORS, (None, "int8")):
+for kind, into, products in itertools.product(cases.FACTORS, cases.INTO, (None, "int8")):
     results = []
     for on in (False, True):
         kernels.usable = lambda device, on=on: on
         with tempfile.TemporaryDirectory() as folder:
             results.append(cases.values_and_gradients(
-                Path(folder), kind, products=products, dtype=torch.float32, device="cpu"
+                Path(folder), kind, into=into, products=products, dtype=torch.float32, device="cpu"
             ))
     # A value that 8 bits round the other way after a rounding of fp32 is off by a 127th.
     share = 1e-6 if products is None else 1e-3

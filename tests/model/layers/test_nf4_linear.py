@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import decoded_by_hand, nf4_linear
+from workflow.lib.model.layers.fused_norm import FusedNorm, keepable, restored
 from workflow.lib.model.layers.nf4_linear import NF4Linear, NF4Spec
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
-from workflow.lib.model.layers.rms_norm import RmsNorm, keepable, restored
 
 # (out, in), and what is odd about it at block size 64
 SHAPES = {
@@ -247,7 +247,7 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
     """Two linears share it; gradients are those of autograd through norm and plain formula, in
     fp64.
     """
-    norm = RmsNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
+    norm = FusedNorm(torch.nn.Parameter(random(13, seed=1) + 2.0, requires_grad=False), eps=1e-6)
     x = random(2, 3, 13, seed=8).requires_grad_()
     saved: list[torch.Tensor] = []
 
@@ -277,7 +277,7 @@ def test_input_that_a_norm_has_made_is_made_again_and_not_kept(layer: Layer, nod
 
 
 def test_output_of_a_norm_that_was_changed_is_kept_itself(layer: Layer) -> None:
-    norm = RmsNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
+    norm = FusedNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
     normed = norm(random(2, 13, seed=8)).mul_(3.0)
     source_norm, source = keepable(normed)
     assert source_norm is None

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.adapted_layers import SCALE, Layer, random
 from tests.support.models import nf4_linear
 from workflow.lib.model.layers.adapter_dropout import Draw, dropped, row_keys
+from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
-from workflow.lib.model.layers.rms_norm import RmsNorm
 
 KEYS = torch.tensor(row_keys(0, step=1, rows=[2, 3]))
 KINDS = ("dropout", "dora", "both")
@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_autograd_of_the_plain_formula(
 ) -> None:
     """Behind a norm, whose output is made again; fp32 against fp64."""
     layers = layers_of(tmp_path, kind, bias=bias)
-    norm = RmsNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
+    norm = FusedNorm(torch.nn.Parameter(torch.ones(13), requires_grad=False), eps=1e-6)
     x = random(2, 5, 13, seed=8).requires_grad_()
     normed = norm(x)
     if nodes == "one node":

@@ -1,16 +1,20 @@
-"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)).
+"""A gated feed-forward with adapters in one node: y = down(act(gate(x)) * up(x)), perhaps with
+gate(x) and y multiplied by constants (Falcon H1).
 
 Backward keeps x, or what it was normed from, gate(x) and up(x) alone, and makes the product that
 `down` takes anew: two wide tensors (T, f) less than one node per linear. It is two nodes
 (`layers.two_nodes`), so recomputation of a layer makes neither the product nor `down` again. With
 DoRA a third node gives the rows of `down` their lengths, and keeps its value.
 
+One linear may make gate and up side by side. It is one product then, gate and up are halves of its
+value, and their gradients halves of one gradient.
+
 On a GPU gate(x) and up(x) are kept without their adapters' parts, and so is the product's gradient:
 the kernels that read them add the parts (`fused_kernels.low_rank`). DoRA needs whole values.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +24,7 @@ from workflow.lib.model.layers.adapter_dropout import drop_
 from workflow.lib.model.layers.dora import lengthened, summed_products
 from workflow.lib.model.layers.fused_kernels import low_rank as low_rank_kernels
 from workflow.lib.model.layers.fused_kernels.low_rank import LowRank
+from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.lora_products import (
     Adapted,
@@ -36,49 +41,76 @@ from workflow.lib.model.layers.lora_products import (
     value,
     values,
 )
-from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
-LINEARS = ("gate_proj", "up_proj", "down_proj")
 Gates = tuple[torch.Tensor, torch.Tensor]
+Factors = Sequence[torch.Tensor | None]
+
+
+class Form(NamedTuple):
+    """What a gated feed-forward computes, with the names that its family gives its linears."""
+
+    into: tuple[str, ...]
+    """The linears of gate and up; or the one that makes both side by side, gate first."""
+    down: str
+    activation: str
+    """One of `ACTIVATIONS`."""
+    gate_multiplier: float = 1.0
+    """Of gate(x)."""
+    output_multiplier: float = 1.0
+    """Of what `down` gives."""
+    dropout: float = 0.0
+    """Share of the output that training drops."""
 
 
 class FusedFeedForward(nn.Module):
-    """Takes the place of a family's module with `gate_proj`, `up_proj`, `down_proj`, `act_fn`; they
-    keep their names.
+    """Takes the place of a family's module; its linears keep their names.
 
     Where one node cannot compute an adapter (switched off, DoRA with dropout or biases) the linears
     compute one by one, as in the family.
     """
 
-    def __init__(self, original: nn.Module, *, activation: str) -> None:
-        """activation: `silu` or `gelu_tanh`, what `original.act_fn` is."""
+    def __init__(self, original: nn.Module, *, form: Form) -> None:
+        """form: what `original` computes."""
         super().__init__()
-        for name in LINEARS:
+        for name in (*form.into, form.down):
             setattr(self, name, original.get_submodule(name))
-        act_fn: Any = original.act_fn
-        self.act_fn: Callable[[torch.Tensor], torch.Tensor] = act_fn
-        self._activation = activation
+        self._form = form
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(act(gate(x)) * up(x)); x: (..., hidden_size)."""
-        layers: list[Any] = [self.get_submodule(name) for name in LINEARS]
+        """Return down(act(gate(x)) * up(x)), with the form's multipliers and dropout; x: (...,
+        hidden_size).
+        """
+        y, form = self._product(x), self._form
+        if form.output_multiplier != 1.0:
+            y = y * form.output_multiplier
+        return nn.functional.dropout(y, form.dropout, self.training) if form.dropout else y
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        form = self._form
+        layers: list[Any] = [self.get_submodule(name) for name in (*form.into, form.down)]
         if not all(map(_fits_node, layers)):
-            gate, up, down = layers
-            return cast("torch.Tensor", down(self.act_fn(gate(x)) * up(x)))
+            return self._by_linear(x, layers)
         draws = draws_of(layers)
-        factors = [layer.fused_factor(x.dtype) for layer in layers]
+        *factors, last_factor = [layer.fused_factor(x.dtype) for layer in layers]
         weights = [weight for layer in layers for weight in layer.fused_weights()]
 
-        def output(gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        def output(*intermediates: torch.Tensor) -> torch.Tensor:
+            *made, low = intermediates
             *into, down = adapted(layers, draws)
-            parts = updates(into, low) if _kernels_add(gate, factors) else []
-            product = _act_and_mul(gate, up, parts, self._activation)
+            parts = _part_halves(updates(into, low)) if _kernels_add(low, factors) else None
+            product = _act_and_mul(_halves(made), parts, form)
             return value(down, product, low_rank([down], product))
 
-        options = layers, draws, self._activation
-        y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors[:2], *weights, value=output)
-        return y if factors[2] is None else lengthened(y, factors[2])
+        options = layers, draws, form
+        y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors, *weights, value=output)
+        return y if last_factor is None else lengthened(y, last_factor)
+
+    def _by_linear(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> torch.Tensor:
+        *into, down = layers
+        gate, up = _halves([layer(x) for layer in into])
+        y: torch.Tensor = down(_activated(gate, self._form) * up)
+        return y
 
 
 def _fits_node(layer: nn.Module) -> bool:
@@ -88,46 +120,79 @@ def _fits_node(layer: nn.Module) -> bool:
     return not layer.has_dora() or layer.get_base_layer().bias is None
 
 
+def _halves(tensors: Sequence[torch.Tensor]) -> Gates:
+    """Return what belongs to gate and to up: two tensors, or the halves of the only one."""
+    gate, up = tensors if len(tensors) == 2 else tensors[0].chunk(2, dim=-1)
+    return gate, up
+
+
+def _part_halves(parts: Sequence[LowRank]) -> tuple[LowRank, LowRank]:
+    """The same of the adapters' parts, whose halves have their low-rank rows in common."""
+    if len(parts) == 2:
+        return parts[0], parts[1]
+    gate, up = parts[0].small.chunk(2, dim=-1)
+    return parts[0]._replace(small=gate), parts[0]._replace(small=up)
+
+
+def _joined(halves: Sequence[torch.Tensor], like: Sequence[object]) -> list[torch.Tensor]:
+    """Return tensors of gate and up as `like` has them: two, or one."""
+    return [*halves] if len(like) == 2 else [torch.cat([*halves], dim=-1)]
+
+
+class _Kept(NamedTuple):
+    """What backward keeps besides the input."""
+
+    made: Sequence[torch.Tensor]
+    """gate(x) and up(x), or both in one tensor; on a GPU without DoRA without the adapters'
+    parts.
+    """
+    low: torch.Tensor
+    """`low_rank` of them."""
+    factors: Sequence[torch.Tensor]
+    """DoRA's, or none."""
+
+
 class _FeedForwardGradient(torch.autograd.Function):
     """The gradient of the feed-forward, without the lengths of `down`. Its intermediates are
-    gate(x), up(x) and A d(x) of both.
+    gate(x) and up(x), and A d(x) of both.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layers: Any, draws: Draws, activation: str, *tensors: Any
+        ctx: Any, x: torch.Tensor, layers: Any, draws: Draws, form: Form, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
-        factors = tensors[:2]
+        factors = tensors[: len(form.into)]
         rows = x.reshape(-1, x.shape[-1])
-        into = adapted(layers[:2], draws[:2])
+        into = adapted(layers[:-1], draws[:-1])
         low = low_rank(into, rows)
         if _kernels_add(rows, factors):
-            gate, up = frozen_values(into, x)
+            made = frozen_values(into, x)
         else:
-            gate, up = values(into, x, low, factors)
+            made = values(into, x, low, factors)
         ctx.norm, source = keepable(x)
-        ctx.layers, ctx.draws, ctx.activation = layers, draws, activation
-        ctx.save_for_backward(source, gate, up, low, *(x for x in factors if x is not None))
-        out_features = layers[2].get_base_layer().out_features
-        return first_outputs(ctx, x, gate, up, low, out_features=out_features)
+        ctx.layers, ctx.draws, ctx.form = layers, draws, form
+        ctx.save_for_backward(source, *made, low, *(x for x in factors if x is not None))
+        out_features = layers[-1].get_base_layer().out_features
+        return first_outputs(ctx, x, *made, low, out_features=out_features)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, *kept = ctx.saved_tensors
-        low = kept[2]
+        source, *saved = ctx.saved_tensors
+        count = len(ctx.form.into)
+        kept = _Kept(saved[:count], saved[count], saved[count + 1 :])
         into, down = _adapted(ctx)
         grad = [grads[0].reshape(-1, grads[0].shape[-1])]
         of_low = low_gradient(down, grad)
-        parts, product, of_factors = _through_product(
-            [*into, *down], grad[0], of_low, kept, ctx.activation
+        of_made, product, of_factors = _through_product(
+            [*into, *down], grad[0], of_low, kept, ctx.form
         )
         of_down = _product_gradients(down[0], grad, product, of_low)
         del product  # (T, f), before the weights of gate and up are decoded
-        of_low = low_gradient(into, parts)
-        of_into = adapter_gradients(into, parts, restored(ctx.norm, source), low, of_low)
+        of_low = low_gradient(into, of_made)
+        of_into = adapter_gradients(into, of_made, restored(ctx.norm, source), kept.low, of_low)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(into, parts, of_low).view(*grads[0].shape[:-1], -1)
+            grad_x = input_gradient(into, of_made, of_low).view(*grads[0].shape[:-1], -1)
         return grad_x, None, None, None, *of_factors, *of_into, *of_down
 
 
@@ -138,31 +203,29 @@ def _adapted(ctx: Any) -> tuple[list[Adapted], list[Adapted]]:
 
 
 def _through_product(
-    linears: Sequence[Adapted],
-    grad: torch.Tensor,
-    of_low: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-    activation: str,
-) -> tuple[Gates, torch.Tensor, Sequence[torch.Tensor | None]]:
-    """Return the gradients of gate and up for that of `down`, the product, and the gradients of
+    linears: Sequence[Adapted], grad: torch.Tensor, of_low: torch.Tensor, kept: _Kept, form: Form
+) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
+    """Return the gradients of what was made for that of `down`, the product, and the gradients of
     DoRA's factors.
 
-    of_low: the gradient of what `down`'s adapter makes of the product; kept: gate, up, `low_rank`
-    of both, and DoRA's factors. The gradient of the product comes first, so that one kernel can
-    make the product and both gradients from it. On a GPU it overwrites gate and up, which nobody
-    else needs.
+    of_low: the gradient of what `down`'s adapter makes of the product. The gradient of the product
+    comes first, so that one kernel can make the product and both gradients from it. On a GPU it
+    overwrites gate and up, which nobody else needs.
     """
     *into, down = linears
-    gate, up, low, *factors = kept
-    if not _kernels_add(gate, factors):
+    if not _kernels_add(grad, kept.factors):
         of_product = input_gradient([down], [grad], of_low)
-        return _plain_backward_(of_product, gate, up, factors, activation)
+        return _plain_backward_(of_product, kept, form)
     of_product, of_adapter = split_input_gradient(down, grad, of_low)
-    of_gate, of_up = updates(into, low)
+    parts = (*_part_halves(updates(into, kept.low)), of_adapter)
     low_rank_kernels.act_and_mul_backward_(
-        of_product, gate, up, (of_gate, of_up, of_adapter), activation=activation
+        of_product,
+        *_halves(kept.made),
+        parts,
+        activation=form.activation,
+        multiplier=form.gate_multiplier,
     )
-    return (gate, up), of_product, [None, None]
+    return kept.made, of_product, [None] * len(kept.made)
 
 
 def _product_gradients(
@@ -175,67 +238,79 @@ def _product_gradients(
     return adapter_gradients(plain, grad, product, low_rank(plain, product), of_low)
 
 
-def _kernels_add(x: torch.Tensor, factors: Sequence[torch.Tensor | None]) -> bool:
+def _kernels_add(x: torch.Tensor, factors: Factors) -> bool:
     """Whether kernels add the adapters' parts to gate and up. factors: those of DoRA, or Nones."""
     return kernels.usable(x.device) and not any(factor is not None for factor in factors)
 
 
-def _act_and_mul(
-    gate: torch.Tensor, up: torch.Tensor, parts: Sequence[LowRank], activation: str
-) -> torch.Tensor:
-    """Return act(gate) * up, with their parts, if those are not in them."""
+def _act_and_mul(gates: Gates, parts: tuple[LowRank, LowRank] | None, form: Form) -> torch.Tensor:
+    """Return act(gate) * up, with their parts; None: those are in them."""
+    gate, up = gates
     if kernels.usable(gate.device):
         of_gate, of_up = parts or (low_rank_kernels.no_part(gate),) * 2
-        return low_rank_kernels.act_and_mul(gate, up, of_gate, of_up, activation=activation)
-    return ACTIVATIONS[activation][0](gate).mul_(up)
+        return low_rank_kernels.act_and_mul(
+            gate,
+            up,
+            of_gate,
+            of_up,
+            activation=form.activation,
+            multiplier=form.gate_multiplier,
+        )
+    return _activated(gate, form).mul_(up)
+
+
+def _activated(gate: torch.Tensor, form: Form) -> torch.Tensor:
+    return ACTIVATIONS[form.activation][0](_multiplied(gate, form))
+
+
+def _multiplied(gate: torch.Tensor, form: Form) -> torch.Tensor:
+    return gate if form.gate_multiplier == 1.0 else gate * form.gate_multiplier
 
 
 def _plain_backward_(
-    grad: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    activation: str,
-) -> tuple[Gates, torch.Tensor, Sequence[torch.Tensor | None]]:
-    """Return the gradients of gate and up for that of their product, and the product; with row
+    grad: torch.Tensor, kept: _Kept, form: Form
+) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
+    """Return the gradients of what was made for that of their product, and the product; with row
     factors the gradients are those of the directions, and the factors' come third. What is given
     may be overwritten.
     """
-    if factors:
-        return _lengthened_backward_(grad, gate, up, factors, activation)
-    parts, product = _act_and_mul_backward(grad, gate, up, activation)
-    return parts, product, [None, None]
+    if kept.factors:
+        return _lengthened_backward_(grad, kept, form)
+    parts, product = _act_and_mul_backward(grad, *_halves(kept.made), form)
+    return _joined(parts, kept.made), product, [None] * len(kept.made)
 
 
 def _act_and_mul_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, form: Form
 ) -> tuple[Gates, torch.Tensor]:
-    function, gradients = ACTIVATIONS[activation]
-    product = function(gate).mul_(up)
-    return gradients(grad, gate, up), product
+    product = _activated(gate, form).mul_(up)
+    of_gate, of_up = ACTIVATIONS[form.activation][1](grad, _multiplied(gate, form), up)
+    return (_multiplied(of_gate, form), of_up), product
 
 
 def _lengthened_backward_(
-    grad: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    activation: str,
-) -> tuple[Gates, torch.Tensor, list[torch.Tensor | None]]:
+    grad: torch.Tensor, kept: _Kept, form: Form
+) -> tuple[Sequence[torch.Tensor], torch.Tensor, Factors]:
     """The same with row factors."""
-    sums: Sequence[torch.Tensor]
-    if kernels.usable(gate.device):
+    gates, factors = _halves(kept.made), _halves(kept.factors)
+    if kernels.usable(grad.device):
         both = kernels.lengthened_act_and_mul_backward_(
-            grad, gate, up, factors, activation=activation
+            grad,
+            *gates,
+            factors,
+            activation=form.activation,
+            multiplier=form.gate_multiplier,
         )
-        sums = both.unbind()
-        parts, product = (gate, up), grad
+        sums: Sequence[torch.Tensor] = both.unbind()
+        of_made, product = kept.made, grad
     else:
-        parts, product = _act_and_mul_backward(grad, gate, up, activation)
-        sums = [summed_products(part, y) for part, y in zip(parts, (gate, up), strict=True)]
+        parts, product = _act_and_mul_backward(grad, *gates, form)
+        sums = [summed_products(part, y) for part, y in zip(parts, gates, strict=True)]
         for part, factor in zip(parts, factors, strict=True):
             part.mul_(factor)
-    return parts, product, [total / x for total, x in zip(sums, factors, strict=True)]
+        of_made = _joined(parts, kept.made)
+    totals = zip(_joined(sums, kept.made), kept.factors, strict=True)
+    return of_made, product, [total / factor for total, factor in totals]
 
 
 def _silu_parts(

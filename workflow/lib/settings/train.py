@@ -206,7 +206,7 @@ class TrainConfig(Section):
     rounded, so `activation_checkpointing` changes the result as much as this does. CPUs emulate
     it."""
     fused_layers: bool = True
-    """Compute RMS norms, rotary embeddings and gated feed-forwards by fused operations, which are
+    """Compute norms, rotary embeddings and gated feed-forwards by fused operations, which are
     faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding
     differs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)

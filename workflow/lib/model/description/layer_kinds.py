@@ -18,7 +18,7 @@ from workflow.lib.model.description.layer_parameters import linears_of, others_o
 from workflow.lib.model.fuse_layers import fuse_layer_
 from workflow.lib.model.fused_attention import FusedAttention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
-from workflow.lib.model.layers.rms_norm import RmsNorm
+from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.system.errors import UserError
 
 LEAST_NORM_BYTES = 4  # an input in fp32, as the replay makes it of any norm that is not fused
@@ -115,7 +115,7 @@ def _fused(kind: DecoderLayer, calls: LayerCalls) -> DecoderLayer:
     fuse_layer_(layer)
     return replace(
         kind,
-        fused_norms=all(isinstance(layer.get_submodule(path), RmsNorm) for path in norms),
+        fused_norms=all(isinstance(layer.get_submodule(path), FusedNorm) for path in norms),
         fused_attention=isinstance(layer.get_submodule(_attended(calls).path), FusedAttention),
         fused_feed_forward=isinstance(layer.get_submodule(feed_forward), FusedFeedForward),
     )

@@ -26,8 +26,8 @@ from workflow.lib.model.experts.gates import Gate
 from workflow.lib.model.experts.grouped_products import bias_products, route, summed_by_token
 from workflow.lib.model.experts.lora_stack import FusedLoraStack
 from workflow.lib.model.experts.routing import Routing, Rows
+from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
 

@@ -178,19 +178,22 @@ def lengthened_act_and_mul_backward_(
     factors: Sequence[torch.Tensor],
     *,
     activation: str,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """In place, for the gradient `grad` of act(gate) * up, where `gate` and `up` (T, f) are
-    directions times `factors` (f,) fp32: they become the gradients of the directions, `grad` the
-    product itself. activation: `silu` or `gelu_tanh`.
+    """In place, for the gradient `grad` of act(multiplier * gate) * up, where `gate` and `up`
+    (T, f) are directions times `factors` (f,) fp32: they become the gradients of the directions,
+    `grad` the product itself. activation: `silu` or `gelu_tanh`. gate, up: rows of one distance, as
+    halves of a value have them.
 
     Return the sums over rows (2, f) fp32 of gate and of up times their gradients.
     """
+    assert gate.stride() == up.stride(), "the kernel knows one distance of rows for both"
     num_rows, width = gate.shape
     grid = (-(-width // COLUMNS), -(-num_rows // ROWS))
     sums = torch.empty((2, grid[1], width), dtype=torch.float32, device=gate.device)
     _launch(
-        "lengthened_act_and_mul_backward", grid, sums, grad, gate, up, *factors, num_rows, width,
-        kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
+        "lengthened_act_and_mul_backward", grid, sums, grad, gate, up, gate.stride(0), multiplier,
+        *factors, num_rows, width, kind=activation, rows=ROWS, columns=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     increment_version((grad, gate, up))
     return sums.sum(dim=1)
@@ -250,14 +253,18 @@ def apply_rotary(
     *,
     back: bool = False,
     neighbours: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x cos + rotate_half(x) sin (`back`: minus) of the first dimensions of each head of x
-    (rows, seq_len, heads, head_dim), as many as `cos` has, and x of the others; all contiguous.
+    (rows, seq_len, heads, head_dim), as many as `cos` has, and x of the others, in `out` if it is
+    given. In both tokens lie at equal distances.
 
-    cos, sin: (1 or rows, seq_len, <= head_dim), both halves alike. neighbours: pairs are 2 i and
-    2 i + 1, else i and half of the dimensions further.
+    cos, sin: (1 or rows, seq_len, <= head_dim), contiguous, both halves alike. neighbours: pairs
+    are 2 i and 2 i + 1, else i and half of the dimensions further.
     """
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape) if out is None else out
+    distances = token_distance(x), token_distance(out)
+    assert None not in distances, "the kernel knows one distance of tokens"
     rows, seq_len, heads, head_dim = x.shape
     turned = cos.shape[-1]
     _launch(
@@ -270,6 +277,7 @@ def apply_rotary(
         cos.shape[0] * cos.shape[1],
         heads,
         head_dim,
+        *distances,
         back=back,
         half=turned // 2,
         neighbours=neighbours,
@@ -279,6 +287,18 @@ def apply_rotary(
         num_warps=WARPS,
     )
     return out
+
+
+def token_distance(x: torch.Tensor) -> int | None:
+    """Return how many elements lie between the starts of two tokens of x (rows, seq_len, heads,
+    head_dim), if this is one number and the heads of a token lie side by side, as in a contiguous
+    tensor and in parts of its heads; None otherwise.
+    """
+    rows, seq_len, heads, head_dim = x.shape
+    of_row, of_token, of_head, of_dim = x.stride()
+    distance = of_token if seq_len > 1 else of_row
+    alike = rows == 1 or seq_len == 1 or of_row == seq_len * of_token
+    return distance if alike and of_dim == 1 and (heads == 1 or of_head == head_dim) else None
 
 
 def power_of_two(number: int) -> int:

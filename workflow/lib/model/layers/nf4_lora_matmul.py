@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from workflow.lib.model.layers.dora import lengthen_backward
+from workflow.lib.model.layers.fused_norm import keepable, restored
 from workflow.lib.model.layers.lora_products import (
     Draws,
     adapted,
@@ -21,7 +22,6 @@ from workflow.lib.model.layers.lora_products import (
     value,
     values,
 )
-from workflow.lib.model.layers.rms_norm import keepable, restored
 from workflow.lib.model.layers.two_nodes import apply_two_nodes, first_outputs
 
 

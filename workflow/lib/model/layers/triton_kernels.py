@@ -99,6 +99,8 @@ def lengthened_act_and_mul_backward(
     grad,
     gate,
     up,
+    gate_distance,
+    multiplier,
     gate_factor,
     up_factor,
     num_rows,
@@ -108,7 +110,8 @@ def lengthened_act_and_mul_backward(
     columns: tl.constexpr,
 ):
     """In place for `rows` rows of some columns: `grad` becomes the product, `gate` and `up` their
-    gradients, which are summed with them over these rows, then multiplied by the factors.
+    gradients, which are summed with them over these rows, then multiplied by the factors. Rows of
+    `gate` and `up` begin `gate_distance` elements apart.
     """
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inside = column < width
@@ -120,17 +123,18 @@ def lengthened_act_and_mul_backward(
     first = tl.program_id(1).to(tl.int64) * rows
     for row in range(rows):
         offsets = (first + row) * width + column
+        gate_offsets = (first + row) * gate_distance + column
         there = inside & (first + row < num_rows)
         slope = tl.load(grad + offsets, mask=there, other=0.0).to(tl.float32)
-        lower = tl.load(gate + offsets, mask=there, other=0.0).to(tl.float32)
-        upper = tl.load(up + offsets, mask=there, other=0.0).to(tl.float32)
-        value, derivative = act(lower, kind)
-        lower_slope, upper_slope = slope * upper * derivative, slope * value
+        lower = tl.load(gate + gate_offsets, mask=there, other=0.0).to(tl.float32)
+        upper = tl.load(up + gate_offsets, mask=there, other=0.0).to(tl.float32)
+        value, derivative = act(lower * multiplier, kind)
+        lower_slope, upper_slope = slope * upper * derivative * multiplier, slope * value
         gate_sum += lower_slope * lower
         up_sum += upper_slope * upper
         tl.store(grad + offsets, (value * upper).to(dtype), mask=there)
-        tl.store(gate + offsets, (lower_slope * of_gate).to(dtype), mask=there)
-        tl.store(up + offsets, (upper_slope * of_up).to(dtype), mask=there)
+        tl.store(gate + gate_offsets, (lower_slope * of_gate).to(dtype), mask=there)
+        tl.store(up + gate_offsets, (upper_slope * of_up).to(dtype), mask=there)
     at = tl.program_id(1).to(tl.int64) * width + column
     tl.store(sums + at, gate_sum, mask=inside)
     tl.store(sums + tl.num_programs(1).to(tl.int64) * width + at, up_sum, mask=inside)
@@ -219,6 +223,8 @@ def apply_rotary(
     angles,
     num_heads,
     head_dim,
+    x_distance,
+    out_distance,
     back: tl.constexpr,
     half: tl.constexpr,
     neighbours: tl.constexpr,
@@ -227,7 +233,8 @@ def apply_rotary(
     rest: tl.constexpr,
 ):
     """Rotate the first 2 * `half` dimensions of all heads of one token, which share its cosines and
-    sines; the rest is copied. `angles` tokens have some of their own, then they come again.
+    sines; the rest is copied. `angles` tokens have some of their own, then they come again. Tokens
+    begin `x_distance` and `out_distance` elements apart.
 
     neighbours: dimensions 2 i and 2 i + 1 are turned together, else i and i + half. heads, width,
     rest: `num_heads`, `half` and what is copied, rounded up to powers of two, as `tl.arange` wants
@@ -242,19 +249,20 @@ def apply_rotary(
     sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     if back:
         sine = -sine
-    starts = (token * num_heads + head[:, None]) * head_dim
+    x_starts = token * x_distance + head[:, None] * head_dim
+    out_starts = token * out_distance + head[:, None] * head_dim
     there = head[:, None] < num_heads
     inside = there & inside[None, :]
     step: tl.constexpr = 2 if neighbours else 1
     distance: tl.constexpr = 1 if neighbours else half
-    offsets = starts + column[None, :] * step
-    first = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + offsets + distance, mask=inside, other=0.0).to(tl.float32)
+    x_at, out_at = x_starts + column[None, :] * step, out_starts + column[None, :] * step
+    first = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + x_at + distance, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + offsets, (first * cosine - second * sine).to(dtype), mask=inside)
-    tl.store(out + offsets + distance, (second * cosine + first * sine).to(dtype), mask=inside)
+    tl.store(out + out_at, (first * cosine - second * sine).to(dtype), mask=inside)
+    tl.store(out + out_at + distance, (second * cosine + first * sine).to(dtype), mask=inside)
     if rest > 0:
         column = 2 * half + tl.arange(0, rest)
         inside = there & (column < head_dim)[None, :]
-        offsets = starts + column[None, :]
-        tl.store(out + offsets, tl.load(x + offsets, mask=inside, other=0.0), mask=inside)
+        value = tl.load(x + x_starts + column[None, :], mask=inside, other=0.0)
+        tl.store(out + out_starts + column[None, :], value, mask=inside)

@@ -297,7 +297,7 @@ def _saved_of_any(layer: DecoderLayer, setup: Setup) -> int:
 
 
 def fuses_norms(layer: DecoderLayer, setup: Setup) -> bool:
-    """Whether all norms are `rms_norm.RmsNorm`."""
+    """Whether all norms are `fused_norm.FusedNorm`."""
     return setup.fused_layers and layer.fused_norms
 
 

@@ -35,9 +35,14 @@ class LowRank(NamedTuple):
 
 
 def _launch(
-    name: str, out: torch.Tensor, *others: torch.Tensor, parts: list[LowRank], **options: Any
+    name: str,
+    out: torch.Tensor,
+    *others: torch.Tensor | float,
+    parts: list[LowRank],
+    **options: Any,
 ) -> None:
-    """Start a kernel on tiles of `out` (T, width) and others of this shape, all contiguous.
+    """Start a kernel on tiles of `out` (T, width), contiguous. others: more of this shape, and
+    numbers that the kernel asks for.
 
     A device that is recorded computes nothing.
     """
@@ -77,6 +82,13 @@ def no_part(value: torch.Tensor) -> LowRank:
     return LowRank(value[:, :0], value[:0], 0.0)
 
 
+def _row_distance(gate: torch.Tensor, up: torch.Tensor) -> int:
+    """Return how many elements lie between the starts of two rows."""
+    assert gate.stride() == up.stride(), "the kernel knows one distance of rows for both"
+    assert gate.stride(1) == 1, "the kernel reads columns one after the other"
+    return gate.stride(0)
+
+
 def act_and_mul(
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -84,13 +96,15 @@ def act_and_mul(
     up_part: LowRank,
     *,
     activation: str,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """Return act(gate) * up (T, f), of gate and up with their parts. activation: `silu` or
-    `gelu_tanh`.
+    """Return act(multiplier * gate) * up (T, f), of gate and up with their parts. activation:
+    `silu` or `gelu_tanh`. gate, up: rows of one distance, as halves of a value have them.
     """
-    product = torch.empty_like(gate)
+    product = gate.new_empty(gate.shape)
     _launch(
-        "act_and_mul", product, gate, up, parts=[gate_part, up_part],
+        "act_and_mul", product, gate, up, _row_distance(gate, up), multiplier,
+        parts=[gate_part, up_part],
         gate_rank=gate_part.rank, up_rank=up_part.rank, kind=activation,
     )  # fmt: skip
     return product
@@ -103,13 +117,15 @@ def act_and_mul_backward_(
     parts: tuple[LowRank, LowRank, LowRank],
     *,
     activation: str,
+    multiplier: float = 1.0,
 ) -> None:
-    """In place, for the gradient `grad` of act(gate) * up: `gate` and `up` become their gradients,
+    """In place, for the gradient `grad` of `act_and_mul`: `gate` and `up` become their gradients,
     `grad` the product itself. parts: what is still to be added to gate, up, and grad.
     """
     of_gate, of_up, of_grad = parts
     _launch(
-        "act_and_mul_backward", grad, gate, up, parts=[*parts],
+        "act_and_mul_backward", grad, gate, up, _row_distance(gate, up), multiplier,
+        parts=[*parts],
         gate_rank=of_gate.rank, up_rank=of_up.rank, grad_rank=of_grad.rank, kind=activation,
     )  # fmt: skip
     # Autograd does not see what Triton writes. With a new version it refuses a second backward,

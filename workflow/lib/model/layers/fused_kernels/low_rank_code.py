@@ -2,7 +2,8 @@
 says what they compute.
 
 A program has a tile of rows and columns. Offsets are int64, as in `triton_kernels`, and tiles are
-written over by the program that has read them.
+written over by the program that has read them. Rows of gate and up begin `gate_distance` elements
+apart: they may be halves of one value.
 """
 
 import triton
@@ -48,6 +49,8 @@ def act_and_mul(
     product,
     gate,
     up,
+    gate_distance,
+    multiplier,
     gate_low,
     gate_small,
     gate_scale,
@@ -71,18 +74,19 @@ def act_and_mul(
 ):
     row, column, there, right_there = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
+    gate_at = row[:, None] * gate_distance + column[None, :]
     inside = there[:, None] & right_there[None, :]
-    lower = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     lower += gate_scale * _low_rank(
         gate_low, gate_small, gate_low_stride, gate_small_stride, gate_column_stride,
         row, column, there, right_there, gate_rank, chunk,
     )  # fmt: skip
-    upper = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    upper = tl.load(up + gate_at, mask=inside, other=0.0).to(tl.float32)
     upper += up_scale * _low_rank(
         up_low, up_small, up_low_stride, up_small_stride, up_column_stride,
         row, column, there, right_there, up_rank, chunk,
     )  # fmt: skip
-    value, _ = act(lower, kind)
+    value, _ = act(lower * multiplier, kind)
     tl.store(product + at, (value * upper).to(product.dtype.element_ty), mask=inside)
 
 
@@ -91,6 +95,8 @@ def act_and_mul_backward(
     grad,
     gate,
     up,
+    gate_distance,
+    multiplier,
     gate_low,
     gate_small,
     gate_scale,
@@ -122,14 +128,15 @@ def act_and_mul_backward(
     """In place: `grad` becomes the product, `gate` and `up` their gradients."""
     row, column, there, right_there = _tile(num_rows, width, rows, columns)
     at = row[:, None] * width + column[None, :]
+    gate_at = row[:, None] * gate_distance + column[None, :]
     inside = there[:, None] & right_there[None, :]
     # All three are read before the first is written.
-    lower = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     lower += gate_scale * _low_rank(
         gate_low, gate_small, gate_low_stride, gate_small_stride, gate_column_stride,
         row, column, there, right_there, gate_rank, chunk,
     )  # fmt: skip
-    upper = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    upper = tl.load(up + gate_at, mask=inside, other=0.0).to(tl.float32)
     upper += up_scale * _low_rank(
         up_low, up_small, up_low_stride, up_small_stride, up_column_stride,
         row, column, there, right_there, up_rank, chunk,
@@ -139,11 +146,11 @@ def act_and_mul_backward(
         grad_low, grad_small, grad_low_stride, grad_small_stride, grad_column_stride,
         row, column, there, right_there, grad_rank, chunk,
     )  # fmt: skip
-    value, derivative = act(lower, kind)
+    value, derivative = act(lower * multiplier, kind)
     dtype = grad.dtype.element_ty
     tl.store(grad + at, (value * upper).to(dtype), mask=inside)
-    tl.store(gate + at, (slope * upper * derivative).to(dtype), mask=inside)
-    tl.store(up + at, (slope * value).to(dtype), mask=inside)
+    tl.store(gate + gate_at, (slope * upper * derivative * multiplier).to(dtype), mask=inside)
+    tl.store(up + gate_at, (slope * value).to(dtype), mask=inside)
 
 
 @triton.jit

@@ -1,8 +1,10 @@
-"""RMS norms that multiply by w, or by 1 + w as Gemma's and Qwen3.5's do, in one pass over memory.
+"""Norms in one pass over memory: RMS norms and LayerNorms, with and without a bias, times w, or
+times 1 + w as those of Gemma, Qwen3.5 and Nemotron.
 
-torch's own operation multiplies by w alone, and 1 + w in 16 bits would lose digits of w. Values are
-computed in fp32 and rounded once. Backward keeps x alone, and makes the root again. On an H100,
-4,096 rows of 8,192 take 0.051 ms forth and 0.085 back, torch's operation 0.075 and 0.121.
+torch's own operations multiply by w alone, and 1 + w in 16 bits would lose digits of w. Values are
+computed in fp32 and rounded once. Backward keeps x alone, and makes mean and root again. As an RMS
+norm, on an H100, 4,096 rows of 8,192 take 0.051 ms forth and 0.085 back, torch's operation 0.075
+and 0.121.
 """
 
 from collections.abc import Callable
@@ -27,55 +29,63 @@ class Norm(Protocol):
 
     weight: nn.Parameter
     """(width,), frozen."""
+    bias: nn.Parameter | None
+    """(width,), frozen."""
     eps: float
     offset: float
     """What is added to the weight: 0 or 1."""
+    subtracts_mean: bool
+    """Whether it is a LayerNorm."""
 
 
-def rms_norm(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * (offset + w) of x (..., width).
+def normed(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    """Return d / sqrt(mean(d^2) + eps) * (offset + w) + b of x (..., width), where d is x or, of a
+    LayerNorm, x - mean(x).
 
     copy: of the result in 8 bits, which the kernel fills; there are none without a kernel.
     """
-    apply: Callable[..., torch.Tensor] = _RmsNorm.apply
+    apply: Callable[..., torch.Tensor] = _Normed.apply
     return apply(x, norm, copy)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _Normed(torch.autograd.Function):
     """Asks the norm again for its weight in backward: FSDP has gathered it by then."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, norm: Norm, copy: Rounded | None) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.norm = norm
-        weight, eps = norm.weight, norm.eps
         if kernels.usable(x.device):
-            return forward(x, weight, eps, norm.offset, copy)
+            return forward(x, norm, copy)
         assert copy is None, "only the kernel writes copies"
-        return nn.functional.rms_norm(
-            x.float(), weight.shape, norm.offset + weight.float(), eps
-        ).to(x.dtype)
+        factors, bias = norm.offset + norm.weight.float(), norm.bias
+        if norm.subtracts_mean:
+            shift = None if bias is None else bias.float()
+            y = nn.functional.layer_norm(x.float(), factors.shape, factors, shift, norm.eps)
+        else:
+            y = nn.functional.rms_norm(x.float(), factors.shape, factors, norm.eps)
+            y = y if bias is None else y.add_(bias)
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        weight, eps, offset = ctx.norm.weight, ctx.norm.eps, ctx.norm.offset
+        norm: Norm = ctx.norm
         if kernels.usable(x.device):
-            return backward(grads[0], x, weight, eps, offset), None, None
-        inverse = x.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        normed, slope = x.float() * inverse, grads[0].float() * (offset + weight.float())
-        mean = (slope * normed).mean(-1, keepdim=True)
-        return slope.sub_(normed.mul_(mean)).mul_(inverse).to(x.dtype), None, None
+            return backward(grads[0], x, norm), None, None
+        deviation = x.float()
+        if norm.subtracts_mean:
+            deviation = deviation - deviation.mean(-1, keepdim=True)
+        inverse = deviation.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+        normal, slope = deviation * inverse, grads[0].float() * (norm.offset + norm.weight.float())
+        mean = (slope * normal).mean(-1, keepdim=True)
+        if norm.subtracts_mean:
+            slope = slope - slope.mean(-1, keepdim=True)
+        return slope.sub_(normal.mul_(mean)).mul_(inverse).to(x.dtype), None, None
 
 
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    copy: Rounded | None = None,
-) -> torch.Tensor:
-    """Return that norm of x (..., width) by a kernel, which rounds it into `copy`, too."""
+def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
+    """Return the norm of x (..., width) by a kernel, which rounds it into `copy`, too."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if copy is None:
@@ -83,22 +93,21 @@ def forward(
     else:
         size = kernels.power_of_two(x.shape[-1])
         written, most, block = copy[:2], copy.form.largest, min(copy.form.block or size, size)
-    given = (x, weight, *written, eps)
-    _launch("rms_norm", out, *given, offset=offset, most=most, block=block)
+    bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
+    given = (x, norm.weight, bias, *written)
+    _launch("norm", out, *given, norm=norm, biased=norm.bias is not None, most=most, block=block)
     return out
 
 
-def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-) -> torch.Tensor:
+def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel."""
     x = x.contiguous()
     of_x = torch.empty_like(x)
-    _launch("rms_norm_backward", of_x, grad.contiguous(), x, weight, eps, offset=offset)
+    _launch("norm_backward", of_x, grad.contiguous(), x, norm.weight, norm=norm)
     return of_x
 
 
-def _launch(name: str, out: torch.Tensor, *given: Any, **options: Any) -> None:
+def _launch(name: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:
     """Start a kernel on rows of `out`; a device that is recorded computes nothing."""
     if out.device.type == RECORDED:
         return
@@ -106,6 +115,7 @@ def _launch(name: str, out: torch.Tensor, *given: Any, **options: Any) -> None:
     num_rows, size = out.numel() // width, kernels.power_of_two(width)
     rows = max(1, ELEMENTS // size)
     getattr(norm_code, name)[(-(-num_rows // rows),)](
-        out, *given, num_rows, width, rows=rows, size=size,
+        out, *given, norm.eps, num_rows, width, offset=norm.offset,
+        subtracts_mean=norm.subtracts_mean, rows=rows, size=size,
         num_warps=min(32, max(4, rows * size // 32 // THREAD_ELEMENTS)), **options,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""GPU kernels of RMS norms, in Triton; `norm` calls them and says what they compute.
+"""GPU kernels of norms, in Triton; `norm` calls them and says what they compute.
 
 A program has whole rows in registers. Offsets are int64, as in `triton_kernels`.
 """
@@ -10,34 +10,42 @@ from workflow.lib.model.layers.eight_bits.triton_code import store_rounded
 
 
 @triton.jit
-def rms_norm(
+def norm(
     out,
     x,
     weight,
+    bias,
     copy,
     scales,
     eps,
     num_rows,
     width,
     offset: tl.constexpr,
+    subtracts_mean: tl.constexpr,
+    biased: tl.constexpr,
     most: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """`rows` rows, times `offset` + weight; with a `block` also in 8 bits what was written."""
+    """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
+    written.
+    """
     row, at, inside, column = _rows(num_rows, width, rows, size)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    normed = value * _inverse_root(value, eps, width)[:, None]
+    value = _deviation(x, at, inside, width, subtracts_mean)
+    normal = value * _inverse_root(value, eps, width)[:, None]
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    value = (normed * lengths[None, :]).to(out.dtype.element_ty)
+    value = normal * lengths[None, :]
+    if biased:
+        value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    value = value.to(out.dtype.element_ty)
     tl.store(out + at, value, mask=inside)
     if block:
         store_rounded(copy, scales, value.to(tl.float32), row, num_rows, width, most, block)
 
 
 @triton.jit
-def rms_norm_backward(
+def norm_backward(
     of_x,
     grad,
     x,
@@ -46,18 +54,21 @@ def rms_norm_backward(
     num_rows,
     width,
     offset: tl.constexpr,
+    subtracts_mean: tl.constexpr,
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
     """The gradient of x."""
     _, at, inside, column = _rows(num_rows, width, rows, size)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = _deviation(x, at, inside, width, subtracts_mean)
     inverse = _inverse_root(value, eps, width)[:, None]
-    normed = value * inverse
+    normal = value * inverse
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * lengths[None, :]
-    mean = tl.sum(slope * normed, 1) / width
-    value = (slope - normed * mean[:, None]) * inverse
+    mean = tl.sum(slope * normal, 1) / width
+    if subtracts_mean:
+        slope -= (tl.sum(slope, 1) / width)[:, None]
+    value = (slope - normal * mean[:, None]) * inverse
     tl.store(of_x + at, value.to(of_x.dtype.element_ty), mask=inside)
 
 
@@ -68,6 +79,15 @@ def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
     column = tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     return row, row[:, None] * width + column[None, :], inside, column
+
+
+@triton.jit
+def _deviation(x, at, inside, width, subtracts_mean: tl.constexpr):
+    """Return rows of x in fp32, less their means if these are subtracted, 0 behind their end."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if subtracts_mean:
+        value = tl.where(inside, value - (tl.sum(value, 1) / width)[:, None], 0.0)
+    return value
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""RMS norms whose output is not kept for backward: what takes it keeps the norm's input, which
-autograd has anyway.
+"""RMS norms and LayerNorms whose output is not kept for backward: what takes it keeps the norm's
+input, which autograd has anyway.
 
 A norm's output is as large as its input, and making it again reads that once: 0.06 ms for 4,096
 rows of 8,192 on an H200, of 30 for the layer. So a decoder layer keeps two hidden states less, in
@@ -12,25 +12,36 @@ import torch
 from torch import nn
 
 from workflow.lib.model.layers.eight_bits.written_copies import Maker, note
-from workflow.lib.model.layers.fused_kernels.norm import rms_norm
+from workflow.lib.model.layers.fused_kernels.norm import normed
 
 # attribute of an output: the norm, its input, and the output's version then
 SOURCE = "workflow_norm_source"
 
 
-class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w, or times 1 + w; one kernel on a GPU."""
+class FusedNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (offset + w) + b, or the same of x - mean(x) (LayerNorm); one
+    kernel on a GPU.
+    """
 
-    def __init__(self, weight: nn.Parameter, *, eps: float, centered: bool = False) -> None:
-        """centered: the weight is what is added to 1."""
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        *,
+        eps: float,
+        offset: float = 0.0,
+        subtracts_mean: bool = False,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        """offset: 0 or 1, what is added to the weight. Weight and bias are frozen."""
         super().__init__()
-        self.weight, self.eps, self.offset = weight, eps, float(centered)
+        self.weight, self.bias = weight, bias
+        self.eps, self.offset, self.subtracts_mean = eps, offset, subtracts_mean
         self._maker = Maker()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x (..., width)."""
         copy = self._maker.new_copy(x)
-        y = rms_norm(x, self, copy)
+        y = normed(x, self, copy)
         note(y, self._maker, copy)
         # On the tensor itself: so whoever takes it needs not know the norm, and a view of it, which
         # has no such attribute, is saved like any other tensor.
@@ -39,10 +50,10 @@ class RmsNorm(nn.Module):
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """The same, for nobody to take: without notes and a copy in 8 bits."""
-        return rms_norm(x, self)
+        return normed(x, self)
 
 
-def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:
+def keepable(x: torch.Tensor) -> tuple[FusedNorm | None, torch.Tensor]:
     """Return what a node saves in place of its input x (..., width), as rows (T, width): with a
     norm, that norm's input.
     """
@@ -54,7 +65,7 @@ def keepable(x: torch.Tensor) -> tuple[RmsNorm | None, torch.Tensor]:
     return norm, norm_input.reshape(-1, norm_input.shape[-1])
 
 
-def restored(norm: RmsNorm | None, source: torch.Tensor) -> torch.Tensor:
+def restored(norm: FusedNorm | None, source: torch.Tensor) -> torch.Tensor:
     """Return the input's rows (T, width) from what `keepable` gave; the norm's weight must be there
     (FSDP gathers it).
     """
