@@ -22,11 +22,11 @@ from workflow.lib.planning.memory.terms import (
     Terms,
     dequantized_weight,
     fuses_feed_forward,
-    hosted_layers,
     kept_activations,
     kept_within_step,
     layer_tensors,
     layer_workspace,
+    layers_on_device,
     mask_bytes,
     other_tensors,
     saved_activations,
@@ -215,8 +215,7 @@ def _held(shape: ModelShape, setup: Setup) -> Terms:
     """
     if setup.reshard_after_forward:
         return {}
-    hosted = hosted_layers(shape, setup)
-    here = [number for number in range(shape.num_layers) if number not in hosted]
+    here = layers_on_device(shape, setup)
     packed = shape.total(lambda layer: gathered_slices(layer, setup), here)
     whole = shape.total(lambda layer: _gathered(layer, setup)) + packed
     return {"gathered_layers": whole if setup.shards > 1 else 0}

@@ -79,6 +79,8 @@ class LayerTensors:
         p = kind.processes
         self.sharded = {t: sharded_bytes(x, processes=p) for t, x in self.by_term.items()}
         self.gathered = {t: gathered_bytes(x, processes=p) for t, x in self.by_term.items()}
+        packed = self.by_term["nf4_weights"] + self.by_term["nf4_scales"]
+        self.packed_slice = rounded(math.ceil(sharded_bytes(packed, processes=1) / p))
         self.gradients = 2 * self.gathered["lora_weights"]
         """Bytes of what backward makes of all masters, and of the input of its reduction, fp32."""
         if not kind.dora:  # `fsdp`: masters are gathered in the compute type

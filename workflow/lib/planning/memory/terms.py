@@ -143,8 +143,7 @@ def _packed_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Packed weights and their scales on a process's device: of several processes each has a slice
     of both together. Layers whose weights wait on the host have none.
     """
-    hosted = {*hosted_layers(shape, setup)}
-    here = [number for number in range(shape.num_layers) if number not in hosted]
+    here = layers_on_device(shape, setup)
     apart = () if setup.processes > 1 else here
     terms = {term: _sharded(shape, setup, term, apart) for term in ("nf4_weights", "nf4_scales")}
     if setup.processes > 1:
@@ -154,14 +153,20 @@ def _packed_terms(shape: ModelShape, setup: Setup) -> Terms:
 
 def packed_slice(layer: DecoderLayer, setup: Setup) -> int:
     """Bytes of a layer's packed weights and scales that a process keeps (`packed_layers`)."""
-    tensors = layer_tensors(layer, setup).by_term
-    parts = tensors["nf4_weights"] + tensors["nf4_scales"]
-    return rounded(math.ceil(sharded_bytes(parts, processes=1) / setup.shards))
+    return layer_tensors(layer, setup).packed_slice
 
 
 def hosted_layers(shape: ModelShape, setup: Setup) -> list[int]:
     """The decoder layers whose packed weights wait in host memory."""
     return spread(setup.offload_layers, shape.num_layers)
+
+
+def layers_on_device(shape: ModelShape, setup: Setup) -> list[int] | None:
+    """The decoder layers whose packed weights do not; None: all."""
+    if not setup.offload_layers:
+        return None
+    hosted = {*hosted_layers(shape, setup)}
+    return [number for number in range(shape.num_layers) if number not in hosted]
 
 
 def frozen_tables(shape: ModelShape, setup: Setup) -> int:
