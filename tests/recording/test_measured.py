@@ -20,13 +20,15 @@ KINDS = (
     ("olmo2", "0d0e7fd"),
     ("graphs_kept", "fe03f01"),
     ("graphs_1b", "fe03f01"),
-    ("batch_2_mostly_offloaded", "79c85ae"),
-    ("hsdp", "78128dc"),
-    ("8b_offloaded_layers_half", "79d1f8a"),
+    ("8b_kept", "3a56d7c"),
+    ("8b_grad_op", "3a56d7c"),
+    ("70b_rows_4", "3a56d7c"),
+    ("70b_offloaded", "3a56d7c"),
+    ("moe_shard_grad_op", "c4c4967"),
+    ("moe_float8_no_recomputation", "c4c4967"),
     ("h100_8b_float8_no_recomputation", "7ba77b7"),
     ("h100_moe_no_recomputation", "7ba77b7"),
     ("h100_moe_float8_no_recomputation", "7ba77b7"),
-    ("h100_wide_flash", "7ba77b7"),
 )
 LARGEST_ALLOCATED_ERROR, LARGEST_RESERVED_ERROR = 0.001, 0.015
 
