@@ -28,8 +28,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
-    """A micro-batch in bfloat16 of whose rows the first process trains one and the others none: its
-    gradients, and the types in which layers see their adapters.
+    """Two micro-batches in bfloat16, of whose rows the first process trains one and the others
+    none: the gradients of the second, and the types in which layers see their adapters.
     """
     plan, numerics = make_plan(activation_checkpointing=2), Numerics(torch.bfloat16, "sdpa")
     training = build_training_model(
@@ -40,6 +40,9 @@ def step(base: Path, world: World, lora: LoraSettings) -> dict[str, Any]:
     training.train()
     seen = watched(training)
     batch = batch_of(slice(world.rank, world.rank + 1), trained=world.rank == 0)
+    forward_backward(training, batch, torch.ones(()))
+    for param in params.values():
+        param.grad = None
     forward_backward(training, batch, torch.ones(()))
     gradients: dict[str, Any] = {name: param.grad for name, param in params.items()}
     return {

@@ -16,7 +16,6 @@ bytes, and no cast at each use. Their gradients stay float32.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,9 @@ def shard_(
         training.router_balance.share_(dist.group.WORLD)
     sliced = share_vocabulary_(training, mesh)
     layers = decoder_layers(model)
-    policy = _gathered_in(model.config.dtype, layers)
+    compute_dtype = model.config.dtype
+    assert isinstance(compute_dtype, torch.dtype), "the model was built in one"
+    policy = _gathered_in(compute_dtype, layers)
     units: list[FSDPModule] = [
         fully_shard(
             layer,
@@ -67,7 +68,7 @@ def shard_(
         for layer in layers
     ]
     for layer in layers:
-        layer.register_forward_pre_hook(_keep_gradients_float32)
+        _keep_gradients_float32_(layer)
     units.append(
         fully_shard(training, mesh=mesh, reshard_after_forward=False, ignored_params=sliced)
     )
@@ -80,7 +81,7 @@ def shard_(
     return units
 
 
-def _gathered_in(dtype: Any, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
+def _gathered_in(dtype: torch.dtype, layers: Iterable[nn.Module]) -> MixedPrecisionPolicy:
     """Return the policy by which decoder layers gather in `dtype`, the compute type. DoRA's
     magnitudes are used in float32, so where there are any all is gathered as it is.
     """
@@ -92,11 +93,18 @@ def _gathered_in(dtype: Any, layers: Iterable[nn.Module]) -> MixedPrecisionPolic
     )
 
 
-def _keep_gradients_float32(layer: nn.Module, _: object) -> None:
-    """Let what a layer has gathered take float32 gradients, in whichever type it is itself."""
-    for param in layer.parameters():
-        if param.requires_grad and param.grad_dtype != torch.float32:
-            param.grad_dtype = torch.float32
+def _keep_gradients_float32_(layer: nn.Module) -> None:
+    """Let what a layer gathers take float32 gradients, in whichever type it is itself. FSDP2 makes
+    these parameters in the layer's first forward, and uses the same ones from then on.
+    """
+
+    def begin(layer: nn.Module, _: object) -> None:
+        for param in layer.parameters():
+            if param.requires_grad:
+                param.grad_dtype = torch.float32
+        handle.remove()
+
+    handle = layer.register_forward_pre_hook(begin)
 
 
 def shard_for_inference_(model: PreTrainedModel, mesh: DeviceMesh) -> None:

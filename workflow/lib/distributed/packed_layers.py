@@ -77,11 +77,18 @@ class _PackedLayer:
         share = math.ceil((last.start + last.num_bytes) / world.shard_size)
         self.slice_bytes = _aligned(share)
         self.on_host = on_host
+        mesh = world.mesh
+        self._slice_start = mesh.get_local_rank(mesh.ndim - 1) * self.slice_bytes
         self._world, self._stream = world, stream
         self._gpu = torch.get_device_module(world.device)
         self.slice = torch.empty(0, dtype=torch.uint8)
         self._buffer: torch.Tensor | None = None
         self._gathered: torch.Event | None = None
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all packed tensors of the layer, as they are stored."""
+        return sum(part.num_bytes for part in self._parts)
 
     def empty_(self) -> None:
         """Take the packed parameters from a meta-device model: nothing shards, allocates or loads
@@ -105,7 +112,7 @@ class _PackedLayer:
 
     def load_(self, reader: CheckpointReader) -> int:
         """Fill this process's slice; return the bytes read."""
-        first = self._number_of_slice * self.slice_bytes
+        first = self._slice_start
         self.allocate_()
         bytes_read = 0
         for part in self._parts:
@@ -116,11 +123,6 @@ class _PackedLayer:
                 self.slice[part.start + start - first :][: data.numel()].copy_(data)
                 bytes_read += data.numel()
         return bytes_read
-
-    @property
-    def _number_of_slice(self) -> int:
-        mesh = self._world.mesh
-        return mesh.get_local_rank(mesh.ndim - 1)
 
     def fetch(self) -> None:
         """Start to gather the weights, unless they are there. Collective."""
@@ -143,7 +145,7 @@ class _PackedLayer:
         """
         mine = self.slice
         if self.on_host:
-            mine = buffer.narrow(0, self._number_of_slice * self.slice_bytes, self.slice_bytes)
+            mine = buffer.narrow(0, self._slice_start, self.slice_bytes)
             mine.copy_(self.slice, non_blocking=True)
         if self._world.shard_size > 1:
             mesh = self._world.mesh
@@ -257,6 +259,11 @@ class PackedLayers:
     def device_bytes(self) -> int:
         """Bytes of the slices that this process keeps on its device."""
         return sum(x.slice_bytes for x in self._layers.values() if not x.on_host)
+
+    def fair_share(self) -> float:
+        """Return the bytes that this process should keep on its device, but for rounding."""
+        whole = sum(layer.whole_bytes for layer in self._layers.values() if not layer.on_host)
+        return whole / self._world.shard_size
 
     @property
     def host_bytes(self) -> int:

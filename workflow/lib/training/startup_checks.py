@@ -113,9 +113,10 @@ def _check_share(model: TrainingModel, world: World) -> Check:
     held_bytes, total_bytes = local_bytes(model.training)
     fair_bytes = fair_share(model.training, shards=world.shard_size)
     packed = model.packed_layers
-    sliced_bytes = packed.device_bytes if packed else 0
-    held_bytes += sliced_bytes
-    total_bytes += sliced_bytes * world.shard_size
+    if packed:
+        held_bytes += packed.device_bytes
+        total_bytes += packed.device_bytes * world.shard_size
+        fair_bytes += packed.fair_share()
     detail = (
         f"{held_bytes:,} of {total_bytes:,} bytes on rank {world.rank}, {world.shard_size} "
         "processes share a copy"
@@ -124,7 +125,7 @@ def _check_share(model: TrainingModel, world: World) -> Check:
         detail += f"; {packed.host_bytes:,} bytes of {packed.layers_on_host} layers in host memory"
     return Check(
         name="every process holds its share of the parameters",
-        passed=held_bytes <= (fair_bytes + sliced_bytes) * 1.02 + 65536,
+        passed=held_bytes <= fair_bytes * 1.02 + 65536,
         detail=detail,
     )
 

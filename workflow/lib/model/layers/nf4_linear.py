@@ -1,5 +1,5 @@
 """The NF4 linear layer whose packed weight and quantization state are ordinary parameters, so that
-FSDP2 shards them.
+they can be sharded: those of decoder layers by `packed_layers`, others by FSDP2.
 
 Packed weights, 8-bit absmax and nested absmax are frozen 1-D `float32` parameters: views of the
 bytes. float32 because FSDP2 copies bf16 groups through float on CUDA and so rewrites NaN bit
@@ -130,8 +130,7 @@ class NF4Linear(nn.Linear):
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`, shape (out_features, in_features).
 
-        Must be called while the parameters are gathered (inside the FSDP unit's forward or
-        backward).
+        Must be called while the parameters are gathered (inside its layer's forward or backward).
         """
         if kernels.usable(self.weight.device):
             weight = torch.empty(self.spec.shape, dtype=dtype, device=self.weight.device)
