@@ -19,6 +19,7 @@ from workflow.lib.distributed.weight_checks import local_bytes, mismatched_tenso
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.architecture.layer_choice import Recomputation, choose_layers
 from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
+from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import build_on_meta, local, local_range
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -54,6 +55,7 @@ def survey(base: Path, altered_base: Path) -> dict[str, Any]:
             "ranges": {name: (*local_range(p), p.shape[0]) for name, p in params.items()},
             "local_rows": {name: len(local(p)) for name, p in params.items()},
             "bytes": held_bytes(model, world),
+            "spare_bytes": spare_bytes(model, world),
             "bytes_read": model.bytes_read,
             "units": len(model.units),
             "whole": whole(model, params),
@@ -81,6 +83,16 @@ def held_bytes(model: TrainingModel, world: World) -> tuple[int, int]:
     sliced = model.packed_layers.device_bytes
     held, total = local_bytes(model.training)
     return held + sliced, total + sliced * world.size
+
+
+def spare_bytes(model: TrainingModel, world: World) -> int:
+    """Return by how much the slices of all processes are more than the packed tensors, each rounded
+    up to 512 bytes.
+    """
+    assert model.packed_layers is not None
+    linears = dict(nf4_linears(model.training))
+    sizes = [size for linear in linears.values() for size in linear.spec.sizes.values()]
+    return model.packed_layers.device_bytes * world.size - sum(-(-x // 512) * 512 for x in sizes)
 
 
 def whole(model: TrainingModel, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -204,6 +216,12 @@ def test_every_process_holds_a_third_before_and_after_the_checks(
         assert len(totals) == 1
         assert sum(report[key][0] for report in reports) == totals.pop()
         assert all(held < 0.36 * total for held, total in (report[key] for report in reports))
+
+
+def test_slices_are_equal_shares_of_the_packed_tensors(reports: list[dict[str, Any]]) -> None:
+    """Of each of the three layers, but for the rounding of the last tensor and of the slices."""
+    for report in reports:
+        assert -3 * 512 < report["spare_bytes"] < 3 * PROCESSES * 512
 
 
 def test_checkpoint_is_read_once_by_all_together(
