@@ -3,11 +3,11 @@ layer's own forward and backward.
 
 All packed tensors of a layer lie one behind the other, and a process keeps its slice of these bytes
 on the device, or in page-locked host memory. While the layer before (in backward the one behind)
-computes, a stream of its own gathers all slices into one buffer; the layer's parameters are views
-of it, so nothing is copied once more, as FSDP2 does into its buffer and out of it. Adapters, their
-gradients, norms and biases are FSDP2's. With one process there is nothing to gather: layers from
-host memory are copied, others are no business of this file. On the CPU the same is done without
-streams: for tests.
+computes, a stream of its own gathers all slices into one buffer. The layer's parameters are views of
+it, so nothing is copied further; FSDP2 would copy into its buffer and out of another one. FSDP2
+shards the rest: adapters, norms and biases. With one process there is nothing to gather: layers
+from host memory are copied, and the others stay ordinary parameters. CPUs do the same without
+streams.
 """
 
 import math
@@ -218,8 +218,8 @@ def _aligned(num_bytes: int) -> int:
 class PackedLayers:
     """Decoder layers of a model, by number, whose packed weights are gathered for their use alone.
 
-    Made of a meta-device model before it is sharded (`parameters` are then no business of FSDP's),
-    filled by `load_`. Follows the model's forward and backward by hooks: at most the layer in use
+    Made of a meta-device model before it is sharded (FSDP2 must ignore `parameters`), and filled by
+    `load_`. Follows the model's forward and backward by hooks: at most the layer in use
     and the next one have their weights.
     """
 
