@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.support.models import adapted, quantized
@@ -90,7 +91,7 @@ def test_a_document_alone_has_the_familys_own_logits(length: int) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_models_without_longrope_are_left_as_they_are() -> None:
+def test_models_of_fixed_frequencies_are_left_as_they_are() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     rotary = model.model.rotary_emb
     rotate_by_document_(model)
@@ -104,27 +105,46 @@ def test_length_of_a_tokens_document() -> None:
     ]
 
 
-class ByLayerType(torch.nn.Module):
-    """A rotary embedding whose layers of one type have LongRoPE; tells the positions it got."""
+@pytest.mark.parametrize("rope", [LONG_ROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
+def test_nothing_waits_for_what_the_device_knows(rope: dict[str, Any]) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
+    rotate_by_document_(model)
+    rotary: Any = model.model.rotary_emb
+    rotary.copies(torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        cos, _ = rotary(torch.empty(1), torch.zeros(2, 3 * SHORT, dtype=torch.int64))
+    assert cos.shape == (2, 3 * SHORT, 16)
 
-    rope_type = {"full": "longrope", "sliding": "default"}  # noqa: RUF012
+
+class ByLayerType(torch.nn.Module):
+    """A rotary embedding whose layers of one type have LongRoPE; tells its frequencies and the
+    positions it got.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        rope = {"full": {"original_max_position_embeddings": 2}, "sliding": {}}
+        self.rope_type = {"full": "longrope", "sliding": "default"}
         self.config = LlamaConfig(**SIZES)
-        self.config.rope_parameters = rope
+        self.config.rope_parameters = {
+            "full": LONG_ROPE | {"original_max_position_embeddings": 2},
+            "sliding": {},
+        }
+        self.full_inv_freq = torch.nn.Buffer(torch.zeros(8))
+        self.sliding_inv_freq = torch.nn.Buffer(torch.zeros(8))
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        largest = position_ids.max().expand(*position_ids.shape, 1)
-        return largest, position_ids[..., None]
+        assert self.rope_type == {"full": "default", "sliding": "default"}
+        first = self.get_buffer(f"{layer_type}_inv_freq")[:1]
+        return first.expand(*position_ids.shape, 1), position_ids[..., None]
 
 
-@pytest.mark.parametrize(("kind", "largest"), [("full", [1, 1, 3, 3, 3, 3]), ("sliding", [3] * 6)])
-def test_type_of_layers_has_its_own_limit(kind: str, largest: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "frequencies"), [("full", [0, 0, 0.25, 0.25, 0.25, 0.25]), ("sliding", [0] * 6)]
+)
+def test_type_of_layers_has_its_own_limit(kind: str, frequencies: list[float]) -> None:
     rotary = RotaryByDocument(ByLayerType())
     found, positions = rotary(torch.zeros(1), torch.tensor([[0, 1, 0, 1, 2, 3]]), layer_type=kind)
-    assert found[0, :, 0].tolist() == largest
+    assert found[0, :, 0].tolist() == frequencies
     assert positions[0, :, 0].tolist() == [0, 1, 0, 1, 2, 3]

@@ -188,7 +188,7 @@ class _Run:
         allocate_(self.training, device=self._world.device)
         for module in self.training.modules():
             if isinstance(module, RotaryByDocument):
-                module.know_long_factors_(self._world.device)
+                module.copies(self._world.device)
         for number, layer in enumerate(self._layers):
             for tensor in (*layer.parameters(), *layer.buffers()):
                 recorder.assign(tensor, layer=number)

@@ -1,14 +1,18 @@
-"""LongRoPE (arXiv 2402.13753) of each document by its own length.
+"""Rotary embeddings whose frequencies depend on lengths: the same for a document whatever it is
+packed with, and without a look at what only the device knows.
 
-Transformers' rotary embedding takes the long factors for all positions of a batch as soon as one is
-beyond the original context (`dynamic_rope_update`, 5.23). So a short document would be rotated
-otherwise beside a long one, or beside a long padding tail, than alone. Here the family's own module
-is asked twice: for the long documents alone, and for the others.
+Transformers' module asks the device for the largest position of a batch at every call
+(`dynamic_rope_update`), which no CUDA graph can hold (5.17). LongRoPE (arXiv 2402.13753) then takes
+its long factors for all positions as soon as one is beyond the original context, so a short
+document would be rotated otherwise beside a long one, or beside a long padding tail, than alone.
+Here copies of the family's own module have fixed frequencies: one is asked for the long documents,
+the other for all else.
 
-Dynamic NTK scaling needs none of this: it leaves positions up to max_position_embeddings alone, and
-rows are no longer than that.
+Dynamic NTK scaling leaves positions up to max_position_embeddings alone, and rows are no longer
+than that: its frequencies are those of the beginning.
 """
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,15 +20,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-LONGROPE = "longrope"
+LONGROPE, DYNAMIC, FIXED = "longrope", "dynamic", "default"
 
 
 class RotaryByDocument(nn.Module):
-    """Takes the place of a family's rotary embedding, and calls it."""
+    """Takes the place of a family's rotary embedding, and calls copies of it."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.original = original
+        self._copies: dict[torch.device, tuple[nn.Module, nn.Module]] = {}
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, *layer_type: str, **named: str
@@ -33,44 +38,53 @@ class RotaryByDocument(nn.Module):
 
         position_ids: (rows, seq_len), from 0 in each document; layer_type: as the family has it.
         """
+        short, long = self.copies(x.device)
+        tables: tuple[torch.Tensor, torch.Tensor] = short(x, position_ids, *layer_type, **named)
         limit = short_positions(self.original, *layer_type, *named.values())
         if limit is None or position_ids.shape[1] <= limit:
-            tables: tuple[torch.Tensor, torch.Tensor] = self.original(
-                x, position_ids, *layer_type, **named
-            )
             return tables
         is_long = document_lengths(position_ids) > limit
-        short, long = (
-            self.original(x, position_ids.masked_fill(left_out, 0), *layer_type, **named)
-            for left_out in (is_long, ~is_long)
-        )
         cos, sin = (
             torch.where(is_long[..., None], table, other)
-            for table, other in zip(long, short, strict=True)
+            for table, other in zip(
+                long(x, position_ids, *layer_type, **named), tables, strict=True
+            )
         )
         return cos, sin
 
-    def know_long_factors_(self, device: torch.device) -> None:
-        """Give the family's module its long factors, which it makes of numbers at its first call:
-        a device that only records cannot take these.
+    def copies(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
+        """Return the family's module with the frequencies of short documents, and with those of
+        long ones; made once. A device that only records takes no numbers at a call: ask before.
         """
+        if device not in self._copies:
+            short, long = (self._fixed(device, long=long) for long in (False, True))
+            self._copies[device] = short, long
+        return self._copies[device]
+
+    def _fixed(self, device: torch.device, *, long: bool) -> nn.Module:
+        config: Any = self.original.config
+        shared = [config, *self.original.buffers()]
+        fixed = deepcopy(self.original, {id(one): one for one in shared}).to(device)
         kinds: Any = self.original.rope_type
-        for layer_type in kinds if isinstance(kinds, dict) else [None]:
+        for layer_type in kinds if long and isinstance(kinds, dict) else [None] * long:
             limit = short_positions(self.original, layer_type)
-            if limit is None:
-                continue
-            factors, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
-                self.original.config, torch.device("cpu"), seq_len=limit + 1, layer_type=layer_type
-            )
-            name = "long_inv_freq" if layer_type is None else f"{layer_type}_long_inv_freq"
-            setattr(self.original, name, factors.to(device))
+            if limit is not None:
+                frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
+                    config, torch.device("cpu"), seq_len=limit + 1, layer_type=layer_type
+                )
+                name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+                setattr(fixed, name, frequencies.to(device))
+        by_type = isinstance(kinds, dict)
+        fixed.rope_type = dict.fromkeys(kinds, FIXED) if by_type else FIXED  # type: ignore[assignment]
+        return fixed
 
 
 def rotate_by_document_(model: PreTrainedModel) -> None:
-    """Put a `RotaryByDocument` in the place of every rotary embedding that has LongRoPE."""
+    """Put a `RotaryByDocument` in the place of every rotary embedding that asks for lengths."""
     for path, module in list(model.named_modules()):
         kinds: Any = getattr(module, "rope_type", None)
-        if LONGROPE in (kinds.values() if isinstance(kinds, dict) else [kinds]):
+        several = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(kind in (LONGROPE, DYNAMIC) for kind in several):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, RotaryByDocument(module))
 
