@@ -150,3 +150,11 @@ def test_gate_that_cannot_be_judged_says_why(tmp_path: Path) -> None:
     text = with_gate(tmp_path, {"pydocs_mc/f1": 0.1})
     assert "The required gain cannot be judged" in text
     assert "pydocs_mc/f1': it is not measured. Known: pydocs_mc/acc" in text
+
+
+def test_verdict_says_why_cuda_graphs_were_off(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "demo", num_steps=3)
+    assert "CUDA graphs" not in rendered(tmp_path, "demo")
+    reason = {"graphs_off": "operation not permitted"}
+    edit(folder / "finetune" / "summary.json", lambda d: d.update(reason))
+    assert "CUDA graphs were off (operation not permitted)" in rendered(tmp_path, "demo")

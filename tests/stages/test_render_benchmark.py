@@ -188,3 +188,10 @@ def test_page_says_what_a_checkpoint_costs() -> None:
     assert "| `saving x2` | 1.00 GiB | 0.250 | 0.800 | 0.062 | 6.4 % |" in lines
     assert "| `quick x2` | 1 MiB | 0.250 | -0.010 | 0.001 | 0.0 % |" in lines
     assert not any("checkpoints |" in line for line in render_page(ROWS, figure="x").splitlines())
+
+
+def test_case_without_its_cuda_graphs_says_why() -> None:
+    without = line("flash", speed=1000.0)
+    without["measured"]["graphs_off"] = "operation not permitted"
+    page = render_page([read(without)], figure="x.png")
+    assert "varlen, no CUDA graphs (operation not permitted)" in page

@@ -66,7 +66,7 @@ def trained(
         "weights": weights,
         "counts": (captures.count, captures.replays),
         "asked": asked[0],
-        "off": graphs.off if graphs else None,
+        "off": trainer.graphs_off,
     }
 
 

@@ -320,7 +320,9 @@ def summary_words(row: BenchmarkRow) -> str:
     if measured is None:
         return str(row.cause)
     memory = measured.allocated_bytes or measured.host_bytes
-    return f"{measured.tokens_per_s_per_process:,.0f} tokens/s per process, peak {size(memory)}"
+    off = f"; CUDA graphs were off ({measured.graphs_off})" if measured.graphs_off else ""
+    speed = f"{measured.tokens_per_s_per_process:,.0f} tokens/s per process"
+    return f"{speed}, peak {size(memory)}{off}"
 
 
 def first_line(error: BaseException) -> str:

@@ -177,6 +177,7 @@ def train(args: argparse.Namespace, run: TrainingRun, pulse: Pulse) -> tuple[Jou
             save_or_stop(course, step=metrics.step, asked=stop.asked, tokens=args.tokens)
             pulse.step(metrics.step + 1)
         pulse.phase("saving", num_bytes=course.state_bytes)
+    journal.graphs_off = course.trainer.graphs_off
     return journal, select_adapter(run.model, course.best, last_step=num_steps)
 
 

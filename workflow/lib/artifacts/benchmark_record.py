@@ -69,6 +69,8 @@ class WorkerMeasurement(Record):
     """Norm of the gradient of each step."""
     attention: str
     """Kind of attention that ran."""
+    graphs_off: str | None = None
+    """Why micro-batches could not be CUDA graphs; null: they were, or were not to be."""
     profile: Profile | None
     """Where the time of one more step goes; null if that was not asked for."""
     checkpoint: CheckpointCost | None

@@ -134,6 +134,9 @@ class Summary(Record):
     """Seconds of training, over all starts."""
     tokens_per_s: float
     """`tokens` a second, over all processes."""
+    graphs_off: str | None = None
+    """Why micro-batches could not be CUDA graphs, which makes them slower. Written only where they
+    were to be."""
     peak_bytes: PeakBytes
     """Predicted and measured peak memory."""
     expert_load: ExpertLoad | None = None

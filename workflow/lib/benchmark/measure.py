@@ -58,7 +58,16 @@ LARGEST = (
     "load_s",
     "bytes_read",
 )
-OF_MAIN = ("step_s", "losses", "grad_norms", "attention", "profile", "checkpoint", "checks")
+OF_MAIN = (
+    "step_s",
+    "losses",
+    "grad_norms",
+    "attention",
+    "graphs_off",
+    "profile",
+    "checkpoint",
+    "checks",
+)
 GEMM_REPEATS = 5
 GEMM_IN_A_ROW = 10  # so that what Python takes to start one is hidden, as in training
 GEMM_WARM_UP_S = 1.0  # until clocks have settled
@@ -115,6 +124,8 @@ class Observed:
     """Peak resident set of the process."""
     gemm_flops_per_s: float = 0.0
     attention: str = ""
+    graphs_off: str | None = None
+    """Why micro-batches were no CUDA graphs though they were to be."""
     profile: Profile | None = None
     """Where the time of one more step goes; None if that was not asked for."""
     checkpoint: CheckpointCost | None = None
@@ -229,6 +240,7 @@ def _train(
         return trainer.steps(first_step=first, num_steps=last)
 
     _time_steps(islice(training_steps(0, count), count), seen, pulse)  # keeps their graphs
+    seen.graphs_off = trainer.graphs_off
     if job.profile:  # by itself, so that no part of it has run before and none of the next one does
         step = training_steps(count, count + 1)
         seen.profile = profiled(lambda: next(step), device=world.device)

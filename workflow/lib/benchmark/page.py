@@ -135,11 +135,12 @@ def _table(rows: Sequence[MeasuredRow]) -> str:
     lines, common = [head, "|---" * 11 + "|"], common_sizes(rows)
     for row in rows:
         measured, predicted = row.measured, row.predicted
-        on_gpu = measured.allocated_bytes > 0
+        on_gpu, without = measured.allocated_bytes > 0, measured.graphs_off
         cells = [
             _what(row, common),
             str(row.processes),
-            measured.attention,
+            measured.attention
+            + (f", no CUDA graphs ({off})" if (off := measured.graphs_off) else ""),
             count(measured.tokens_per_s_per_process),
             share(measured.model_flops_utilisation),
             gib(measured.allocated_bytes) if on_gpu else "-",

@@ -217,6 +217,11 @@ class Trainer:
             )
         self.release_graphs()
 
+    @property
+    def graphs_off(self) -> str | None:
+        """Why micro-batches are no CUDA graphs any more; None: they are, or never were to be."""
+        return None if self.graphs is None else self.graphs.off
+
     def release_graphs(self) -> None:
         """Give back the memory that CUDA graphs hold: what follows needs it. Later steps capture
         them anew.

@@ -57,6 +57,8 @@ class Journal:
         self.rows, self.resumed_from, self.skipped = shared
         self.elapsed_s = float(self.rows[-1]["elapsed_s"]) if self.rows else 0.0
         """Seconds trained so far, over all invocations."""
+        self.graphs_off: str | None = None
+        """Why micro-batches of this start were no CUDA graphs any more."""
 
     def add(self, metrics: StepMetrics) -> bool:
         """Record a step: to disk every `log_every` steps, at the first and with a held-out loss; to
@@ -163,6 +165,7 @@ def summarize(
             "measured": peak_bytes,
             "kind": "cuda_allocated" if run.world.device.type == "cuda" else "host_rss",
         },
+        **({"graphs_off": journal.graphs_off} if journal.graphs_off else {}),
         "selected_step": selected_step,
         "checks": [check.model_dump() for check in (*checks, _check_gradient_norms(journal))],
     }
