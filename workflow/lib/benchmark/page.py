@@ -139,8 +139,7 @@ def _table(rows: Sequence[MeasuredRow]) -> str:
         cells = [
             _what(row, common),
             str(row.processes),
-            measured.attention
-            + (f", no CUDA graphs ({off})" if (off := measured.graphs_off) else ""),
+            measured.attention + (f", no CUDA graphs ({without})" if without else ""),
             count(measured.tokens_per_s_per_process),
             share(measured.model_flops_utilisation),
             gib(measured.allocated_bytes) if on_gpu else "-",
