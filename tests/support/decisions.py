@@ -7,6 +7,7 @@ import pytest
 from tests.support.preflight_examples import llama_shape, machine, token_counts
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
+from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.preflight.decision import Decision, decide
 from workflow.lib.planning.preflight.replay_check import Recorder
 from workflow.lib.settings.config import RunConfig
@@ -41,6 +42,14 @@ def decided(
         disk_free_bytes=free,
         record=record,
     )
+
+
+def taking(num_bytes: int) -> Tape:
+    """A recording of one tensor."""
+    tape = Tape()
+    tape.phase("forward")
+    tape.new(num_bytes, "layer_workspace")
+    return tape
 
 
 def message(**arguments: Any) -> str:

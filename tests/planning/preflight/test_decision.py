@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config
+from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config, taking
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
@@ -198,14 +198,6 @@ def test_document_has_exactly_the_plan_that_later_stages_read() -> None:
     assert predicted.reserved_bytes == predicted.peak_bytes + predicted.allocator_slack_bytes
 
 
-def taking(num_bytes: int) -> Tape:
-    """A recording of one tensor."""
-    tape = Tape()
-    tape.phase("forward")
-    tape.new(num_bytes, "layer_workspace")
-    return tape
-
-
 def test_verdict_that_no_recording_confirms_says_so() -> None:
     unsure = "estimated and not confirmed by a recording"
     run = run_config()
@@ -215,21 +207,6 @@ def test_verdict_that_no_recording_confirms_says_so() -> None:
         assert (decision.fits, document.method) == (True, method)
         assert (unsure in decision.reason) == (record is None)
     assert unsure not in decided(on=cpu_machine(processes=2, host_bytes=200 * GIB)).reason
-
-
-def test_plan_is_judged_by_what_was_recorded() -> None:
-    """The next best is taken where the best does not fit."""
-    asked: list[Setup] = []
-
-    def record(chosen: Setup) -> Tape:
-        asked.append(chosen)
-        return taking(100 * GIB if len(asked) == 1 else GIB)
-
-    decision = decided(record=record)
-    assert decision.fits
-    assert decision.chosen.setup == asked[1] != asked[0]
-    assert decision.chosen.replayed is not None
-    assert decision.chosen.replayed.allocated_bytes == GIB
 
 
 def test_model_that_cannot_be_recorded_is_estimated(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """The decision of preflight: which plan a run takes, whether it fits, and if not, what would."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.machine import Machine
@@ -63,10 +63,13 @@ def decide(
         machine, calibration=run.hardware.calibration, compute_bytes=setup.compute_bytes
     )
     question = Question(shape, machine, speed, limits, rows, tokens.trained_share)
-    options = candidates(
-        question, setup, open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
+    choices = open_choices(run, machine, sizes=sizes, num_layers=shape.num_layers)
+    chosen, options = confirmed(
+        lambda shares: candidates(replace(question, shares=shares), setup, choices),
+        device=machine.device,
+        limits=limits,
+        record=record,
     )
-    chosen, options = confirmed(options, device=machine.device, limits=limits, record=record)
     disk = disk_bytes(
         shape, chosen.setup, tokens,
         keep_checkpoints=run.train.keep_checkpoints, keep_best=run.train.select == "best",

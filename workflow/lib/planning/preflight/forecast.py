@@ -140,7 +140,7 @@ def _tried_plan(candidate: Candidate, chosen: Candidate) -> TriedPlan:
         offload_layers=setup.offload_layers,
         reshard_after_forward=setup.reshard_after_forward,
         host_bytes=candidate.host_bytes,
-        peak_bytes=candidate.prediction.peak_bytes,
+        peak_bytes=candidate.peak_bytes,
         relative_time=candidate.step_s / chosen.step_s,
         fits=candidate.fits,
         why=explain(candidate, chosen),

@@ -3,15 +3,15 @@ left open.
 
 Left open may be: which layers are recomputed, whether activations wait in host memory, how many
 layers' weights do, and whether gathered weights are freed after forward. Each candidate is
-predicted in closed form, its bytes by `memory` and its seconds by `machine_speed`. What saves
-memory costs time; the memory that it saves allows larger micro-batches, which save time. Which of
-the two wins depends on
-shapes, memory and links, so all are tried: some hundred, in milliseconds.
+predicted in closed form, its bytes by `memory`, corrected by what was recorded of other plans, and
+its seconds by `machine_speed`. What saves memory costs time; the memory that it saves allows larger
+micro-batches, which save time. Which of the two wins depends on shapes, memory and links, so all
+are tried: some hundred, in milliseconds.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from workflow.lib.model.architecture.layer_choice import (
@@ -26,6 +26,7 @@ from workflow.lib.planning.memory.closed_form import Prediction
 from workflow.lib.planning.memory.replay import Replay
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import Budget, host_bytes
+from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.planning.timing.machine_speed import Speed
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.units import GIB
@@ -47,6 +48,9 @@ class Candidate:
 
     setup: Setup
     prediction: Prediction
+    """By the closed form."""
+    peak_bytes: int
+    """The peak of that, as recordings of other plans have corrected it."""
     lacking_bytes: int
     """How much more than there is a process would need; 0 or less if it fits."""
     step_s: float
@@ -162,6 +166,12 @@ class Question:
     rows: int
     """Of a process and step."""
     trained_share: float
+    shares: RecordedShares = field(default_factory=RecordedShares)
+
+    def holds(self, setup: Setup) -> bool:
+        """Whether a plan's predicted peak fits."""
+        peak = closed_form.predict(self.shape, setup).peak_bytes
+        return self.limits.holds(self.shares.corrected(peak, setup))
 
 
 def candidates(question: Question, setup: Setup, choices: Choices) -> list[Candidate]:
@@ -186,8 +196,7 @@ def _layers_to_host(question: Question, setup: Setup) -> int:
     """
 
     def holds(count: int) -> bool:
-        hosting = replace(setup, offload_layers=count)
-        return question.limits.holds(closed_form.predict(question.shape, hosting).peak_bytes)
+        return question.holds(replace(setup, offload_layers=count))
 
     most = question.shape.num_layers - 1
     if not holds(most):
@@ -198,7 +207,7 @@ def _layers_to_host(question: Question, setup: Setup) -> int:
 def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
     """unasked: what it keeps in host memory is the search's idea, not a setting."""
     prediction = closed_form.predict(question.shape, setup)
-    peak = prediction.peak_bytes
+    peak = question.shares.corrected(prediction.peak_bytes, setup)
     micro_batches = question.rows // setup.micro_batch_size
     parts = question.speed.parts(
         question.shape,
@@ -211,6 +220,7 @@ def _candidate(question: Question, setup: Setup, *, unasked: bool) -> Candidate:
     return Candidate(
         setup=setup,
         prediction=prediction,
+        peak_bytes=peak,
         lacking_bytes=question.limits.needed_bytes(peak) - question.limits.capacity_bytes,
         step_s=sum(parts.values()) * micro_batches,
         host_bytes=host,
@@ -245,7 +255,7 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
     allowed = small if device == "cpu" and small else options
     fitting = [candidate for candidate in allowed if candidate.fits]
     if not fitting:
-        return min(options, key=lambda c: (c.lacking_host_bytes > 0, c.prediction.peak_bytes))
+        return min(options, key=lambda c: (c.lacking_host_bytes > 0, c.peak_bytes))
     fastest_s = min(candidate.step_s for candidate in fitting)
     near = [c for c in fitting if c.step_s <= fastest_s * (1 + UNSURE)]
     least = min(_demands(candidate) for candidate in near)
@@ -254,6 +264,14 @@ def choose(options: list[Candidate], *, device: str) -> Candidate:
 
 def _offloads(setup: Setup) -> bool:
     return bool(setup.offload_activations) or setup.offload_layers > 0
+
+
+def is_worth_recording(candidate: Candidate, known: Candidate) -> bool:
+    """Whether a candidate asks less of the machine than a known one that fits, or is faster by 3%
+    or more.
+    """
+    less = _demands(candidate) < _demands(known)
+    return less or candidate.step_s < known.step_s / (1 + NEGLIGIBLE)
 
 
 def _demands(candidate: Candidate) -> tuple[bool, bool]:
@@ -269,7 +287,7 @@ def _fastest(alike: list[Candidate]) -> Candidate:
     """
     first = min(
         alike,
-        key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.prediction.peak_bytes),
+        key=lambda c: (float(f"{c.step_s:.6g}"), -c.micro_batch_size, c.peak_bytes),
     )
     if not _offloads(first.setup):
         return first

@@ -1,8 +1,10 @@
-"""The verdict on a plan for GPUs: the one that the search's closed form chooses is recorded from
-the engine and replayed before it is believed.
+"""The verdict on a plan for GPUs: the one that the search chooses is recorded from the engine and
+replayed before it is believed.
 
-If the replay shows that the allocator cannot serve it, the next best candidate is tried, and so on.
-CPUs have no such allocator: there the closed form decides, and where nothing can be recorded.
+What a replay allocates, as a share of what the closed form says, corrects the search's other
+candidates, and it goes on until it chooses one that was replayed, or none that is worth a
+recording. CPUs have no such allocator: there the closed form decides, and where nothing can be
+recorded.
 """
 
 import logging
@@ -13,7 +15,12 @@ from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.budget import Budget
-from workflow.lib.planning.preflight.plan_search import Candidate, choose
+from workflow.lib.planning.preflight.plan_search import (
+    Candidate,
+    choose,
+    is_worth_recording,
+)
+from workflow.lib.planning.preflight.recorded_shares import RecordedShares
 from workflow.lib.system.errors import UserError
 
 logger = logging.getLogger("workflow")
@@ -29,30 +36,53 @@ class NotRecordedError(UserError):
 
 
 def confirmed(
-    options: list[Candidate],
+    search: Callable[[RecordedShares], list[Candidate]],
     *,
     device: str,
     limits: Budget,
     record: Recorder | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
-    """Return the best candidate whose replay fits, and all candidates with what their replays have
-    shown.
+    """Return the best candidate whose replay fits, and all candidates with what replays have shown;
+    search: finds them, by what was recorded so far.
 
     If none fits, the one that needs least, replayed too. Without `record`, and of a model that
     cannot be recorded, there are no replays.
     """
+    shares, known = RecordedShares(), list[Candidate]()
     while True:
+        options = _with_replays(search(shares), known)
         chosen = choose(options, device=device)
         if device == "cpu" or record is None or chosen.replayed is not None:
             return chosen, options
+        if fitting := [candidate for candidate in known if candidate.fits]:
+            best = choose(fitting, device=device)
+            if not is_worth_recording(chosen, best):
+                return best, options
         try:
-            tried = replayed(chosen, limits=limits, record=record)
+            known.append(replayed(chosen, limits=limits, record=record))
         except NotRecordedError as error:
             logger.warning("%s; the verdict is an estimate by the closed form", error)
             return chosen, options
-        options = [tried if candidate is chosen else candidate for candidate in options]
-        if tried.fits:
-            return tried, options
+        shares = shares.with_recorded(chosen.setup, _share(known[-1]))
+
+
+def _with_replays(options: list[Candidate], known: list[Candidate]) -> list[Candidate]:
+    """Return the options with those that were replayed in their places, or after them where the
+    search has come to others.
+    """
+    setups = [candidate.setup for candidate in options]
+    found = list(options)
+    for candidate in known:
+        if candidate.setup in setups:
+            found[setups.index(candidate.setup)] = candidate
+        else:
+            found.append(candidate)
+    return found
+
+
+def _share(candidate: Candidate) -> float:
+    assert candidate.replayed is not None
+    return candidate.replayed.allocated_bytes / candidate.prediction.peak_bytes
 
 
 def replayed(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
