@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed, dropout": {"dropout": 0.1},
     "float8": {"products": "float8"},
+    "flex": {"attention": "flex"},
+    "flex, recomputed, dropout": {"attention": "flex", "dropout": 0.1},
     "embedding on the host": {"offload_embedding": True},
     "kept in float8": {"saved_activations": "float8"},
     "kept on the host": STASHED,
@@ -44,6 +46,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "float8, embedding on the host": {"products": "float8", "offload_embedding": True},
     "two micro-batches": {"micro_batch_size": 1},
     "replicas": {"shard_size": 1},
+    "flex": {"attention": "flex"},
     "kept on the host": STASHED,
     "those of two layers on the host": STASHED | {"offload_activations": 2},
 }
@@ -169,8 +172,9 @@ def test_sharded_graphs_are_bit_equal_too(base: Path, two_gpus: int, kind: str) 
 
 
 def check_same_run(base: Path, levers: dict[str, Any], *, processes: int) -> None:
+    attention = levers.get("attention", "varlen")
     found = {
-        graphed: run_distributed(trained, base, levers, graphed, "varlen", world_size=processes)
+        graphed: run_distributed(trained, base, levers, graphed, attention, world_size=processes)
         for graphed in ("no", "layout", "yes")
     }
     for rank in range(processes):

@@ -34,7 +34,7 @@ def test_graphs_keep_gradients_and_have_workspaces_of_their_own() -> None:
         ({"offload_layers": 1}, "weights of layers"),
         ({"trains_head": True}, "trained whole"),
         ({"dora": True}, "DoRA"),
-        ({"attention": "flex"}, "attention by flex"),
+        ({"attention": "sdpa"}, "attention by sdpa"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -49,7 +49,12 @@ def test_what_is_known_to_keep_graphs_off_is_named(levers: dict[str, Any], words
 
 @pytest.mark.parametrize(
     "levers",
-    [{"processes": 2}, {"offload_embedding": True}, {"offload_activations": True}],
+    [
+        {"processes": 2},
+        {"offload_embedding": True},
+        {"offload_activations": True},
+        {"attention": "flex"},
+    ],
     ids=str,
 )
 def test_several_gpus_of_a_machine_have_graphs_and_so_has_what_comes_from_host_memory(

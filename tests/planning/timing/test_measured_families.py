@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.measurements import described, measured_lines
 from workflow.lib.benchmark.cases import model_config
-from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.planning.timing.calibration import recorded_setup
 from workflow.lib.planning.timing.gpu_traffic import fabric_of, micro_batch_traffic
 from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import Constants, constants_of, gpu_seconds
@@ -60,7 +60,7 @@ def line_of(file: str, case: str) -> dict[str, Any]:
 
 def error(line: dict[str, Any], constants: Constants | None = None) -> float:
     """Relative error of the predicted step; positive if it is too long. None: the shipped ones."""
-    setup = Setup(**line["setup"] | {"targets": tuple(line["setup"]["targets"])})
+    setup = recorded_setup(line)
     sizes = BenchmarkConfig(**line["sizes"])
     shape = described(json.dumps(model_config(sizes)), sizes.model)
     if line["case"] in NOT_FUSED:

@@ -339,10 +339,10 @@ class HardwareConfig(Section):
     to be fastest of all that fits. Does not change the result."""
     cuda_graphs: bool = True
     """Launch forward and backward of a micro-batch as one CUDA graph, so that the GPU does not wait
-    for Python: on the GPUs of one machine, with FlashAttention, no layers in host memory, no module
-    trained whole and no DoRA; otherwise they stay off, and preflight says why. Of models with
-    recurrent layers, while the lengths of packed documents differ little. Changes the result by no
-    more than rounding."""
+    for Python: on the GPUs of one machine, with FlashAttention or flex attention, no layers in host
+    memory, no module trained whole and no DoRA; otherwise they stay off, and preflight says why. Of
+    models with recurrent layers, while the lengths of packed documents differ little. Changes the
+    result by no more than rounding."""
     calibration: str | None = Field(None, min_length=1, max_length=4096)
     """measurements.jsonl of the benchmark (`results/benchmark/.../page/`), made on GPUs of this
     run's kind: the predicted times are fitted to it; null = constants measured on H200, scaled by

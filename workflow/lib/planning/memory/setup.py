@@ -103,7 +103,7 @@ class Setup:
             "weights of layers wait in host memory": self.offload_layers > 0,
             "modules are trained whole": self.trained_tables > 0,
             "DoRA's row norms are made once a step": self.dora,
-            f"attention by {self.attention}": self.attention != "flash",
+            f"attention by {self.attention}": self.attention not in ("flash", "flex"),
         }
         return next((words for words, there in obstacles.items() if there), None)
 
