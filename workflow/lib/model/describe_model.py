@@ -31,6 +31,7 @@ from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
+from workflow.lib.model.kernel_packages import compute_by_torch_code
 from workflow.lib.model.nf4_model import build_config_on_meta
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
@@ -85,8 +86,10 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     otherwise.
 
     `origin` names the document in messages. Raises `UserError` for what is no causal language
-    model, cannot be built, or has parts whose memory is not known.
+    model, cannot be built, or has parts whose memory is not known. From then on this process
+    computes recurrent layers by their torch code (`compute_by_torch_code`).
     """
+    compute_by_torch_code()
     part = text_part(config)
     refuse_quantized(config, origin)
     for content in (config, part):

@@ -39,9 +39,9 @@ class OneByOne:
         family: Callable[..., Any] = super().forward  # type: ignore[misc]
         documents = self.documents
         rows = hidden_states.shape[:2]
-        if documents is None or documents.are_rows(rows):
-            return family(hidden_states, *args, **others)
         named = {name: x for name, x in others.items() if name not in OF_PACKED_ROWS}
+        if documents is None or documents.are_rows(rows):
+            return family(hidden_states, *args, **named)
         divide = partial(_divided, documents, type(self).__name__, rows[1])
         inputs, starts = documents.apart(hidden_states), documents.starts(hidden_states.device)
         outputs = []

@@ -37,8 +37,10 @@ def _recorded(request: Request, *, whole: bool) -> Tape:
     warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
     check_recordings()
     # In this process alone: loading torch takes seconds.
+    from workflow.lib.model.kernel_packages import compute_by_torch_code
     from workflow.lib.recording.engine_run import record
 
+    compute_by_torch_code()
     try:
         return record(request, whole=whole)
     except RuntimeError as error:
