@@ -1,5 +1,5 @@
-"""Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where
-families take ten.
+"""Attention whose projections are one node, and whose queries and keys are rotated by one operation
+(`layers.rotary`).
 
 It takes the place of a family's module that projects (by three linears or by one), perhaps norms
 heads, rotates them or a part of each, calls an attention function and projects again. Found by what
@@ -18,10 +18,10 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+from workflow.lib.model.layers.rotary import apply_rotary, split_rotary
 
 INTO, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
 INTO_ONE = ("qkv_proj",)  # all queries, then all keys, then all values
@@ -43,7 +43,7 @@ class FusedAttention(nn.Module):
         eager: Callable[..., Any],
         neighbours: bool,
     ) -> None:
-        """neighbours: which dimensions are turned together, as in `apply_rotary`."""
+        """neighbours: which dimensions are a pair, as in `layers.rotary`."""
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":
@@ -80,15 +80,16 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Return queries and keys, rotated, and values (rows, seq_len, heads, head_dim)."""
         layers: list[Any] = [self.get_submodule(name) for name in self._into]
+        cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))  # both halves are alike
+        turns: dict[str, Any] = {"cos": cos, "sin": sin, "neighbours": self._neighbours}
         if self._into == INTO_ONE:
             heads = layers[0](x).unflatten(-1, (-1, self.head_dim))
-            counts = _head_counts(self)
-            return split_rotary(heads, counts, cos, sin, neighbours=self._neighbours)
+            return split_rotary(heads, _head_counts(self), **turns)
         made = _projected(x, layers)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in made)
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
-        return *apply_rotary(query, key, cos, sin, neighbours=self._neighbours), value
+        return *apply_rotary(query, key, **turns), value
 
 
 def _into(attention: nn.Module) -> tuple[str, ...]:
@@ -109,127 +110,6 @@ def _projected(x: torch.Tensor, layers: list[Any]) -> tuple[torch.Tensor, ...]:
     if all(isinstance(layer, FusedLoraLinear) and layer.can_share_node() for layer in layers):
         return nf4_lora_matmuls(x, layers)
     return tuple(layer(x) for layer in layers)
-
-
-def apply_rotary(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    neighbours: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x cos + rotate_half(x) sin of the first dimensions of each head of query and key
-    (rows, seq_len, heads, head_dim), and x of the others.
-
-    cos, sin: (1 or rows, seq_len, dimensions that are turned), both halves alike. neighbours:
-    dimensions 2 i and 2 i + 1 are turned together, else i and i + half of them.
-    """
-    assert cos.shape[-1] <= query.shape[-1], "the kernel would write past the head"
-    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Rotary.apply
-    return rotate(query, key, cos, sin, neighbours)
-
-
-class _Rotary(torch.autograd.Function):
-    """Backward turns the other way; nothing is kept but cos and sin, which all layers share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        neighbours: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.neighbours = neighbours
-        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in (query, key))
-        return query, key
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        of_query, of_key = (
-            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours) for grad in grads
-        )
-        return of_query, of_key, None, None, None
-
-
-def split_rotary(
-    heads: torch.Tensor,
-    counts: tuple[int, int, int],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    neighbours: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys, rotated as by `apply_rotary`, and values, of all their heads (rows,
-    seq_len, heads, head_dim), as tensors of their own: the value of the one linear is kept by none.
-
-    counts: heads of queries, keys and values.
-    """
-    assert cos.shape[-1] <= heads.shape[-1], "the kernel would write past the head"
-    split: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _SplitRotary.apply
-    return split(heads, counts, cos, sin, neighbours)
-
-
-class _SplitRotary(torch.autograd.Function):
-    """As `_Rotary`; backward writes three gradients into one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        heads: torch.Tensor,
-        counts: tuple[int, int, int],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        neighbours: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.counts, ctx.neighbours = counts, neighbours
-        *turned, value = heads.split(counts, dim=2)
-        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in turned)
-        return query, key, value.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        rows, seq_len, _, head_dim = grads[0].shape
-        of_heads = grads[0].new_empty(rows, seq_len, sum(ctx.counts), head_dim)
-        *turned, of_value = of_heads.split(ctx.counts, dim=2)
-        for grad, out in zip(grads[:2], turned, strict=True):
-            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours, out=out)
-        of_value.copy_(grads[2])
-        return of_heads, None, None, None, None
-
-
-def _rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    back: bool = False,
-    neighbours: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the rotated heads, in `out` if it is given."""
-    if kernels.usable(x.device):
-        given = x.contiguous() if kernels.token_distance(x) is None else x
-        turns = cos.contiguous(), sin.contiguous()
-        return kernels.apply_rotary(given, *turns, back=back, neighbours=neighbours, out=out)
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    cos, sin = (angles[:, :, None].chunk(2, dim=-1)[0] for angles in (cos, sin))
-    if back:
-        sin = -sin
-    if neighbours:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned.chunk(2, dim=-1)
-    parts = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
-    heads = torch.cat((turned.to(x.dtype), rest), dim=-1)
-    return heads if out is None else out.copy_(heads)
 
 
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:
