@@ -32,6 +32,7 @@ HEAD = (
 PARTS = {
     "norms": "norms",
     "attentions": "attention",
+    "rotations": "rotation",
     "feed_forwards": "feed-forward",
     "experts": "experts",
 }

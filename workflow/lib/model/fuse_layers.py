@@ -20,6 +20,7 @@ from workflow.lib.model.fused_attention import as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
@@ -29,7 +30,7 @@ TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `attentions`, `feed_forwards`).
+    (`norms`, `attentions`, `rotations`, `feed_forwards`).
     """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
@@ -52,6 +53,8 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
             feed_forward = FusedFeedForward(module, form=form)
             setattr(layer.get_submodule(parent), name, feed_forward)
             replaced["feed_forwards"] += 1
+        elif rotate_by_kernel_(module):
+            replaced["rotations"] += 1
     return replaced
 
 
