@@ -77,17 +77,19 @@ def test_the_module_calls_our_operation_and_its_class_does_not() -> None:
 
 
 def test_a_function_that_gets_another_kind_of_table_is_the_familys() -> None:
-    module = attention("olmo3")
+    module, stock = attention("olmo3"), attention("olmo3")
     rotate_by_kernel_(module)
-    rotating = module.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    rotating, family = (
+        type(each).forward.__globals__["apply_rotary_pos_emb"] for each in (module, stock)
+    )
+    assert rotating is not family
     query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8)
     angles = torch.randn(2, 2, 1, 5, 8)  # of each head: the family's code multiplies by it
     found = rotating(query, key, angles[0], angles[1], unsqueeze_dim=0)
-    family = type(module).forward.__globals__["apply_rotary_pos_emb"]
     torch.testing.assert_close(found, family(query, key, angles[0], angles[1], unsqueeze_dim=0))
 
 
 def test_attention_without_such_a_function_is_left_alone() -> None:
-    module = attention("olmo3")
-    assert not rotate_by_kernel_(module.o_proj)
-    assert "forward" not in vars(module.o_proj)
+    module = attention("olmo3").o_proj
+    assert not rotate_by_kernel_(module)
+    assert type(module) is torch.nn.Linear

@@ -2,16 +2,17 @@
 (`layers.rotary`).
 
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
-function is found by what it does with small random values. The module then gets a copy of its
-forward in which that name is ours; the family's file and class stay as they are. Whatever else the
-forward does (norms, gates, scales, windows, keys of other layers) needs not be known.
+function is found by what it does with small random values. The module is then given a subclass of
+its own class (as FSDP2 gives its units), whose forward is a copy of the family's for which that
+name means our operation; the family's file and class stay as they are. Whatever else the forward
+does (norms, gates, scales, windows, keys of other layers) need not be known.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
 from itertools import product
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,16 +58,23 @@ def rotate_by_kernel_(module: nn.Module) -> bool:
     """Have a module's own forward call our operation in place of each function of its file that
     rotates heads; return whether there is one.
     """
-    forward = type(module).forward
+    kind: Any = type(module)
+    rotating = _rotating_class(kind)
+    if rotating is not None:
+        module.__class__ = rotating
+    return rotating is not None
+
+
+@functools.cache
+def _rotating_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the subclass of a family's class, None if its forward calls no such function."""
+    forward = kind.forward
     if not isinstance(forward, FunctionType):
-        return False
+        return None
     called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     forms = {name: rotary_form(x) for name, x in called.items() if isinstance(x, FunctionType)}
     ours = {name: _rotating(called[name], form) for name, form in forms.items() if form}
-    if ours:
-        # A module's attribute goes before its class's method; mypy takes it for a mistake.
-        setattr(module, "forward", MethodType(_with_names(forward, ours), module))  # noqa: B010
-    return bool(ours)
+    return type(kind.__name__, (kind,), {"forward": _with_names(forward, ours)}) if ours else None
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
