@@ -16,9 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from workflow.lib.model.decoder_layers import decoder_layers
-from workflow.lib.model.fused_attention import as_fused_attention
+from workflow.lib.model.fused_attention import INTO, as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
@@ -41,6 +43,8 @@ def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
 def fuse_layer_(layer: nn.Module) -> Counter[str]:
     """`fuse_layers_` of one decoder layer."""
     replaced: Counter[str] = Counter()
+    for module in layer.modules():
+        share_input_([x for x in _projections(module) if isinstance(x, FusedLoraLinear)])
     for path, module in list(layer.named_modules()):
         parent, _, name = path.rpartition(".")
         if (norm := _as_fused_norm(module)) is not None:
@@ -56,6 +60,11 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
         elif rotate_by_kernel_(module):
             replaced["rotations"] += 1
     return replaced
+
+
+def _projections(module: nn.Module) -> list[nn.Module]:
+    """Return the linears of queries, keys and values that a module has."""
+    return [child for name, child in module.named_children() if name in INTO]
 
 
 def _as_fused_norm(module: nn.Module) -> FusedNorm | None:

@@ -1,5 +1,4 @@
-"""Attention whose projections are one node, and whose queries and keys are rotated by one operation
-(`layers.rotary`).
+"""Attention whose queries and keys are rotated by one operation (`layers.rotary`).
 
 It takes the place of a family's module that projects (by three linears or by one), perhaps norms
 heads, rotates them or a part of each, calls an attention function and projects again. Found by what
@@ -19,8 +18,6 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
 from workflow.lib.model.layers.rotary import apply_rotary, split_rotary
 
 INTO, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -85,8 +82,7 @@ class FusedAttention(nn.Module):
         if self._into == INTO_ONE:
             heads = layers[0](x).unflatten(-1, (-1, self.head_dim))
             return split_rotary(heads, _head_counts(self), **turns)
-        made = _projected(x, layers)
-        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in made)
+        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
         if hasattr(self, NORMS[0]):
             query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
         return *apply_rotary(query, key, **turns), value
@@ -103,13 +99,6 @@ def _head_counts(attention: Any) -> tuple[int, int, int]:
     heads = attention.get_submodule(INTO_ONE[0]).out_features // attention.head_dim
     keys = (heads - queries) // 2
     return queries, keys, keys
-
-
-def _projected(x: torch.Tensor, layers: list[Any]) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values, by one node if it can compute them."""
-    if all(isinstance(layer, FusedLoraLinear) and layer.can_share_node() for layer in layers):
-        return nf4_lora_matmuls(x, layers)
-    return tuple(layer(x) for layer in layers)
 
 
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:
