@@ -4,6 +4,7 @@ computes, and its gradients: `tests/training/test_families.py`.
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +44,18 @@ def test_a_function_that_rotates_the_last_part_of_heads_is_not_known() -> None:
         return torch.cat((rest, x * cos[:, None] + rotated_half(x) * sin[:, None]), dim=-1)
 
     assert rotary_form(last_part) is None
+
+
+def test_a_function_of_whole_heads_is_not_called_for_parts_of_them() -> None:
+    """Llama's class fails with such a table: so has it to fail with ours."""
+    module = attention("llama")
+    rotate_by_kernel_(module)
+    quarter = torch.randn(1, 5, 4)
+    with pytest.raises(RuntimeError):
+        module(
+            hidden_states=torch.randn(2, 5, 48), position_embeddings=(quarter, quarter),
+            attention_mask=None,
+        )  # fmt: skip
 
 
 def attention(family: str, **changes: Any) -> Any:

@@ -31,8 +31,9 @@ HEAD = (
 )
 PARTS = {
     "norms": "norms",
-    "attentions": "attention",
+    "projections": "projections",
     "rotations": "rotation",
+    "attentions": "attention",
     "feed_forwards": "feed-forward",
     "experts": "experts",
 }

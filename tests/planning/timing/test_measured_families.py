@@ -64,8 +64,8 @@ def error(line: dict[str, Any], constants: Constants | None = None) -> float:
     sizes = BenchmarkConfig(**line["sizes"])
     shape = described(json.dumps(model_config(sizes)), sizes.model)
     if line["case"] in NOT_FUSED:
-        apart = {"fused_attention": False, "fused_feed_forward": False}
-        shape = replace(shape, kinds=tuple(replace(kind, **apart) for kind in shape.kinds))
+        kinds = (replace(kind, fused_feed_forward=False) for kind in shape.kinds)
+        shape = replace(shape, kinds=tuple(kinds))
     gpu = BY_NAME[line["gpu_names"][0]]
     predicted = gpu_seconds(
         micro_batch_work(shape, setup, trained_share=1.0),

@@ -1,10 +1,10 @@
-"""Attention whose queries and keys are rotated by one operation (`layers.rotary`).
+"""Attention one linear of which makes queries, keys and values (Phi-3), so that what backward keeps
+are tensors of their own and not parts of that linear's value, which would be kept as a whole.
 
-It takes the place of a family's module that projects (by three linears or by one), perhaps norms
-heads, rotates them or a part of each, calls an attention function and projects again. Found by what
-the family's class does with small random values (`fuse_layers`). The arguments that the class hands
-to the attention function (scale, window) are recorded then, and handed on by ours. For training:
-without a cache.
+It takes the place of a family's module that projects, rotates heads or a part of each
+(`layers.rotary`), calls an attention function and projects again. Found by what the family's class
+does with small random values (`fuse_layers`). The arguments that the class hands to the attention
+function (scale, window) are recorded then, and handed on by ours. For training: without a cache.
 """
 
 import copy
@@ -18,17 +18,15 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.rotary import apply_rotary, split_rotary
+from workflow.lib.model.layers.rotary import split_rotary
 
-INTO, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
-INTO_ONE = ("qkv_proj",)  # all queries, then all keys, then all values
-NORMS = ("q_norm", "k_norm")
+INTO, OUTPUT = "qkv_proj", "o_proj"  # all queries, then all keys, then all values
 RECORDER = "workflow_recorder"
-TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
+TOKENS, WIDTH = 5, 8  # of what a class is tried on
 
 
 class FusedAttention(nn.Module):
-    """The projections and norms keep their names; `arguments` are what the attention function gets
+    """The projections keep their names; `arguments` are what the attention function gets
     besides queries, keys and values.
     """
 
@@ -48,7 +46,6 @@ class FusedAttention(nn.Module):
         for name, child in original.named_children():
             self.add_module(name, child)
         self.head_dim: int = original.head_dim
-        self._into = _into(original)
         self._arguments, self._eager, self._neighbours = arguments, eager, neighbours
 
     def forward(
@@ -76,36 +73,23 @@ class FusedAttention(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return queries and keys, rotated, and values (rows, seq_len, heads, head_dim)."""
-        layers: list[Any] = [self.get_submodule(name) for name in self._into]
+        heads = self.get_submodule(INTO)(x).unflatten(-1, (-1, self.head_dim))
         cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))  # both halves are alike
-        turns: dict[str, Any] = {"cos": cos, "sin": sin, "neighbours": self._neighbours}
-        if self._into == INTO_ONE:
-            heads = layers[0](x).unflatten(-1, (-1, self.head_dim))
-            return split_rotary(heads, _head_counts(self), **turns)
-        query, key, value = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
-        if hasattr(self, NORMS[0]):
-            query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
-        return *apply_rotary(query, key, **turns), value
-
-
-def _into(attention: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linears of queries, keys and values."""
-    return INTO_ONE if hasattr(attention, INTO_ONE[0]) else INTO
+        counts = _head_counts(self)
+        return split_rotary(heads, counts, cos=cos, sin=sin, neighbours=self._neighbours)
 
 
 def _head_counts(attention: Any) -> tuple[int, int, int]:
     """Return how many heads of queries, keys and values one linear makes."""
     queries = attention.get_submodule(OUTPUT).in_features // attention.head_dim
-    heads = attention.get_submodule(INTO_ONE[0]).out_features // attention.head_dim
+    heads = attention.get_submodule(INTO).out_features // attention.head_dim
     keys = (heads - queries) // 2
     return queries, keys, keys
 
 
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:
     """Return an attention that does what this module does, None for a module of any other kind."""
-    children = {name for name, _ in module.named_children()}
-    apart = {*INTO, OUTPUT} <= children <= {*INTO, OUTPUT, *NORMS}
-    if not apart and children != {*INTO_ONE, OUTPUT}:
+    if {name for name, _ in module.named_children()} != {INTO, OUTPUT}:
         return None
     # Transformers registers all attention functions but eager, which each family has in its file.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -146,8 +130,8 @@ def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
 def _agreed_on(module: Any, dims: int, *, neighbours: bool) -> dict[str, object] | None:
     """The same where `dims` dimensions of each head are rotated."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
-    half = torch.randn(2, 1, TRIED["tokens"], dims // 2, generator=draw)
+    x = torch.randn(2, TOKENS, WIDTH, generator=draw)
+    half = torch.randn(2, 1, TOKENS, dims // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
     stand_in = _stand_in(module, draw)
     calls: list[tuple[Any, ...]] = []
@@ -187,26 +171,16 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
         linear = nn.Linear(into, out, bias=False)
         linear.weight.copy_(torch.randn(out, into, generator=draw))
         setattr(stand_in, name, linear)
-    for name in NORMS:
-        if hasattr(module, name):
-            norm = nn.RMSNorm(module.head_dim)
-            norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)
-            setattr(stand_in, name, norm)
     return stand_in
 
 
 def _sizes(module: Any) -> list[tuple[str, int, int]]:
-    """Return name, in_features and out_features of each projection of a stand-in. One for all has
-    as many heads as the model has: its class counts them, to tell queries from keys.
+    """Return name, in_features and out_features of each projection of a stand-in. It has as many
+    heads as the model has: its class counts them, to tell queries from keys.
     """
-    width = TRIED["width"]
-    if _into(module) == INTO_ONE:
-        heads = _head_counts(module)
-        inner = module.head_dim * heads[0]
-        return [(INTO_ONE[0], width, module.head_dim * sum(heads)), (OUTPUT, inner, width)]
-    inner, outer = (module.head_dim * TRIED[kind] for kind in ("heads", "key_heads"))
-    sizes = zip(INTO, (inner, outer, outer), strict=True)
-    return [*((name, width, out) for name, out in sizes), (OUTPUT, inner, width)]
+    queries, keys, values = _head_counts(module)
+    inner, outer = (module.head_dim * heads for heads in (queries, queries + keys + values))
+    return [(INTO, WIDTH, outer), (OUTPUT, inner, WIDTH)]
 
 
 def _recorded(

@@ -37,6 +37,8 @@ class Form(NamedTuple):
     """As in `layers.rotary`."""
     table: str
     """How `cos` and `sin` hold the angle of each pair: `TABLES`."""
+    parts: bool = False
+    """Whether it takes tables of fewer dimensions than heads have."""
 
 
 class Table(NamedTuple):
@@ -98,14 +100,20 @@ def _rotating(function: Any, form: Form) -> Callable[..., Any]:
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
-        known = len(args) == form.tensors + 2 and options.keys() <= {AXIS} and axis in (1, 2)
-        if not known or any(angles.dim() != 3 for angles in args[-2:]):
-            return function(*args, **options)
         *heads, cos, sin = args
+        known = len(heads) == form.tensors and options.keys() <= {AXIS} and axis in (1, 2)
+        if not known or cos.dim() != 3 or not _takes(form, heads[0], cos):
+            return function(*args, **options)
         made = _rotated(heads, cos, sin, form._replace(axis=axis))
         return made if form.tensors > 1 else made[0]
 
     return rotating
+
+
+def _takes(form: Form, heads: torch.Tensor, angles: torch.Tensor) -> bool:
+    """Whether a function of this form rotates so many dimensions of heads."""
+    turned = 2 * TABLES[form.table].pairs_of(angles).shape[-1]
+    return turned == heads.shape[-1] or (form.parts and turned < heads.shape[-1])
 
 
 def _rotated(heads: Any, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> Heads:
@@ -126,27 +134,31 @@ def rotary_form(function: FunctionType) -> Form | None:
     axis = parameters[AXIS].default if AXIS in names else 1
     if tensors not in (1, 2) or axis not in (1, 2):
         return None
-    forms = (Form(tensors, axis, *rest) for rest in product((False, True), TABLES))
     axes = (1, 2) if AXIS in names else (axis,)
-    return next((form for form in forms if _computes(function, form, axes)), None)
+    for neighbours, table in product((False, True), TABLES):
+        form = Form(tensors, axis, neighbours, table)
+        whole, part = (
+            {_agrees(function, form, each, pairs) for each in axes}
+            for pairs in (HEAD_DIM // 2, HEAD_DIM // 4)
+        )
+        if whole == {True} and False not in part:
+            return form._replace(parts=part == {True})
+    return None
 
 
-def _computes(function: FunctionType, form: Form, axes: tuple[int, ...]) -> bool:
-    """Whether a function rotates whole heads in this form, and parts of heads if it takes such."""
-    for axis, pairs in product(axes, (HEAD_DIM // 2, HEAD_DIM // 4)):
-        heads, cos, sin = _drawn(form, axis, pairs)
-        options = {} if axis == form.axis else {AXIS: axis}
-        try:
-            found = function(*heads, cos, sin, **options)
-        except (TypeError, RuntimeError, IndexError):
-            found = None
-        if found is None and 2 * pairs < HEAD_DIM:
-            continue
-        made = found if isinstance(found, tuple) else (found,)
-        expected = _rotated(heads, cos, sin, form._replace(axis=axis))
-        if len(made) != len(expected) or not all(map(_close, made, expected)):
-            return False
-    return True
+def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool | None:
+    """Whether a function rotates so many pairs of dimensions in this form; None: it takes none such
+    or other arguments.
+    """
+    heads, cos, sin = _drawn(form, axis, pairs)
+    options = {} if axis == form.axis else {AXIS: axis}
+    try:
+        found = function(*heads, cos, sin, **options)
+    except (TypeError, RuntimeError, IndexError):
+        return None
+    made = found if isinstance(found, tuple) else (found,)
+    expected = _rotated(heads, cos, sin, form._replace(axis=axis))
+    return len(made) == len(expected) and all(map(_close, made, expected))
 
 
 def _drawn(form: Form, axis: int, pairs: int) -> tuple[Heads, torch.Tensor, torch.Tensor]:
