@@ -76,7 +76,11 @@ def _rotating_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     forms = {name: rotary_form(x) for name, x in called.items() if isinstance(x, FunctionType)}
     ours = {name: _rotating(called[name], form) for name, form in forms.items() if form}
-    return type(kind.__name__, (kind,), {"forward": _with_names(forward, ours)}) if ours else None
+    if not ours:
+        return None
+    # Whoever looks for the family's own attention looks in the file of the class.
+    members = {"forward": _with_names(forward, ours), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
