@@ -87,6 +87,7 @@ def test_the_module_calls_our_operation_and_its_class_does_not() -> None:
     assert rotate_by_kernel_(ours)
     assert nodes_of_ours(ours) == 1
     assert nodes_of_ours(stock) == 0
+    assert type(ours).__module__ == type(stock).__module__  # where the check looks for eager
 
 
 def test_a_function_that_gets_another_kind_of_table_is_the_familys() -> None:
