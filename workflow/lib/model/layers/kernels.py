@@ -3,7 +3,7 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `fused_attention`, `adapter_dropout`, `dora`, `grouped_products`) take the
+`fused_feed_forward`, `rotary`, `adapter_dropout`, `dora`, `grouped_products`) take the
 operations of bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
 """
 
