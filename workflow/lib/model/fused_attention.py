@@ -2,9 +2,10 @@
 are tensors of their own and not parts of that linear's value, which would be kept as a whole.
 
 It takes the place of a family's module that projects, rotates heads or a part of each
-(`layers.rotary`), calls an attention function and projects again. Found by what the family's class
-does with small random values (`fuse_layers`). The arguments that the class hands to the attention
-function (scale, window) are recorded then, and handed on by ours. For training: without a cache.
+(`layers.rotary.heads`), calls an attention function and projects again. Found by what the family's
+class does with small random values (`fuse_layers`). The arguments that the class hands to the
+attention function (scale, window) are recorded then, and handed on by ours. For training: without a
+cache.
 """
 
 import copy
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.rotary import split_rotary
+from workflow.lib.model.layers.rotary.heads import split_rotary
 
 INTO, OUTPUT = "qkv_proj", "o_proj"  # all queries, then all keys, then all values
 RECORDER = "workflow_recorder"
@@ -38,7 +39,7 @@ class FusedAttention(nn.Module):
         eager: Callable[..., Any],
         neighbours: bool,
     ) -> None:
-        """neighbours: which dimensions are a pair, as in `layers.rotary`."""
+        """neighbours: which dimensions are a pair, as in `layers.rotary.heads`."""
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":

@@ -3,7 +3,7 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `rotary`, `adapter_dropout`, `dora`, `grouped_products`) take the
+`fused_feed_forward`, `rotary.heads`, `adapter_dropout`, `dora`, `grouped_products`) take the
 operations of bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
 """
 
@@ -255,8 +255,8 @@ def apply_rotary(
     neighbours: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x (rows, seq_len, heads, head_dim), rotated as in `rotary` (`back`: the other way), in
-    `out` if it is given. In both tokens lie at equal distances.
+    """Return x (rows, seq_len, heads, head_dim), rotated as in `rotary.heads` (`back`: the other
+    way), in `out` if it is given. In both tokens lie at equal distances.
 
     cos, sin: (1 or rows, seq_len, pairs), of equal strides.
     """

@@ -1,5 +1,5 @@
 """A family's attention that runs by its own code, but has its heads rotated by our operation
-(`layers.rotary`).
+(`layers.rotary.heads`).
 
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
 function is found by what it does with small random values. The module is then given a subclass of
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.rotary import apply_rotary
+from workflow.lib.model.layers.rotary.heads import apply_rotary
 
 ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
 TOLERANCE = 1e-5
@@ -34,7 +34,7 @@ class Form(NamedTuple):
     axis: int
     """Of the heads, unless a call names another."""
     neighbours: bool
-    """As in `layers.rotary`."""
+    """As in `layers.rotary.heads`."""
     table: str
     """How `cos` and `sin` hold the angle of each pair: `TABLES`."""
     parts: bool = False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.rotary import apply_rotary, split_rotary
+from workflow.lib.model.layers.rotary.heads import apply_rotary, split_rotary
 
 
 def test_tables_in_float32_leave_queries_in_their_type() -> None:
