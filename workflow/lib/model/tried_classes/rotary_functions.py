@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.rotary.heads import apply_rotary
 
 ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
@@ -104,11 +105,12 @@ def _rotating(function: Any, form: Form) -> Callable[..., Any]:
 
     def rotating(*args: Any, **options: Any) -> Any:
         axis = options.get(AXIS, form.axis)
-        *heads, cos, sin = args
-        known = len(heads) == form.tensors and options.keys() <= {AXIS} and axis in (1, 2)
-        if not known or cos.dim() != 3 or not _takes(form, heads[0], cos):
+        known = len(args) == form.tensors + 2 and options.keys() <= {AXIS} and axis in (1, 2)
+        if not known or args[-1].dim() != 3 or not _takes(form, args[0], args[-1]):
             return function(*args, **options)
+        *heads, cos, sin = args
         made = _rotated(heads, cos, sin, form._replace(axis=axis))
+        keep_exact(*made)
         return made if form.tensors > 1 else made[0]
 
     return rotating
