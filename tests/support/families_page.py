@@ -31,6 +31,8 @@ HEAD = (
 )
 PARTS = {
     "norms": "norms",
+    "projections": "projections",
+    "rotations": "rotation",
     "attentions": "attention",
     "feed_forwards": "feed-forward",
     "experts": "experts",

@@ -145,11 +145,13 @@ def rotations(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     for rows, dims, neighbours in ((1, 24, False), (2, 24, True), (2, 10, False), (1, 10, True)):
         x = torch.randn(2, 7, 3, 24, generator=draw).to(device, dtype)
         turn = torch.randn(rows, 7, dims // 2, generator=draw).to(device)
-        cos, sin = (torch.cat((f(turn), f(turn)), dim=-1).to(dtype) for f in (torch.cos, torch.sin))
+        # a part of a table, with steps between tokens and between pairs
+        tables = (f(turn).repeat_interleave(3, dim=-1) for f in (torch.cos, torch.sin))
+        cos, sin = (table.to(dtype)[..., ::3] for table in tables)
         pairs = x.float()[..., :dims]
         pairs = pairs.unflatten(-1, (-1, 2)) if neighbours else pairs.unflatten(-1, (2, -1)).mT
         numbers = torch.view_as_complex(pairs.contiguous())
-        angles = torch.complex(cos.float(), sin.float())[:, :, None, : dims // 2]
+        angles = torch.complex(cos.float(), sin.float())[:, :, None]
         turned_pairs = torch.view_as_real(numbers * angles)
         parts = turned_pairs.flatten(-2) if neighbours else turned_pairs.mT.flatten(-2)
         expected = torch.cat((parts, x.float()[..., dims:]), dim=-1)

@@ -69,7 +69,6 @@ def llama_shape(
         norm_bytes=4,
         feed_forward_tensors=3,
         fused_norms=True,
-        fused_attention=True,
         fused_feed_forward=True,
     )
     return ModelShape(

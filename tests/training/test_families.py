@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -42,13 +43,17 @@ from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import training_module
 from workflow.lib.model.documents import Documents, documents_of
+from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+from workflow.lib.model.layers.shared_input import VALUES
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
+from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.startup_checks import check_attention
 
 CPU = torch.device("cpu")
@@ -141,6 +146,19 @@ def test_shared_experts_train_the_same(
     assert all(ours["checks"])
     assert bool(ours["fused"]) is fused
     assert_equals_stock(ours, folder / "glm4_moe")
+
+
+@every_family
+def test_every_value_that_linears_share_is_taken(folder: Path, family: str) -> None:
+    base, inputs = folder / family / "nf4", []
+    training = adapted(base, attention=attention_of(base), r=2)
+    several = fuse_layers_(training.peft_model.get_base_model())["projections"]  # type: ignore[operator]
+    for layer in training.modules():
+        if isinstance(layer, FusedLoraLinear) and layer.beside is not None:
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    training(stored_batch(family_store("unpacked"), np.arange(1)))
+    assert len({id(x) for x in inputs}) == several
+    assert all(not getattr(x, VALUES)[0] for x in inputs)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Flex attention within the engine: sharded layers, recomputation, activations in host memory, the
-fused attention; against the family's eager attention in the plain engine."""
+rotation by our operation; against the family's eager attention in the plain engine."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from tests.support.models import quantized, random_store, tiny_gemma2
 from tests.support.plans import make_plan
 from tests.support.training_loops import full
 from workflow.lib.distributed.world import process_group
-from workflow.lib.model.fused_attention import FusedAttention
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.batches import stored_batch
@@ -61,7 +60,7 @@ def step(base: Path, attention: str, fused: bool, lever: dict[str, Any]) -> dict
         return {
             "loss": loss.detach(),
             "gradients": {name: full(p.grad) for name, p in parameters.items()},
-            "fused": sum(isinstance(x, FusedAttention) for x in model.training.modules()),
+            "rotated": model.fused["rotations"],
         }
 
 
@@ -83,7 +82,7 @@ def test_flex_attention_in_the_engine_is_the_familys_eager(
     base: Path, expected: dict[str, Any], lever: str, processes: int
 ) -> None:
     for found in run_distributed(step, base, "flex", True, LEVERS[lever], world_size=processes):
-        assert found["fused"] == 3
+        assert found["rotated"] == 3
         torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
         for name, gradient in found["gradients"].items():
             one = expected["gradients"][name]

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Fused modules of a model of 3 layers; Gemma has four norms a layer, with 1 + w, and Gemma 3 two
 # more of heads.
-PLAIN = {"norms": 6, "attentions": 3, "feed_forwards": 3}
+PLAIN = {"norms": 6, "projections": 3, "rotations": 3, "feed_forwards": 3}
 FUSED = {
     "llama": PLAIN,
     "mistral": PLAIN,
@@ -85,8 +85,8 @@ FUSED = {
     "qwen3": PLAIN | {"norms": 12},
     "gemma2": PLAIN | {"norms": 12},
     "gemma3_text": PLAIN | {"norms": 18},
-    "phi3": PLAIN,
-    "olmo2": {"norms": 12, "feed_forwards": 3},
+    "phi3": {"norms": 6, "attentions": 3, "feed_forwards": 3},
+    "olmo2": PLAIN | {"norms": 12},
 }
 
 
@@ -144,44 +144,6 @@ def kept_in_float8(base: Path, store: TokenStore, attention: str) -> dict[str, A
     result = trained(training, store)
     assert stash.host_bytes > 0
     return result
-
-
-def test_attention_that_turns_a_part_of_each_head_is_left_alone() -> None:
-    """Tried with whole heads, its class computes what ours does."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    for parameters, count in ((rope | {"partial_rotary_factor": 1.0}, 1), (rope, 0)):
-        config = AutoConfig.for_model(
-            "llama",
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            vocab_size=VOCAB,
-            num_attention_heads=4,
-            rope_parameters=parameters,
-        )
-        assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
-
-
-def test_a_part_of_each_head_is_found_where_rotary_parameters_are_nested_by_layer_type() -> None:
-    """As Gemma 3 has them."""
-    whole = {"rope_type": "default", "rope_theta": 1e4}
-    for share, count in ((1.0, 2), (0.5, 0)):
-        config = AutoConfig.for_model(
-            "gemma3_text",
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            vocab_size=VOCAB,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            layer_types=["sliding_attention", "full_attention"],
-            rope_parameters={
-                "sliding_attention": dict(whole),
-                "full_attention": whole | {"partial_rotary_factor": share},
-            },
-        )
-        assert fuse_layers_(AutoModelForCausalLM.from_config(config))["attentions"] == count
 
 
 def trained(training: Any, store: TokenStore) -> dict[str, Any]:

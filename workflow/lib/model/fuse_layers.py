@@ -1,10 +1,13 @@
 """Parts of a decoder layer that are replaced by fused operations, found by what they compute, not
 by the family's name.
 
-A norm, attention or feed-forward is replaced only if its class, tried on small random values
+A norm or feed-forward is replaced only if its class, tried on small random values
 (`tried_classes`), gives what the fused one gives. Fused ones keep less for backward: a norm its
-input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. The
-parameters keep their names. Only rounding differs.
+input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
+runs by the family's own code: queries, keys and values are made by one node (`shared_input`) and
+rotated by one operation (`rotary_functions`), which keeps nothing less and takes less time. Where
+one linear makes all three it is replaced, too. The parameters keep their names. Only rounding
+differs.
 """
 
 from collections import Counter
@@ -19,9 +22,13 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fused_attention import as_fused_attention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # a module that has several gives them one input
 NORM_PARAMETERS = (["weight"], ["weight", "bias"])
 # Factor and shift of the rows that a norm is tried on: means matter, and beside the last one eps.
 TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
@@ -29,7 +36,7 @@ TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `attentions`, `feed_forwards`).
+    (`norms`, `projections`, `rotations`, `attentions`, `feed_forwards`).
     """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
@@ -52,7 +59,19 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
             feed_forward = FusedFeedForward(module, form=form)
             setattr(layer.get_submodule(parent), name, feed_forward)
             replaced["feed_forwards"] += 1
+        else:
+            replaced["projections"] += _share_projections_(module)
+            replaced["rotations"] += rotate_by_kernel_(module)
     return replaced
+
+
+def _share_projections_(module: nn.Module) -> bool:
+    """Have the linears of queries, keys and values that have adapters share their input; return
+    whether a module has several such linears.
+    """
+    linears = [child for name, child in module.named_children() if name in PROJECTIONS]
+    share_input_([linear for linear in linears if isinstance(linear, FusedLoraLinear)])
+    return len(linears) > 1
 
 
 def _as_fused_norm(module: nn.Module) -> FusedNorm | None:

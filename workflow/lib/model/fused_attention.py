@@ -1,11 +1,11 @@
-"""Attention whose queries and keys are rotated (RoPE, arXiv 2104.09864) by one operation, where
-families take ten.
+"""Attention one linear of which makes queries, keys and values (Phi-3), so that what backward keeps
+are tensors of their own and not parts of that linear's value, which would be kept as a whole.
 
-It takes the place of a family's module that projects (by three linears or by one), perhaps norms
-heads, rotates them or a part of each, calls an attention function and projects again. Found by what
-the family's class does with small random values (`fuse_layers`). The arguments that the class hands
-to the attention function (scale, window) are recorded then, and handed on by ours. For training:
-without a cache.
+It takes the place of a family's module that projects, rotates heads or a part of each
+(`layers.rotary.heads`), calls an attention function and projects again. Found by what the family's
+class does with small random values (`fuse_layers`). The arguments that the class hands to the
+attention function (scale, window) are recorded then, and handed on by ours. For training: without a
+cache.
 """
 
 import copy
@@ -18,20 +18,16 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmuls
+from workflow.lib.model.layers.rotary.heads import split_rotary
 
-INTO, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
-INTO_ONE = ("qkv_proj",)  # all queries, then all keys, then all values
-NORMS = ("q_norm", "k_norm")
+INTO, OUTPUT = "qkv_proj", "o_proj"  # all queries, then all keys, then all values
 RECORDER = "workflow_recorder"
-TRIED = {"tokens": 5, "heads": 4, "key_heads": 2, "width": 8}
+TOKENS, WIDTH = 5, 8  # of what a class is tried on
 
 
 class FusedAttention(nn.Module):
-    """The projections and norms keep their names; `arguments` are what the attention function gets
+    """The projections keep their names; `arguments` are what the attention function gets
     besides queries, keys and values.
     """
 
@@ -43,7 +39,7 @@ class FusedAttention(nn.Module):
         eager: Callable[..., Any],
         neighbours: bool,
     ) -> None:
-        """neighbours: which dimensions are turned together, as in `apply_rotary`."""
+        """neighbours: which dimensions are a pair, as in `layers.rotary.heads`."""
         super().__init__()
         for name, value in vars(original).items():  # attention functions ask for some of these
             if not name.startswith("_") and name != "training":
@@ -51,7 +47,6 @@ class FusedAttention(nn.Module):
         for name, child in original.named_children():
             self.add_module(name, child)
         self.head_dim: int = original.head_dim
-        self._into = _into(original)
         self._arguments, self._eager, self._neighbours = arguments, eager, neighbours
 
     def forward(
@@ -79,164 +74,23 @@ class FusedAttention(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return queries and keys, rotated, and values (rows, seq_len, heads, head_dim)."""
-        layers: list[Any] = [self.get_submodule(name) for name in self._into]
-        if self._into == INTO_ONE:
-            heads = layers[0](x).unflatten(-1, (-1, self.head_dim))
-            counts = _head_counts(self)
-            return split_rotary(heads, counts, cos, sin, neighbours=self._neighbours)
-        made = _projected(x, layers)
-        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in made)
-        if hasattr(self, NORMS[0]):
-            query, key = self.get_submodule(NORMS[0])(query), self.get_submodule(NORMS[1])(key)
-        return *apply_rotary(query, key, cos, sin, neighbours=self._neighbours), value
-
-
-def _into(attention: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linears of queries, keys and values."""
-    return INTO_ONE if hasattr(attention, INTO_ONE[0]) else INTO
+        heads = self.get_submodule(INTO)(x).unflatten(-1, (-1, self.head_dim))
+        cos, sin = (table.chunk(2, dim=-1)[0] for table in (cos, sin))  # both halves are alike
+        counts = _head_counts(self)
+        return split_rotary(heads, counts, cos=cos, sin=sin, neighbours=self._neighbours)
 
 
 def _head_counts(attention: Any) -> tuple[int, int, int]:
     """Return how many heads of queries, keys and values one linear makes."""
     queries = attention.get_submodule(OUTPUT).in_features // attention.head_dim
-    heads = attention.get_submodule(INTO_ONE[0]).out_features // attention.head_dim
+    heads = attention.get_submodule(INTO).out_features // attention.head_dim
     keys = (heads - queries) // 2
     return queries, keys, keys
 
 
-def _projected(x: torch.Tensor, layers: list[Any]) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values, by one node if it can compute them."""
-    if all(isinstance(layer, FusedLoraLinear) and layer.can_share_node() for layer in layers):
-        return nf4_lora_matmuls(x, layers)
-    return tuple(layer(x) for layer in layers)
-
-
-def apply_rotary(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    neighbours: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x cos + rotate_half(x) sin of the first dimensions of each head of query and key
-    (rows, seq_len, heads, head_dim), and x of the others.
-
-    cos, sin: (1 or rows, seq_len, dimensions that are turned), both halves alike. neighbours:
-    dimensions 2 i and 2 i + 1 are turned together, else i and i + half of them.
-    """
-    assert cos.shape[-1] <= query.shape[-1], "the kernel would write past the head"
-    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Rotary.apply
-    return rotate(query, key, cos, sin, neighbours)
-
-
-class _Rotary(torch.autograd.Function):
-    """Backward turns the other way; nothing is kept but cos and sin, which all layers share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        neighbours: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.neighbours = neighbours
-        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in (query, key))
-        return query, key
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        of_query, of_key = (
-            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours) for grad in grads
-        )
-        return of_query, of_key, None, None, None
-
-
-def split_rotary(
-    heads: torch.Tensor,
-    counts: tuple[int, int, int],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    neighbours: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries and keys, rotated as by `apply_rotary`, and values, of all their heads (rows,
-    seq_len, heads, head_dim), as tensors of their own: the value of the one linear is kept by none.
-
-    counts: heads of queries, keys and values.
-    """
-    assert cos.shape[-1] <= heads.shape[-1], "the kernel would write past the head"
-    split: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _SplitRotary.apply
-    return split(heads, counts, cos, sin, neighbours)
-
-
-class _SplitRotary(torch.autograd.Function):
-    """As `_Rotary`; backward writes three gradients into one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        heads: torch.Tensor,
-        counts: tuple[int, int, int],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        neighbours: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.counts, ctx.neighbours = counts, neighbours
-        *turned, value = heads.split(counts, dim=2)
-        query, key = (_rotate(x, cos, sin, neighbours=neighbours) for x in turned)
-        return query, key, value.clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        rows, seq_len, _, head_dim = grads[0].shape
-        of_heads = grads[0].new_empty(rows, seq_len, sum(ctx.counts), head_dim)
-        *turned, of_value = of_heads.split(ctx.counts, dim=2)
-        for grad, out in zip(grads[:2], turned, strict=True):
-            _rotate(grad, cos, sin, back=True, neighbours=ctx.neighbours, out=out)
-        of_value.copy_(grads[2])
-        return of_heads, None, None, None, None
-
-
-def _rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    back: bool = False,
-    neighbours: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the rotated heads, in `out` if it is given."""
-    if kernels.usable(x.device):
-        given = x.contiguous() if kernels.token_distance(x) is None else x
-        turns = cos.contiguous(), sin.contiguous()
-        return kernels.apply_rotary(given, *turns, back=back, neighbours=neighbours, out=out)
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    cos, sin = (angles[:, :, None].chunk(2, dim=-1)[0] for angles in (cos, sin))
-    if back:
-        sin = -sin
-    if neighbours:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned.chunk(2, dim=-1)
-    parts = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(parts, dim=-1).flatten(-2) if neighbours else torch.cat(parts, dim=-1)
-    heads = torch.cat((turned.to(x.dtype), rest), dim=-1)
-    return heads if out is None else out.copy_(heads)
-
-
 def as_fused_attention(module: nn.Module) -> FusedAttention | None:
     """Return an attention that does what this module does, None for a module of any other kind."""
-    children = {name for name, _ in module.named_children()}
-    apart = {*INTO, OUTPUT} <= children <= {*INTO, OUTPUT, *NORMS}
-    if not apart and children != {*INTO_ONE, OUTPUT}:
+    if {name for name, _ in module.named_children()} != {INTO, OUTPUT}:
         return None
     # Transformers registers all attention functions but eager, which each family has in its file.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -277,8 +131,8 @@ def _agreed(module: Any, *, neighbours: bool) -> dict[str, object] | None:
 def _agreed_on(module: Any, dims: int, *, neighbours: bool) -> dict[str, object] | None:
     """The same where `dims` dimensions of each head are rotated."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2, TRIED["tokens"], TRIED["width"], generator=draw)
-    half = torch.randn(2, 1, TRIED["tokens"], dims // 2, generator=draw)
+    x = torch.randn(2, TOKENS, WIDTH, generator=draw)
+    half = torch.randn(2, 1, TOKENS, dims // 2, generator=draw)
     cos, sin = torch.cat((half, half), dim=-1)
     stand_in = _stand_in(module, draw)
     calls: list[tuple[Any, ...]] = []
@@ -318,26 +172,16 @@ def _stand_in(module: Any, draw: torch.Generator) -> nn.Module:
         linear = nn.Linear(into, out, bias=False)
         linear.weight.copy_(torch.randn(out, into, generator=draw))
         setattr(stand_in, name, linear)
-    for name in NORMS:
-        if hasattr(module, name):
-            norm = nn.RMSNorm(module.head_dim)
-            norm.weight.copy_(torch.rand(module.head_dim, generator=draw) + 0.5)
-            setattr(stand_in, name, norm)
     return stand_in
 
 
 def _sizes(module: Any) -> list[tuple[str, int, int]]:
-    """Return name, in_features and out_features of each projection of a stand-in. One for all has
-    as many heads as the model has: its class counts them, to tell queries from keys.
+    """Return name, in_features and out_features of each projection of a stand-in. It has as many
+    heads as the model has: its class counts them, to tell queries from keys.
     """
-    width = TRIED["width"]
-    if _into(module) == INTO_ONE:
-        heads = _head_counts(module)
-        inner = module.head_dim * heads[0]
-        return [(INTO_ONE[0], width, module.head_dim * sum(heads)), (OUTPUT, inner, width)]
-    inner, outer = (module.head_dim * TRIED[kind] for kind in ("heads", "key_heads"))
-    sizes = zip(INTO, (inner, outer, outer), strict=True)
-    return [*((name, width, out) for name, out in sizes), (OUTPUT, inner, width)]
+    queries, keys, values = _head_counts(module)
+    inner, outer = (module.head_dim * heads for heads in (queries, queries + keys + values))
+    return [(INTO, WIDTH, outer), (OUTPUT, inner, WIDTH)]
 
 
 def _recorded(

@@ -29,7 +29,7 @@ from workflow.lib.model.layers.nf4_linear import (
     NF4Spec,
     nf4_linears,
 )
-from workflow.lib.model.layers.rotary_by_document import rotate_by_document_
+from workflow.lib.model.layers.rotary.by_document import rotate_by_document_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces

@@ -96,8 +96,7 @@ class DecoderLayer:
     """Tensors as wide as the feed-forward that the family's own keeps for backward, without what
     its last linear takes."""
     fused_norms: bool
-    """Whether `fuse_layers` replaces all of its norms, its attention, its feed-forward."""
-    fused_attention: bool
+    """Whether `fuse_layers` replaces all of its norms, and its feed-forward."""
     fused_feed_forward: bool
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Name and shape of other tensors that stay in 16 bits (routers, convolutions), sorted by
@@ -120,16 +119,6 @@ class DecoderLayer:
     def plain(self) -> bool:
         """Whether the formulas and the replay know all of its tensors."""
         return self.kept_bytes == 0
-
-    @property
-    def into_attention(self) -> tuple[Linear, ...]:
-        """The projections of queries, keys and values."""
-        return self.linears[: self.attention_linears - 1]
-
-    @property
-    def attention_output(self) -> Linear:
-        """The linear behind the attention."""
-        return self.linears[self.attention_linears - 1]
 
     @property
     def feed_forward(self) -> tuple[Linear, ...]:

@@ -71,7 +71,6 @@ def _described(calls: LayerCalls, linears: tuple[Linear, ...]) -> DecoderLayer:
         norm_bytes=0,
         feed_forward_tensors=0,
         fused_norms=False,
-        fused_attention=False,
         fused_feed_forward=False,
         tensors=tensors,
         value_dim=attended.value[1] if attended.value[1] != attended.query[1] else None,

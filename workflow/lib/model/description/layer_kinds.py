@@ -16,7 +16,6 @@ from workflow.lib.model.description.any_layer import any_layers
 from workflow.lib.model.description.layer_calls import Attended, LayerCalls
 from workflow.lib.model.description.layer_parameters import linears_of, others_of
 from workflow.lib.model.fuse_layers import fuse_layer_
-from workflow.lib.model.fused_attention import FusedAttention
 from workflow.lib.model.fused_feed_forward import FusedFeedForward
 from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.system.errors import UserError
@@ -103,7 +102,6 @@ def _of_plain_layer(calls: LayerCalls, linears: Sequence[Linear]) -> DecoderLaye
         norm_bytes=max(LEAST_NORM_BYTES, *(_norm_bytes(calls, path) for path in all_norms)),
         feed_forward_tensors=math.ceil(kept / (2 * width)),
         fused_norms=False,
-        fused_attention=False,
         fused_feed_forward=False,
     )
 
@@ -116,7 +114,6 @@ def _fused(kind: DecoderLayer, calls: LayerCalls) -> DecoderLayer:
     return replace(
         kind,
         fused_norms=all(isinstance(layer.get_submodule(path), FusedNorm) for path in norms),
-        fused_attention=isinstance(layer.get_submodule(_attended(calls).path), FusedAttention),
         fused_feed_forward=isinstance(layer.get_submodule(feed_forward), FusedFeedForward),
     )
 

@@ -3,7 +3,7 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `fused_attention`, `adapter_dropout`, `dora`, `grouped_products`) take the
+`fused_feed_forward`, `rotary.heads`, `adapter_dropout`, `dora`, `grouped_products`) take the
 operations of bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
 """
 
@@ -255,18 +255,18 @@ def apply_rotary(
     neighbours: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x cos + rotate_half(x) sin (`back`: minus) of the first dimensions of each head of x
-    (rows, seq_len, heads, head_dim), as many as `cos` has, and x of the others, in `out` if it is
-    given. In both tokens lie at equal distances.
+    """Return x (rows, seq_len, heads, head_dim), rotated as in `rotary.heads` (`back`: the other
+    way), in `out` if it is given. In both tokens lie at equal distances.
 
-    cos, sin: (1 or rows, seq_len, <= head_dim), contiguous, both halves alike. neighbours: pairs
-    are 2 i and 2 i + 1, else i and half of the dimensions further.
+    cos, sin: (1 or rows, seq_len, pairs), of equal strides.
     """
     out = x.new_empty(x.shape) if out is None else out
     distances = token_distance(x), token_distance(out)
     assert None not in distances, "the kernel knows one distance of tokens"
     rows, seq_len, heads, head_dim = x.shape
-    turned = cos.shape[-1]
+    pairs = cos.shape[-1]
+    cos, sin = (_with_one_distance(angles) for angles in (cos, sin))
+    assert cos.stride() == sin.stride(), "the kernel knows one distance for both"
     _launch(
         "apply_rotary",
         (rows * seq_len,),
@@ -275,18 +275,26 @@ def apply_rotary(
         cos,
         sin,
         cos.shape[0] * cos.shape[1],
+        *cos.stride()[1:],
         heads,
         head_dim,
         *distances,
         back=back,
-        half=turned // 2,
+        pairs=pairs,
         neighbours=neighbours,
         heads=power_of_two(heads),
-        width=power_of_two(turned // 2),
-        rest=power_of_two(head_dim - turned) if head_dim > turned else 0,
+        width=power_of_two(pairs),
+        rest=power_of_two(head_dim - 2 * pairs) if head_dim > 2 * pairs else 0,
         num_warps=WARPS,
     )
     return out
+
+
+def _with_one_distance(angles: torch.Tensor) -> torch.Tensor:
+    """Return angles (rows, seq_len, pairs) whose tokens lie at equal distances."""
+    rows, seq_len, _ = angles.shape
+    of_row, of_token, _ = angles.stride()
+    return angles if rows == 1 or of_row == seq_len * of_token else angles.contiguous()
 
 
 def token_distance(x: torch.Tensor) -> int | None:

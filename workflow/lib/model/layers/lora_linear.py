@@ -17,6 +17,7 @@ from workflow.lib.model.layers.dora import Magnitude, direction_norms
 from workflow.lib.model.layers.frozen_products import frozen_product
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.layers.nf4_lora_matmul import nf4_lora_matmul, nf4_lora_matmuls
+from workflow.lib.model.layers.shared_input import SharedInput
 
 ADAPTER = "default"  # PEFT's name of the only adapter; it does not appear in exported files
 
@@ -46,6 +47,8 @@ class FusedLoraLinear(PeftLoraLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared = AdapterState()
+        self.beside: SharedInput | None = None
+        """With which other linears it shares its input."""
         for name, dropout in self.lora_dropout.items():
             if isinstance(dropout, nn.Dropout):
                 self.lora_dropout[name] = AdapterDropout(dropout.p)
@@ -68,7 +71,8 @@ class FusedLoraLinear(PeftLoraLinear):
             return super().forward(x, *args, **kwargs)
         if self.has_dora() and self.fused_draw() is not None:
             return self._dropped_dora(x)
-        return nf4_lora_matmul(x, self)
+        value = None if self.beside is None else self.beside.value(self, x)
+        return nf4_lora_matmul(x, self) if value is None else value
 
     def _dropped_dora(self, x: torch.Tensor) -> torch.Tensor:
         """Return f (W d + s B A d) + W (x - d) + b for d = drop(x): PEFT drops the input of all but

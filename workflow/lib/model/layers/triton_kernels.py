@@ -221,30 +221,31 @@ def apply_rotary(
     cos,
     sin,
     angles,
+    angle_distance,
+    angle_step,
     num_heads,
     head_dim,
     x_distance,
     out_distance,
     back: tl.constexpr,
-    half: tl.constexpr,
+    pairs: tl.constexpr,
     neighbours: tl.constexpr,
     heads: tl.constexpr,
     width: tl.constexpr,
     rest: tl.constexpr,
 ):
-    """Rotate the first 2 * `half` dimensions of all heads of one token, which share its cosines and
-    sines; the rest is copied. `angles` tokens have some of their own, then they come again. Tokens
-    begin `x_distance` and `out_distance` elements apart.
+    """Rotate the first 2 * `pairs` dimensions of all heads of one token, which share its cosines
+    and sines; the rest is copied. `angles` tokens have some of their own, then they come again.
+    Tokens begin `x_distance` and `out_distance` elements apart, their angles `angle_distance`, and
+    one pair's angle lies `angle_step` behind the one before.
 
-    neighbours: dimensions 2 i and 2 i + 1 are turned together, else i and i + half. heads, width,
-    rest: `num_heads`, `half` and what is copied, rounded up to powers of two, as `tl.arange` wants
-    them.
+    neighbours: dimensions 2 i and 2 i + 1 are a pair, else i and i + pairs. heads, width, rest:
+    `num_heads`, `pairs` and what is copied, rounded up to powers of two, as `tl.arange` wants them.
     """
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, heads), tl.arange(0, width)
-    # The first half of the cosines and sines alone: both halves are alike.
-    angle = (token % angles) * 2 * half + column
-    inside = column < half
+    angle = (token % angles) * angle_distance + column * angle_step
+    inside = column < pairs
     cosine = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     if back:
@@ -254,7 +255,7 @@ def apply_rotary(
     there = head[:, None] < num_heads
     inside = there & inside[None, :]
     step: tl.constexpr = 2 if neighbours else 1
-    distance: tl.constexpr = 1 if neighbours else half
+    distance: tl.constexpr = 1 if neighbours else pairs
     x_at, out_at = x_starts + column[None, :] * step, out_starts + column[None, :] * step
     first = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_at + distance, mask=inside, other=0.0).to(tl.float32)
@@ -262,7 +263,7 @@ def apply_rotary(
     tl.store(out + out_at, (first * cosine - second * sine).to(dtype), mask=inside)
     tl.store(out + out_at + distance, (second * cosine + first * sine).to(dtype), mask=inside)
     if rest > 0:
-        column = 2 * half + tl.arange(0, rest)
+        column = 2 * pairs + tl.arange(0, rest)
         inside = there & (column < head_dim)[None, :]
         value = tl.load(x + x_starts + column[None, :], mask=inside, other=0.0)
         tl.store(out + out_starts + column[None, :], value, mask=inside)

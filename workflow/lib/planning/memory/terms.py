@@ -230,8 +230,8 @@ def saved_activations(layer: DecoderLayer, setup: Setup) -> int:
     adapter).
 
     Norms keep an fp32 copy of their input (4 T h each), fused ones the input itself. Linears keep
-    their input, which q, k, v share and gate, up (2 c T h; none where these are fused behind fused
-    norms, which are made again), and the down projection's (c T f); attention q, k, v, output and
+    their input, which q, k, v share and gate, up (2 c T h; none behind fused norms, which are made
+    again), and the down projection's (c T f); attention q, k, v, output and
     log-sum-exp; the feed-forward gate, activation and up (3 c T f, or what the family's own was
     seen to keep), a fused one gate and up alone; adapters x A^T; DoRA the values, of which those of
     gate and up are kept anyway.
@@ -321,29 +321,21 @@ def fuses_feed_forward(layer: DecoderLayer, setup: Setup) -> bool:
     """Whether gate, up and down are one node (`fused_feed_forward.FusedFeedForward`): all with an
     adapter, which is not DoRA with dropout.
     """
-    return layer.fused_feed_forward and _share_nodes(layer.feed_forward, setup)
-
-
-def fuses_projections(layer: DecoderLayer, setup: Setup) -> bool:
-    """Whether queries, keys and values are one node (`fused_attention.FusedAttention`), as
-    above.
-    """
-    return layer.fused_attention and _share_nodes(layer.into_attention, setup)
-
-
-def _share_nodes(linears: Iterable[Linear], setup: Setup) -> bool:
+    names = {linear.name for linear in layer.feed_forward}
     alone = setup.dropout and setup.dora
-    names = {linear.name for linear in linears}
-    return setup.fused_layers and not alone and names <= set(setup.targets)
+    adapted = setup.fused_layers and not alone and names <= set(setup.targets)
+    return layer.fused_feed_forward and adapted
 
 
 def _linear_inputs(layer: DecoderLayer, setup: Setup) -> int:
-    """Inputs of linears as the fused nodes keep them; DoRA with dropout keeps each one's own."""
+    """Inputs of linears: none of those behind fused norms, which are made again; DoRA with dropout
+    keeps each one's own.
+    """
     row = setup.compute_bytes * setup.tokens
-    fused = fuses_projections(layer, setup) + fuses_feed_forward(layer, setup)
-    normed = fused if fuses_norms(layer, setup) and layer.norms_before else 0
-    shared = (2 - normed) * layer.hidden_size + layer.intermediate_size
-    if setup.dropout and setup.dora:
+    alone = setup.dropout and setup.dora
+    normed = fuses_norms(layer, setup) and layer.norms_before and not alone
+    shared = (0 if normed else 2 * layer.hidden_size) + layer.intermediate_size
+    if alone:
         shared = max(shared, sum(x.in_features for x in _targets(layer, setup)))
     return row * shared
 

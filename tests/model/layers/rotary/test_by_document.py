@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.support.models import adapted, quantized
-from workflow.lib.model.layers.rotary_by_document import (
+from workflow.lib.model.layers.rotary.by_document import (
     RotaryByDocument,
     document_lengths,
     rotate_by_document_,

@@ -1,0 +1,183 @@
+"""A family's attention that runs by its own code, but has its heads rotated by our operation
+(`layers.rotary.heads`).
+
+Families rotate by a function of their file, which the attention's forward calls by its name. Such a
+function is found by what it does with small random values. The module is then given a subclass of
+its own class (as FSDP2 gives its units), whose forward is a copy of the family's for which that
+name means our operation; the family's file and class stay as they are. Whatever else the forward
+does (norms, gates, scales, windows, keys of other layers) need not be known.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import product
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
+from workflow.lib.model.layers.rotary.heads import apply_rotary
+
+ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
+TOLERANCE = 1e-5
+AXIS = "unsqueeze_dim"  # a parameter: the dimension of the heads, 1 or 2
+Heads = tuple[torch.Tensor, ...]
+
+
+class Form(NamedTuple):
+    """How a function rotates."""
+
+    tensors: int
+    """Of heads, its first parameters; `cos` and `sin` follow."""
+    axis: int
+    """Of the heads, unless a call names another."""
+    neighbours: bool
+    """As in `layers.rotary.heads`."""
+    table: str
+    """How `cos` and `sin` hold the angle of each pair: `TABLES`."""
+    parts: bool = False
+    """Whether it takes tables of fewer dimensions than heads have."""
+
+
+class Table(NamedTuple):
+    """A way to hold the angles of pairs (rows, tokens, pairs) in a table (rows, tokens, width)."""
+
+    of_pairs: Callable[[torch.Tensor], torch.Tensor]
+    pairs_of: Callable[[torch.Tensor], torch.Tensor]
+    """The other way, as a view."""
+
+
+TABLES = {
+    "once": Table(lambda x: x, lambda x: x),
+    "halves": Table(lambda x: torch.cat((x, x), dim=-1), lambda x: x.chunk(2, dim=-1)[0]),
+    "neighbours": Table(lambda x: x.repeat_interleave(2, dim=-1), lambda x: x[..., ::2]),
+}
+
+
+def rotate_by_kernel_(module: nn.Module) -> bool:
+    """Have a module's own forward call our operation in place of each function of its file that
+    rotates heads; return whether there is one.
+    """
+    kind: Any = type(module)
+    rotating = _rotating_class(kind)
+    if rotating is not None:
+        module.__class__ = rotating
+    return rotating is not None
+
+
+@functools.cache
+def _rotating_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the subclass of a family's class, None if its forward calls no such function."""
+    forward = kind.forward
+    if not isinstance(forward, FunctionType):
+        return None
+    called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    forms = {name: rotary_form(x) for name, x in called.items() if isinstance(x, FunctionType)}
+    ours = {name: _rotating(called[name], form) for name, form in forms.items() if form}
+    if not ours:
+        return None
+    # Whoever looks for the family's own attention looks in the file of the class.
+    members = {"forward": _with_names(forward, ours), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """Return a copy of a function for which these global names mean something else."""
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return copy
+
+
+def _rotating(function: Any, form: Form) -> Callable[..., Any]:
+    """Return our operation with the arguments and the result of `function`, which gets the calls
+    that it does not know.
+    """
+
+    def rotating(*args: Any, **options: Any) -> Any:
+        axis = options.get(AXIS, form.axis)
+        known = len(args) == form.tensors + 2 and options.keys() <= {AXIS} and axis in (1, 2)
+        if not known or args[-1].dim() != 3 or not _takes(form, args[0], args[-1]):
+            return function(*args, **options)
+        *heads, cos, sin = args
+        made = _rotated(heads, cos, sin, form._replace(axis=axis))
+        keep_exact(*made)
+        return made if form.tensors > 1 else made[0]
+
+    return rotating
+
+
+def _takes(form: Form, heads: torch.Tensor, angles: torch.Tensor) -> bool:
+    """Whether a function of this form rotates so many dimensions of heads."""
+    turned = 2 * TABLES[form.table].pairs_of(angles).shape[-1]
+    return turned == heads.shape[-1] or (form.parts and turned < heads.shape[-1])
+
+
+def _rotated(heads: Any, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> Heads:
+    cos, sin = (TABLES[form.table].pairs_of(angles) for angles in (cos, sin))
+    by_token = (x.transpose(1, 2) if form.axis == 1 else x for x in heads)
+    made = apply_rotary(*by_token, cos=cos, sin=sin, neighbours=form.neighbours)
+    return tuple(x.transpose(1, 2) if form.axis == 1 else x for x in made)
+
+
+@functools.cache
+def rotary_form(function: FunctionType) -> Form | None:
+    """Return the form of a function that rotates heads, None of any other."""
+    parameters = inspect.signature(function).parameters
+    names = [*parameters]
+    if "cos" not in names or names[names.index("cos") + 1 :][:1] != ["sin"]:
+        return None
+    tensors = names.index("cos")
+    axis = parameters[AXIS].default if AXIS in names else 1
+    if tensors not in (1, 2) or axis not in (1, 2):
+        return None
+    axes = (1, 2) if AXIS in names else (axis,)
+    for neighbours, table in product((False, True), TABLES):
+        form = Form(tensors, axis, neighbours, table)
+        whole, part = (
+            {_agrees(function, form, each, pairs) for each in axes}
+            for pairs in (HEAD_DIM // 2, HEAD_DIM // 4)
+        )
+        if whole == {True} and False not in part:
+            return form._replace(parts=part == {True})
+    return None
+
+
+def _agrees(function: FunctionType, form: Form, axis: int, pairs: int) -> bool | None:
+    """Whether a function rotates so many pairs of dimensions in this form; None: it takes none such
+    or other arguments.
+    """
+    heads, cos, sin = _drawn(form, axis, pairs)
+    options = {} if axis == form.axis else {AXIS: axis}
+    try:
+        found = function(*heads, cos, sin, **options)
+    except (TypeError, RuntimeError, IndexError):
+        return None
+    made = found if isinstance(found, tuple) else (found,)
+    expected = _rotated(heads, cos, sin, form._replace(axis=axis))
+    return len(made) == len(expected) and all(map(_close, made, expected))
+
+
+def _drawn(form: Form, axis: int, pairs: int) -> tuple[Heads, torch.Tensor, torch.Tensor]:
+    """Return small random tensors of heads, and tables of two angles, which may be any numbers."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, TOKENS, count, HEAD_DIM) for count in HEADS[: form.tensors])
+    heads = [torch.randn(shape, generator=draw) for shape in shapes]
+    angles = torch.randn(2, 1, TOKENS, pairs, generator=draw)
+    cos, sin = (TABLES[form.table].of_pairs(angle) for angle in angles)
+    return tuple(x.transpose(1, 2) if axis == 1 else x for x in heads), cos, sin
+
+
+def _close(one: Any, other: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor) or one.shape != other.shape:
+        return False
+    return torch.allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE)
