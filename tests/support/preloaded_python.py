@@ -6,8 +6,8 @@ subprocess.run([preloaded_python(), "-m", "workflow.scripts.evaluate_run", ...])
 
 The command hands its arguments, folder, environment and open files to a server, which forks; it
 passes signals on, and ends as the fork ends. Forks share the library of this checkout; a stage of
-another one imports its own. What a stage starts by multiprocessing is forked too. All else, and a
-stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
+another one imports its own. What a stage starts by multiprocessing is forked too, and so are the
+stages of `tests.support`. All else, and a stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups, the death of processes or how Python takes itself
 apart needs a stage that is started as a user starts it: `Project.start` does.
@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 VARIABLE = "PRELOADED_PYTHON"  # path of the command
 WORKFLOW, STAGES = "workflow", "workflow.scripts"
 STAGE = f"{STAGES}."
+STANDS_IN = "tests.support."  # for a stage
 SPAWNED = "from multiprocessing.spawn import "
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "workflow" / "scripts"
@@ -97,7 +98,7 @@ def start_server() -> None:
 
 def ask(folder: Path, arguments: list[str]) -> NoReturn:
     """Have the server run `python *arguments`, and end as that ends."""
-    if any(word.startswith((STAGE, SPAWNED)) for word in arguments[1:3]):
+    if any(word.startswith((STAGE, STANDS_IN, SPAWNED)) for word in arguments[1:3]):
         files = _inherited()
         request = {
             "arguments": arguments,
@@ -262,6 +263,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # it is where TMPDIR was when a package asked
     # torchrun's workers end where their parent is another one
     if os.environ.get("FINETUNE_LAUNCHER") == str(request["parent"]):
         os.environ["FINETUNE_LAUNCHER"] = str(os.getppid())
