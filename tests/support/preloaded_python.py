@@ -7,7 +7,8 @@ subprocess.run([preloaded_python(), "-m", "workflow.scripts.evaluate_run", ...])
 The command hands its arguments, folder, environment and open files to a server, which forks; it
 passes signals on, and ends as the fork ends. Forks share the library of this checkout; a stage of
 another one imports its own. What a stage starts by multiprocessing is forked too, and so are the
-stages of `tests.support`. All else, and a stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
+stages of `tests.support`. All else, and a stage in whose environment packages would be imported
+otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups, the death of processes or how Python takes itself
 apart needs a stage that is started as a user starts it: `Project.start` does.
