@@ -89,7 +89,8 @@ def trained_losses(base: Path) -> dict[tuple[str, str], float]:
             heldout = HeldOut(
                 store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8
             )
-            losses["before", ""] = heldout.loss(model.training, world=world)
+            if not losses:
+                losses["before", ""] = heldout.loss(model.training, world=world)
             assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
             losses[products, where] = heldout.loss(model.training, world=world)
     return losses
