@@ -4,6 +4,7 @@ before the first step.
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ BOUNDS = {
 }
 
 
+@cache
 def documentation() -> TokenStore:
     """Rows of what the shipped base was trained on the like of, and held-out documents."""
     tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
