@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from tests.support.preloaded_python import preloaded_python
+from tests.support.workflow_project import FORKING
 from workflow.lib.settings.config import load_config, merge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,12 +59,6 @@ SWEEP_RUNS = 2
 FORKED_FROM = (
     "snakemake --cores all --replace-workflow-config --configfile workflow/presets/sweep-demo.yaml"
 )
-FORKING = """#!{python}
-import sys
-from snakemake.cli import main
-sys.executable = {stages!r}
-main()
-"""
 
 
 class Block(NamedTuple):
@@ -111,7 +106,7 @@ def forked(commands: str, folder: Path) -> str:
     """Return commands, before `FORKED_FROM` one that has Snakemake fork the stages."""
     forking = folder / "forking" / "snakemake"
     forking.parent.mkdir(exist_ok=True)
-    forking.write_text(FORKING.format(python=sys.executable, stages=preloaded_python()))
+    forking.write_text(f"#!{sys.executable}{FORKING.format(stages=preloaded_python())}")
     forking.chmod(0o755)
     search = f"export PATH={shlex.quote(str(forking.parent))}:$PATH\n"
     return commands.replace(FORKED_FROM, search + FORKED_FROM)

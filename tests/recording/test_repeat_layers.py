@@ -1,14 +1,17 @@
 """The tape of a model whose layers are repeated against that of the model with all its layers."""
 
+import logging
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from tests.support.distributed import run_distributed
 from tests.support.preflight_examples import num_calls, setup
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
+from workflow.lib.recording.engine_run import record
 from workflow.lib.recording.layer_tape import LayerTape
 from workflow.lib.recording.recording_process import RecordingProcess
 from workflow.lib.recording.repeat_layers import NotRepeatableError, repeated
@@ -70,6 +73,26 @@ def test_repeated_layers_ask_for_what_all_layers_ask(
     assert of_some.allocated_bytes == pytest.approx(of_all.allocated_bytes, abs=SHORTER_NORMS)
     assert of_some.reserved_bytes == pytest.approx(of_all.reserved_bytes, abs=PAGE)
     assert of_some.peak_phase == of_all.peak_phase
+
+
+def refusals(levers: dict[str, Any]) -> list[str]:
+    """Return why layers were refused that did not stand for all."""
+    said: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("workflow").addHandler(handler)
+    logging.getLogger("workflow").setLevel(logging.DEBUG)
+    chosen = setup(seq_len=128, micro_batch_size=1, fused_layers=True, **levers)
+    record(Request(LLAMA | {"num_hidden_layers": 12}, chosen, None))
+    return said
+
+
+@pytest.mark.parametrize(
+    "levers", [{"processes": 1}, {"processes": 2}, {"processes": 4, "replicas": 2}], ids=str
+)
+def test_layers_that_are_recorded_first_stand_for_all(levers: dict[str, Any]) -> None:
+    """Else a recording takes twice as long."""
+    assert run_distributed(refusals, levers, world_size=1) == [[]]
 
 
 def test_what_torch_refuses_is_told_in_words(process: RecordingProcess) -> None:

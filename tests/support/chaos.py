@@ -137,11 +137,11 @@ def do_as_told(project: Project, output: str) -> None:
 def complete(project: Project, target: str) -> int:
     """Repeat the command until it succeeds; return how often it was needed."""
     for attempt in range(1, MOST_REPEATS + 1):
-        status, output = Victim(project, target).finish()
-        if status == 0:
+        done = project.snakemake(target)
+        if done.status == 0:
             return attempt
-        do_as_told(project, output)
-    raise AssertionError(f"the command still fails after {MOST_REPEATS} repeats:\n{output}")
+        do_as_told(project, done.output)
+    raise AssertionError(f"the command still fails after {MOST_REPEATS} repeats:\n{done.output}")
 
 
 def facts(project: Project) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Run:
             self.optimizer,
             random_store(rows=13, seq_len=23),
             self.config.train,
-            micro_batch_size=1,
+            micro_batch_size=3,
             world=self.world,
         ).steps(first_step=first, num_steps=self.config.train.max_steps)
         return [next(loop).loss for _ in range(first, last)]

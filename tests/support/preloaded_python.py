@@ -6,8 +6,9 @@ subprocess.run([preloaded_python(), "-m", "workflow.scripts.evaluate_run", ...])
 
 The command hands its arguments, folder, environment and open files to a server, which forks; it
 passes signals on, and ends as the fork ends. Forks share the library of this checkout; a stage of
-another one imports its own. What a stage starts by multiprocessing is forked too. All else, and a
-stage in whose environment packages would be imported otherwise, is run by the interpreter itself.
+another one imports its own. What a stage starts by multiprocessing is forked too, and so are the
+stages of `tests.support`, and Snakemake where a job of a cluster runs it. All else, and a stage in
+whose environment packages would be imported otherwise, is run by the interpreter itself.
 
 What a test shows about imports, process groups, the death of processes or how Python takes itself
 apart needs a stage that is started as a user starts it: `Project.start` does.
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -37,7 +39,9 @@ from typing import Any, NoReturn
 VARIABLE = "PRELOADED_PYTHON"  # path of the command
 WORKFLOW, STAGES = "workflow", "workflow.scripts"
 STAGE = f"{STAGES}."
+STANDS_IN = "tests.support."  # for a stage
 SPAWNED = "from multiprocessing.spawn import "
+SNAKEMAKE = ["-m", "snakemake"]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "workflow" / "scripts"
 PACKAGES = (
@@ -54,6 +58,13 @@ PACKAGES = (
     "transformers.integrations.finegrained_fp8",
     "peft.tuners.lora.bnb",
     "lm_eval.evaluator",
+)
+# By Snakemake, as a job of a cluster runs it; some only while it works.
+PACKAGES_OF_SNAKEMAKE = (
+    "snakemake.cli",
+    "snakemake.report.html_reporter",
+    "snakemake.storage",
+    "snakemake_storage_plugin_s3",
 )
 # By these packages. Not the number of threads: Snakemake sets it for every job, and forks obey it.
 # Nor XDG_CACHE_HOME: tests move recordings by it, and no package keeps anything of theirs there.
@@ -97,7 +108,7 @@ def start_server() -> None:
 
 def ask(folder: Path, arguments: list[str]) -> NoReturn:
     """Have the server run `python *arguments`, and end as that ends."""
-    if any(word.startswith((STAGE, SPAWNED)) for word in arguments[1:3]):
+    if _is_forked(arguments):
         files = _inherited()
         request = {
             "arguments": arguments,
@@ -113,6 +124,11 @@ def ask(folder: Path, arguments: list[str]) -> NoReturn:
         if answer != REFUSED:
             _end_as(int(answer))
     os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _is_forked(arguments: list[str]) -> bool:
+    stages = (STAGE, STANDS_IN, SPAWNED)
+    return arguments[:2] == SNAKEMAKE or any(word.startswith(stages) for word in arguments[1:3])
 
 
 def _inherited() -> list[int]:
@@ -158,6 +174,8 @@ def serve(folder: Path, listening: socket.socket) -> NoReturn:
         with suppress(EOFError):
             request, files = _receive(connection)
             _import_packages()
+            if request["arguments"][:2] == SNAKEMAKE:
+                _import_all(PACKAGES_OF_SNAKEMAKE)
             if _imported_alike(request["environment"], variables):
                 if os.fork() == 0:
                     listening.close()
@@ -201,13 +219,18 @@ def _imported_alike(asked: dict[str, str], own: dict[str, str]) -> bool:
 def _import_packages() -> None:
     """Import them as a stage does, at the first request."""
     if PACKAGES[0] not in sys.modules:
-        gc.disable()
         runpy.run_path(str(SCRIPTS / "__init__.py"))  # what is set before a stage imports a package
-        for package in PACKAGES:
-            importlib.import_module(package)
+        _import_all(PACKAGES)
         _import_library()
-        gc.freeze()  # a collection in a fork would copy all of it
-        gc.enable()
+        gc.freeze()
+
+
+def _import_all(packages: Sequence[str]) -> None:
+    gc.disable()
+    for package in packages:
+        importlib.import_module(package)
+    gc.freeze()  # a collection in a fork would copy all of it
+    gc.enable()
 
 
 def _import_library() -> None:
@@ -262,6 +285,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # it is where TMPDIR was when a package asked
     # torchrun's workers end where their parent is another one
     if os.environ.get("FINETUNE_LAUNCHER") == str(request["parent"]):
         os.environ["FINETUNE_LAUNCHER"] = str(os.getppid())

@@ -59,6 +59,14 @@ SETTINGS: dict[str, Any] = {
     "runs": {"demo": {}},
 }
 
+# `python -m snakemake` whose stages are run by another interpreter.
+FORKING = """
+import sys
+from snakemake.cli import main
+sys.executable = {stages!r}
+main()
+"""
+
 # Long enough to be interrupted between two checkpoints.
 STEPS = 41
 LONG = {"max_steps": STEPS, "checkpoint_every_steps": 4, "grace_seconds": 20.0}
@@ -119,10 +127,16 @@ class Project:
         """Return the environment that Snakemake runs in."""
         return os.environ | SETTLED | self.environment
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start Snakemake in a process group of its own, as a shell does."""
+    def start(self, *arguments: str, forks_stages: bool = False) -> subprocess.Popen[str]:
+        """Start Snakemake in a process group of its own, as a shell does.
+
+        forks_stages: have stages forked from a process that has imported their packages.
+        """
+        command = self.command(*arguments)
+        if forks_stages:
+            command[1:3] = ["-c", FORKING.format(stages=preloaded_python())]
         return subprocess.Popen(
-            self.command(*arguments),
+            command,
             cwd=self.root,
             env=self.variables(),
             stdout=subprocess.PIPE,

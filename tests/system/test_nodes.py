@@ -3,11 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.shared import reserved_ports
 from workflow.lib.artifacts.stage_logs import failure_causes
 from workflow.lib.system.errors import UserError
@@ -46,25 +46,14 @@ def launch_on_two_nodes(*arguments: str, processes: int, log: Path) -> list[int]
 
 
 def launch_at(port: int, *arguments: str, processes: int, log: Path) -> list[int]:
-    """Start `tests.support.launch_worker` as a stage on two nodes, which share the log; return the
-    launchers' exit status.
-    """
-    program = (
-        "import os; from workflow.lib.training.launch import Workers, launch_workers; from "
-        "workflow.lib.system.nodes import find_place;"
-        "from workflow.scripts.command import run, stage_parser;"
-        "work = lambda args: launch_workers(Workers('tests.support.launch_worker', "
-        f"{[*arguments, '--log', str(log)]!r}, processes={processes}, "
-        "place=find_place(2, os.environ))); run(work, stage_parser('', config_required=False), "
-        "locks_itself=True)"
-    )
+    """Start the workers of two nodes, which share the log; return the launchers' exit status."""
+    stage = [preloaded_python(), "-m", "tests.support.launcher", str(processes), *arguments]
     step = STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(port - FIRST_PORT)}
-    root = Path(__file__).resolve().parents[2]
     launchers = [
         subprocess.Popen(
-            [sys.executable, "-c", program, "--log", str(log)],
-            cwd=root,
-            env=os.environ | step | {"SLURM_NODEID": str(node), "OMP_NUM_THREADS": "1"},
+            [*stage, "--nodes", "2", "--log", str(log)],
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | SETTLED | step | {"SLURM_NODEID": str(node)},
         )
         for node in range(2)
     ]

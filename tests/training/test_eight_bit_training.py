@@ -4,6 +4,7 @@ before the first step.
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ BOUNDS = {
 }
 
 
+@cache
 def documentation() -> TokenStore:
     """Rows of what the shipped base was trained on the like of, and held-out documents."""
     tokenizer = Tokenizer.from_file(str(RESOURCES / "base" / "tokenizer.json"))
@@ -89,7 +91,8 @@ def trained_losses(base: Path) -> dict[tuple[str, str], float]:
             heldout = HeldOut(
                 store, every=1, num_steps=STEPS, at_most=None, seed=0, micro_batch_size=8
             )
-            losses["before", ""] = heldout.loss(model.training, world=world)
+            if not losses:
+                losses["before", ""] = heldout.loss(model.training, world=world)
             assert len(list(trainer.steps(first_step=0, num_steps=STEPS))) == STEPS
             losses[products, where] = heldout.loss(model.training, world=world)
     return losses

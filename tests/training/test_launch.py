@@ -20,6 +20,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.support.models import quantized, tiny_llama
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.distributed.stop_signals import SIGNALS
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
@@ -52,6 +53,19 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert list(folder.iterdir()) == []
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers forked from a process that has imported their packages. Those of tests about the
+    death of a launcher, or about Python's exit, are started as a user's are.
+    """
+    monkeypatch.setattr(sys, "executable", preloaded_python())
+    monkeypatch.setenv("HF_HUB_OFFLINE", SETTLED["HF_HUB_OFFLINE"])
+
+
+forked = pytest.mark.usefixtures("_forked")
+
+
+@forked
 def test_workers_get_their_ranks_and_share_the_threads_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,24 +103,41 @@ CAUSES = {
     "fail with data": "killed by SIGBUS: a file that it reads by memory map was cut, or "
     "its disk failed",
     "fail in 1, told to end while it says why": "ToldToEndError: a message that is whole",
-    "fail in 1 beside a collective": "KeyError: 'a defect'",
 }
 
 
+@forked
 @pytest.mark.parametrize(("behaviour", "cause"), CAUSES.items(), ids=CAUSES)
 def test_first_line_is_the_cause_on_the_process_that_failed_on_its_own_account(
     tmp_path: Path, behaviour: str, cause: str
 ) -> None:
-    with pytest.raises(UserError) as caught:  # at once: the other process would sleep for an hour
-        launch_workers(Workers(WORKER, [behaviour, str(tmp_path)], processes=2))
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith(cause)
+    message = failure(behaviour, tmp_path)
+    assert_names_process_1(message, cause)
     if behaviour == "fail with memory":
-        assert_shows_prediction_measurement_and_change(str(caught.value))
+        assert_shows_prediction_measurement_and_change(message)
+
+
+def test_worker_that_fails_where_its_own_exit_would_wait_is_named(tmp_path: Path) -> None:
+    assert_names_process_1(
+        failure("fail in 1 beside a collective", tmp_path), "KeyError: 'a defect'"
+    )
+
+
+def failure(behaviour: str, folder: Path) -> str:
+    """Return what the user sees, at once: the other process would sleep for an hour."""
+    with pytest.raises(UserError) as caught:
+        launch_workers(Workers(WORKER, [behaviour, str(folder)], processes=2))
+    return str(caught.value)
+
+
+def assert_names_process_1(message: str, cause: str) -> None:
+    lines = message.splitlines()
+    assert lines[0].startswith(cause)
     assert lines[-1].startswith("(training: process 1 of 2, the first to fail;")
     assert "Repeat the command to continue from what is finished" in lines[-1]
 
 
+@forked
 def test_batch_that_was_too_large_is_named_by_its_size(tmp_path: Path) -> None:
     with pytest.raises(BatchMemoryError) as caught:
         launch_workers(Workers(WORKER, ["fail with batch", str(tmp_path)], processes=2))
@@ -119,6 +150,20 @@ def assert_shows_prediction_measurement_and_change(message: str) -> None:
     assert "adam_moments" in message, "preflight's table"
 
 
+def hang(behaviour: str, folder: Path, temporary: Path) -> str:
+    """Return what the user sees. The launcher is a process of its own: it ends all its children,
+    and those of this one serve other tests.
+    """
+    done = subprocess.run(
+        [preloaded_python(), "-m", "tests.support.launcher", "2", behaviour, str(folder)],
+        env=os.environ | SETTLED | {"TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 1
+    return done.stderr[done.stderr.index("process 1 of 2 hangs") :]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "state"),
     [
@@ -127,12 +172,10 @@ def assert_shows_prediction_measurement_and_change(message: str) -> None:
     ],
 )
 def test_process_that_hangs_is_named_and_all_are_stopped(
-    tmp_path: Path, behaviour: str, state: str
+    tmp_path: Path, temporary: Path, behaviour: str, state: str
 ) -> None:
     """Stopped as a whole, or asleep on the way to a collective that the other has begun."""
-    with pytest.raises(UserError) as caught:
-        launch_workers(Workers(WORKER, [behaviour, str(tmp_path)], processes=2))
-    message = str(caught.value)
+    message = hang(behaviour, tmp_path, temporary)
     assert message.startswith("process 1 of 2 hangs in step 4: nothing has moved for ")
     assert re.search(f"process 1 of 2 {state}", message)
     assert "the others wait: process 0 is at" in message
@@ -149,19 +192,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "phase"), [("loading", "loading the model"), ("held-out loss", "held-out loss")]
 )
 def test_process_that_is_stopped_outside_steps_is_named_with_its_phase(
-    base: Path, where: str, phase: str
+    base: Path, temporary: Path, where: str, phase: str
 ) -> None:
     """The bound of the phase itself is far away: a process without a sign of life is found
     before.
     """
-    with pytest.raises(UserError) as caught:
-        launch_workers(Workers(WORKER, [f"stop in {where}", str(base)], processes=2))
-    message = str(caught.value)
+    message = hang(f"stop in {where}", base, temporary)
     assert message.startswith(f"process 1 of 2 hangs in {phase}: nothing has moved for ")
     assert "process 1 of 2 does not run (no sign of life for" in message
     assert "the others wait: process 0 is at" in message
 
 
+@forked
 def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^killed by SIGKILL: the tokens folder is damaged"):
         launch_workers(
@@ -170,6 +212,7 @@ def test_inputs_are_inspected_once_a_worker_was_killed(tmp_path: Path) -> None:
         )
 
 
+@forked
 def test_workers_that_stopped_as_asked_are_no_failure(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         launch_workers(Workers(WORKER, ["stopped", str(tmp_path)], processes=2))

@@ -22,7 +22,7 @@ from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
-PROCESSES = 2
+PROCESSES, NUM_STEPS = 2, STEPS + 2
 KINDS: dict[str, dict[str, Any]] = {
     "sharded": {},
     "weights kept to backward": {"reshard_after_forward": False},
@@ -45,7 +45,7 @@ def trained(
         return ask(count)
 
     vocabulary_parallel.largest_count = counted  # this process ends with the call
-    config, plan = settings(max_grad_norm=CLIP, max_steps=2 * STEPS), make_plan(**levers)
+    config, plan = settings(max_grad_norm=CLIP, max_steps=NUM_STEPS), make_plan(**levers)
     shard_size = levers.get("shard_size")
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
         numerics = Numerics(torch.float32, "sdpa")
@@ -58,7 +58,7 @@ def trained(
         store = random_store(rows=ROWS, seq_len=SEQ_LEN)
         optimizer = make_optimizer(training, config.train)
         trainer = Trainer(training, optimizer, store, config.train, 1, world, graphs)
-        steps = list(trainer.steps(first_step=0, num_steps=2 * STEPS))
+        steps = list(trainer.steps(first_step=0, num_steps=NUM_STEPS))
         weights = {name: full(param) for name, param in trainable_parameters(training).items()}
     return {
         "losses": [metrics.loss for metrics in steps],

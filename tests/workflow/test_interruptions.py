@@ -52,9 +52,12 @@ class Killed:
     survivors: list[psutil.Process]
 
 
-def signal_snakemake_alone(project: Project, *, number: signal.Signals) -> Stopped:
+def signal_snakemake_alone(
+    project: Project, *, number: signal.Signals, forks_stages: bool
+) -> Stopped:
     """Send a signal to Snakemake's process, not to its group, as `kill` and a scheduler do."""
-    process = start_and_wait_for_checkpoint(project, after=max(saved_steps(project), default=0))
+    after = max(saved_steps(project), default=0)
+    process = start_and_wait_for_checkpoint(project, after=after, forks_stages=forks_stages)
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     output, _ = process.communicate(timeout=TIMEOUT_S)
@@ -79,9 +82,11 @@ def saved_steps(project: Project) -> list[int]:
     return sorted(int(path.name[5:]) for folder in folders for path in folder.glob("step-*"))
 
 
-def start_and_wait_for_checkpoint(project: Project, *, after: int) -> subprocess.Popen[str]:
+def start_and_wait_for_checkpoint(
+    project: Project, *, after: int, forks_stages: bool = False
+) -> subprocess.Popen[str]:
     """Start training; return when a checkpoint of a later step than `after` is there."""
-    process = project.start("train")
+    process = project.start("train", forks_stages=forks_stages)
     deadline = time.monotonic() + TIMEOUT_S
     while max(saved_steps(project), default=0) <= after:
         assert process.poll() is None, process.communicate()[0]
@@ -149,23 +154,28 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_step_it_stopped_at(interrupted: Inter
     assert "Traceback" not in output
 
 
-# Signal, and what Ctrl-C does to a process that is started there; a script's `&` has it ignored.
+# Signal, what Ctrl-C does to a process that is started there (a script's `&` has it ignored), and
+# whether stages are forked: by the first case they stop in order that are started as a user's are.
 ALONE = {
-    "SIGTERM": (signal.SIGTERM, signal.default_int_handler),
-    "SIGINT": (signal.SIGINT, signal.default_int_handler),
-    "SIGTERM in the background": (signal.SIGTERM, signal.SIG_IGN),
+    "SIGTERM": (signal.SIGTERM, signal.default_int_handler, False),
+    "SIGINT": (signal.SIGINT, signal.default_int_handler, True),
+    "SIGTERM in the background": (signal.SIGTERM, signal.SIG_IGN, True),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "ctrl_c"), ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize(("number", "ctrl_c", "forks_stages"), ALONE.values(), ids=ALONE)
 def test_signal_to_snakemake_alone_ends_the_training_with_a_checkpoint(
-    finished_project: Project, tmp_path: Path, number: signal.Signals, ctrl_c: Any
+    finished_project: Project,
+    tmp_path: Path,
+    number: signal.Signals,
+    ctrl_c: Any,
+    forks_stages: bool,
 ) -> None:
     project = ready_to_train(finished_project, tmp_path / "project", processes=1)
     before = signal.signal(signal.SIGINT, ctrl_c)
     try:
-        stopped = signal_snakemake_alone(project, number=number)
+        stopped = signal_snakemake_alone(project, number=number, forks_stages=forks_stages)
     finally:
         signal.signal(signal.SIGINT, before)
     assert_stopped_in_order(stopped)

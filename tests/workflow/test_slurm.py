@@ -57,10 +57,12 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def on_two_nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The whole workflow; one process on each of two nodes trains."""
+    """The whole workflow; one process on each of two nodes trains. Jobs are forked from a process
+    that has imported their packages; those that are disturbed are started as a user's are.
+    """
     root = tmp_path_factory.mktemp("run") / "project"
     project = make_project(root, hardware={"nodes": 2, "cpu_processes": 1})
-    finish(project.start(*OPTIONS, "all"))
+    finish(project.start(*OPTIONS, "all", forks_stages=True))
     jobs = {
         re.sub(r"^rule_|_wildcards_.*", "", job["comment"]): cluster.facts(job["id"])
         for job in cluster.jobs()
@@ -175,7 +177,7 @@ def test_stage_for_a_gpu_asks_for_one_and_leases_what_slurm_gave(
     project.edit({"hardware": {"gpus": 2, "nodes": 1}})
     driver = {"PYTHONPATH": str(REPOSITORY / "tests" / "fake_driver")}
     gpu = Project(project.root, environment=driver)
-    finish(gpu.start(*OPTIONS, str(base.relative_to(project.root))))
+    finish(gpu.start(*OPTIONS, str(base.relative_to(project.root)), forks_stages=True))
     newest = max(cluster.jobs(), key=lambda job: int(job["id"]))
     facts = cluster.facts(newest["id"])
     assert "quantize_base" in newest["comment"]

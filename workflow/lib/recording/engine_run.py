@@ -60,8 +60,9 @@ from workflow.lib.training.optimizers import ShardwiseAdam
 # `flash` stands for all kernels without a matrix of scores; torch's own needs no further package.
 ATTENTION = {"flash": VARLEN, "flex": FLEX, "sdpa": "sdpa", "eager": "eager"}
 # How far layers know of each other, tried one after the other until those that are alike ask for
-# the same.
-NEAR, FAR = 2, 4
+# the same. Of gathered layers, the third one asks for the buffer of the first, which no layer of
+# the same pass releases.
+NEAR, GATHERED, FAR = 2, 3, 4
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 logger = logging.getLogger("workflow")
@@ -85,10 +86,7 @@ def record(request: Request, *, whole: bool = False) -> Tape:
 
 def _repeated(request: Request, described: "_Described") -> Tape | None:
     """Return the tape made from some layers; None where no fewer than all will do."""
-    # Activations on their way to the host are there for some layers. Where weights of several wait
-    # on the host, one takes the place of an earlier one.
-    far = request.window_bytes is not None or request.setup.offload_layers > 1
-    for reach in (FAR,) if far else (NEAR, FAR):
+    for reach in _reaches(request):
         numbers = representatives(described.kinds, reach=reach)
         if len(numbers) == len(described.kinds):
             break
@@ -99,6 +97,15 @@ def _repeated(request: Request, described: "_Described") -> Tape | None:
         except NotRepeatableError as error:
             logger.debug("layers %s do not stand for all: %s", numbers, error)
     return None
+
+
+def _reaches(request: Request) -> Sequence[int]:
+    """Return how far layers may know of each other, the least first."""
+    # Activations on their way to the host are there for some layers. Where weights of several wait
+    # on the host, one takes the place of an earlier one.
+    if request.window_bytes is not None or request.setup.offload_layers > 1:
+        return (FAR,)
+    return (GATHERED if request.setup.shards > 1 else NEAR, FAR)
 
 
 def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> LayerTape:

@@ -1,10 +1,12 @@
 """A process for recordings: whoever asks for one needs no torch, or keeps its own as it is."""
 
+import gc
 import multiprocessing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from workflow.lib.model.architecture.model_shape import ModelShape
@@ -36,19 +38,27 @@ def _recorded(request: Request, *, whole: bool) -> Tape:
     """Record in the process; torch's own errors are told in words, as some cannot be sent."""
     warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
     check_recordings()
-    # In this process alone: loading torch takes seconds.
-    from workflow.lib.model.kernel_packages import compute_by_torch_code
-    from workflow.lib.recording.engine_run import record
-
-    compute_by_torch_code()
     try:
-        return record(request, whole=whole)
+        return _engine()(request, whole=whole)
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise NotRecordedError(
             "the engine's allocations cannot be recorded with this model "
             f"({type(error).__name__}: {reason})"
         ) from None
+
+
+@cache
+def _engine() -> Callable[..., Tape]:
+    """Import the engine: in this process alone, as loading torch takes seconds."""
+    from workflow.lib.model.kernel_packages import compute_by_torch_code
+    from workflow.lib.recording.engine_run import record
+
+    compute_by_torch_code()
+    # A recording collects garbage before each of its steps: a third of its time, most of it spent
+    # on what the packages have made while they were imported.
+    gc.freeze()
+    return record
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def decoded(
             data, scales, shape=shape, dtype=form.dtype, transposed=transposed
         )
     packed = data.packed.view(torch.uint8)[: shape[0] * shape[1] // 2].flatten().int()
-    pairs = torch.stack((data.code[packed >> 4], data.code[packed & 15]), dim=-1)
+    pairs = torch.cartesian_prod(data.code, data.code).index_select(0, packed)  # of each byte
     ratios = _block_scales(data, shape) / scales[:, None]
     values = _nearest(pairs.view(*ratios.shape, -1) * ratios[..., None], form).view(shape)
     return values.t().contiguous() if transposed else values
