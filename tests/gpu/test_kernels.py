@@ -190,3 +190,20 @@ def test_flex_attention_equals_all_scores(case: str) -> None:
         torch.autograd.grad((y.float() * weights).sum(), given) for y in (output, expected)
     )
     torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)
+
+
+def test_flex_attention_serves_short_rows_of_several_lengths() -> None:
+    """One kernel: torch's own for rows below 128 tokens does not compile for a second length."""
+    draw = torch.Generator().manual_seed(0)
+    for length in (37, 100, 300, 64):
+        rows = torch.arange(length, device="cuda").expand(2, -1)
+        given = [
+            torch.randn(2, heads, length, 32, generator=draw).to("cuda", torch.bfloat16)
+            for heads in (4, 2, 2)
+        ]
+        output, _ = flex_attention(nn.Module(), *given, None, **flex_arguments(rows))
+        first = first_keys(rows, MaskKind(None))
+        exact = all_scores(
+            *(x.float() for x in given), first, scale=32**-0.5, softcap=None, sinks=None
+        )
+        torch.testing.assert_close(output.float(), exact, rtol=2e-2, atol=2e-2)

@@ -124,6 +124,9 @@ def blockwise(
 
     With the sum Z of the exponentials of a query's scores, lse = log Z, a sink s takes e^s of
     Z + e^s, so the others keep Z / (Z + e^s) = sigmoid(lse - s).
+
+    One kernel for all lengths: that for decoding, which torch takes for rows below 128 tokens, does
+    not compile for a second shape of rows (2.11: "No choices to select").
     """
     assert torch.compiler.is_compiling(), "TORCH_COMPILE_DISABLE is set: all scores would be made"
     output, statistics = torch_flex_attention(
@@ -134,6 +137,7 @@ def blockwise(
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"BACKEND": "TRITON"},
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
