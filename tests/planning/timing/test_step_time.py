@@ -109,7 +109,7 @@ def graphed(**changes: Any) -> Setup:
         (setup(), 4, 0.25),
         (graphed(), 1, 0.0),
         (graphed(optimizer="adamw_8bit"), 1, 1.0),
-        (graphed(attention="flex"), 1, 1.0),
+        (graphed(attention="sdpa"), 1, 1.0),
     ],
     ids=["python", "four", "graphs", "the host decides", "no graphs"],
 )
