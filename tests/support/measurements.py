@@ -49,8 +49,12 @@ BEHIND_GRAPHS = {
     "8b_offloaded_layers_half",
     "70b_offloaded_layers_half",
 }
-# Models of which more is fused since they were measured.
-NOT_MEASURED_SINCE = {"openai/gpt-oss-20b", "microsoft/Phi-4-mini-instruct"}
+# Models of which more is fused than earlier commits fused: by which they were measured since.
+MEASURED_SINCE = {
+    "openai/gpt-oss-20b": {"88dd47f"},
+    "microsoft/Phi-4-mini-instruct": {"c51d4c4"},
+    "Qwen/Qwen3.5-27B": set[str](),
+}
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ def counts(line: dict[str, Any]) -> bool:
     if _is_gemma(line) and commit not in GEMMA_NORMS:
         return False
     config = model_config(BenchmarkConfig(**line["sizes"]))
-    if line["sizes"]["model"] in NOT_MEASURED_SINCE:
-        return False
+    if (commits := MEASURED_SINCE.get(line["sizes"]["model"])) is not None:
+        return commit in commits
     if asked["processes"] > 1:
         return commit in SEVERAL_PROCESSES and line["case"] not in BEHIND_GRAPHS
     mixture = any("experts" in name for name in config)
