@@ -111,6 +111,7 @@ def recorded(process: RecordingProcess, levers: Setup) -> Tape:
         KEPT | {"cuda_graphs": True, "offload_activations": 4},
         {"processes": 3, "activation_checkpointing": 2},
         {"processes": 4, "replicas": 2},
+        {"processes": 2, "replicas": 2},
         {"processes": 16},
         {"offload_activations": True},
         {"reshard_after_forward": False},

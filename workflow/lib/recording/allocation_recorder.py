@@ -30,6 +30,7 @@ REDUCE = torch.ops.c10d.allreduce_.default
 # DTensor makes what stands for its operands by this operation, to learn the shape of a result; the
 # engine and its libraries make nothing else by it.
 STAND_IN = torch.ops.aten.empty_strided.default
+COPY = torch.ops.aten.copy_.default
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 NO_TASK = -1  # autograd's, outside of backward
 
@@ -50,13 +51,17 @@ class AllocationRecorder(TorchDispatchMode):
     mode.
     """
 
-    def __init__(self, gpu: RecordedGpu, tape: LayerTape) -> None:
+    def __init__(self, gpu: RecordedGpu, tape: LayerTape, *, alone: bool = False) -> None:
+        """alone: FSDP2 gathers from one process alone, by copies in place of collectives."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
+        self._copies = COPY if alone else None
         self._gpu = gpu
         self._known: dict[int, _Storage] = {}
         self._gathered: dict[int, list[_Storage]] = {}
-        """What an operation has written by `out=`, by the first of its storages."""
+        """What FSDP2 gathers into, by the first of its storages: it is written by `out=`, or by a
+        copy, and resized.
+        """
         self._there: dict[int, list[_Storage]] = {}
         """Those of them that have memory."""
         self._stand_ins: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -82,6 +87,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._note_resized(self._there if is_view else self._gathered)
         if options:
             self._follow(options.get("out"))
+        if func is self._copies:
+            self._follow(args[0])
         call = _reduced if func is REDUCE else self._gpu.results.call
         result = call(func, args, options)
         if func is STAND_IN or (self._stand_ins and self._has_stand_in(args, options)):
@@ -99,7 +106,7 @@ class AllocationRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if error[0] is None and any(map(_differs, self._known.values())):
-            raise RuntimeError("memory was resized that no operation had written by out=")
+            raise RuntimeError("memory was resized into which nothing had been gathered")
 
     def _has_stand_in(self, *operands: Any) -> bool:
         return any(x.untyped_storage() in self._stand_ins for x in tensors(operands))

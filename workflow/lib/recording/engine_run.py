@@ -113,7 +113,8 @@ def _run(request: Request, described: "_Described", numbers: Sequence[int]) -> L
     gpu, tape = recorded_gpu(), LayerTape()
     with _fake_world(request.setup) as world:
         run = _Run(request, described, numbers, world)
-        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape) as recorder:
+        alone = request.setup.processes > 1 == request.setup.shards
+        with _one_thread(), gpu.mode, AllocationRecorder(gpu, tape, alone=alone) as recorder:
             run.load(recorder)
             if request.checked:
                 tape.phase(CHECKS)
