@@ -5,6 +5,7 @@ makes of each family's tiny model.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,16 @@ PARTS = {
 }
 
 
-def measured_families() -> set[str]:
+def measured_families(lines: Iterable[dict[str, Any]]) -> set[str]:
     """Return the families whose memory this engine, not a peer alone, took on GPUs."""
-    ours = [line["sizes"] for line in all_lines() if line["peer"] is None]
+    ours = [line["sizes"] for line in lines if line["peer"] is None]
     sizes = {json.dumps(each, sort_keys=True) for each in ours}
     return {model_config(BenchmarkConfig(**json.loads(one)))["model_type"] for one in sizes}
 
 
 def table() -> str:
     """Return the table, a line for each family."""
-    measured = measured_families()
+    measured = measured_families(all_lines())
     return HEAD + "".join(_line(family, measured) for family in FAMILIES)
 
 
