@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, taking
-from tests.support.preflight_examples import llama_70b
+from tests.support.preflight_examples import llama_70b, machine
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.system.units import GIB
 
 HOSTED: dict[str, Any] = {
     "hardware": AS_IT_WAS | {"offload_layers": "auto"},
@@ -68,3 +69,11 @@ def test_plan_that_is_hardly_faster_is_not_recorded() -> None:
     assert [found.chosen.setup] == record.asked
     alike = [replace(c.setup, offload_layers=0) for c in found.candidates if c.fits]
     assert alike.count(replace(found.chosen.setup, offload_layers=0)) == 2
+
+
+def test_one_recording_shows_that_no_plan_fits() -> None:
+    """The one that needs least; others need more by what was recorded, too."""
+    shape = llama_70b()
+    record = RecordedAs(shape, lambda _: 0.9)
+    assert not decided(shape, machine(gpu_bytes=2 * GIB), record=record).fits
+    assert len(record.asked) == 1

@@ -50,7 +50,8 @@ class Candidate:
     prediction: Prediction
     """By the closed form."""
     peak_bytes: int
-    """The peak of that, as recordings of other plans have corrected it."""
+    """The peak of that, as recordings of other plans have corrected it; its own replay's, if there
+    is one."""
     lacking_bytes: int
     """How much more than there is a process would need; 0 or less if it fits."""
     step_s: float

@@ -86,9 +86,11 @@ def _share(candidate: Candidate) -> float:
 
 
 def replayed(candidate: Candidate, *, limits: Budget, record: Recorder) -> Candidate:
-    """Return a candidate with its replay, and what it lacks by that."""
+    """Return a candidate with its replay, and what it takes and lacks by that."""
     outside = limits.outside_allocator_bytes + limits.margin_bytes
     allowed = limits.capacity_bytes - outside
     peaks = replay(record(candidate.setup), limit_bytes=allowed)
     lacking = peaks.lacking_bytes or peaks.reserved_bytes - allowed
-    return replace(candidate, replayed=peaks, lacking_bytes=lacking)
+    return replace(
+        candidate, replayed=peaks, peak_bytes=peaks.allocated_bytes, lacking_bytes=lacking
+    )
