@@ -232,5 +232,14 @@ def model_config(sizes: BenchmarkConfig) -> dict[str, Any]:
         raise setting_error(
             "benchmark.model", sizes.model, reason, unexpanded(sizes.model) + change
         )
+    decoder = text_part(config)
     changed = {"num_hidden_layers": sizes.layers, "vocab_size": sizes.vocab_size}
-    return text_part(config) | {key: value for key, value in changed.items() if value is not None}
+    changed |= _first_layers(decoder, sizes.layers)
+    return decoder | {key: value for key, value in changed.items() if value is not None}
+
+
+def _first_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """Return the entries of a config.json that name the kind of every layer, for the first ones."""
+    whole = config.get("num_hidden_layers")
+    named = {key: value for key, value in config.items() if isinstance(value, list | str)}
+    return {key: value[:layers] for key, value in named.items() if len(value) == whole}
