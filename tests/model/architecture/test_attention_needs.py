@@ -14,9 +14,10 @@ from transformers import (
     NemotronConfig,
     PreTrainedConfig,
     Qwen3Config,
+    SeedOssConfig,
 )
 
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
+from workflow.lib.model.architecture.attention_needs import attention_needs, read_attention_needs
 from workflow.lib.system.compute_choice import AttentionNeeds
 
 NEEDS = [
@@ -28,6 +29,7 @@ NEEDS = [
     (Llama4Config(), AttentionNeeds(chunks=True)),
     (NemotronConfig(), AttentionNeeds(masked=True)),
     (DeepseekV3Config(), AttentionNeeds(head_dim=192, value_dim=128)),
+    (SeedOssConfig(), AttentionNeeds(dropout=0.1, head_dim=128, value_dim=128)),
 ]
 
 
@@ -35,6 +37,16 @@ NEEDS = [
 def test_needs_of_a_family(config: PreTrainedConfig, needs: AttentionNeeds, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert read_attention_needs(tmp_path) == needs
+
+
+@pytest.mark.parametrize("config", [config for config, _ in NEEDS])
+def test_what_a_config_leaves_out_is_what_its_class_says(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
+    """Seed-OSS drops attention weights by default, and Gemma 2 caps scores."""
+    left_out = type(config)()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": left_out.model_type}))
+    assert read_attention_needs(tmp_path) == attention_needs(left_out.to_dict())
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}, {"kv_lora_rank": 512}])

@@ -1,8 +1,10 @@
-"""What a model asks of its attention, from its config.json."""
+"""What a model asks of its attention, from its config.json as Transformers completes it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 from workflow.lib.system.compute_choice import AttentionNeeds
 from workflow.lib.system.files import read_json
@@ -25,7 +27,10 @@ MASKED = frozenset({"nemotron", "stablelm"})
 
 def read_attention_needs(folder: Path) -> AttentionNeeds:
     """Return what the model in `folder` asks of its attention."""
-    return attention_needs(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    if (kind := config.get("model_type")) in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+    return attention_needs(config)
 
 
 def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
