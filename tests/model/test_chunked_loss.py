@@ -6,8 +6,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tests.support.models import VOCAB, adapted, quantized, tiny_llama
+from workflow.lib.model import chunked_loss
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS, GRADIENT_ROWS
 from workflow.lib.model.chunked_loss import LinearCrossEntropy, OutputHead, output_head
+from workflow.lib.model.layers.head_product import frozen_logits, head_product, with_aligned_rows
 from workflow.lib.model.layers.packed_attention import document_bounds
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -70,14 +72,6 @@ def test_no_rows_cost_nothing_but_keep_their_gradient(head: OutputHead) -> None:
     assert hidden.grad.shape == (0, HIDDEN)
 
 
-def test_no_rows_still_run_the_head(head: OutputHead) -> None:
-    """FSDP frees a unit's weights when all of its modules have run."""
-    seen: list[int] = []
-    head.module.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
-    LinearCrossEntropy(head)(torch.zeros(0, HIDDEN), torch.zeros(0, dtype=torch.int64))
-    assert seen == [0]
-
-
 def test_nothing_is_kept_for_backward_without_gradients(head: OutputHead) -> None:
     hidden, targets = draw(5)
     with torch.no_grad():
@@ -102,10 +96,17 @@ def test_without_targets_the_logits_are_returned(head: OutputHead) -> None:
     assert logits.dtype == torch.float32
 
 
-def test_logits_of_a_whole_batch_never_exist(head: OutputHead) -> None:
+def test_logits_of_a_whole_batch_never_exist(
+    head: OutputHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The head sees at most `CHUNK_ROWS` rows at a time."""
     seen: list[int] = []
-    head.module.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+
+    def counted(hidden: torch.Tensor, *head: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return frozen_logits(hidden, *head)
+
+    monkeypatch.setattr(chunked_loss, "frozen_logits", counted)
     hidden, targets = draw(2 * CHUNK_ROWS + 3)
     LinearCrossEntropy(head)(hidden.requires_grad_(), targets).backward()
     assert seen == [CHUNK_ROWS, CHUNK_ROWS, 3]
@@ -210,3 +211,24 @@ def test_gradient_of_a_trained_head_is_torchs(rows: int, softcap: float | None) 
     pairs = (hidden, leaf), (module.weight, exact.weight), (module.bias, exact.bias)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 8, 211, 49_159])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_of_a_product_begin_at_whole_16_bytes(
+    dtype: torch.dtype, vocab: int, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 16, dtype=dtype), torch.randn(vocab, 16, dtype=dtype)
+    bias = torch.randn(vocab, dtype=dtype) if biased else None
+    product = head_product(hidden, weight, bias)
+    assert torch.equal(product, nn.functional.linear(hidden, weight, bias))
+    gradient = torch.randn(5, vocab, dtype=dtype)
+    for rows in (product, with_aligned_rows(gradient)):
+        assert (rows.shape, rows.dtype) == ((5, vocab), dtype)
+        assert rows.stride(0) * rows.element_size() % 16 == 0
+    assert torch.equal(with_aligned_rows(gradient), gradient)
+    leaf = hidden.clone().requires_grad_()
+    (gradient.float() * frozen_logits(leaf, weight, bias)).sum().backward()
+    torch.testing.assert_close(leaf.grad, gradient @ weight)

@@ -31,6 +31,7 @@ from workflow.lib.model.chunked_loss import (
     TrainedHead,
 )
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
+from workflow.lib.model.layers.head_product import head_product
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.device_types import GPUS
@@ -124,12 +125,9 @@ class SlicedHead(nn.Module):
         self.weight, self.bias = weight, bias
         self._group = group
 
-    def slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this process's part (rows, slice) of the logits of hidden states (rows,
-        hidden).
-        """
-        bias = None if self.bias is None else local(self.bias).to(hidden.dtype)
-        return nn.functional.linear(hidden, local(self.weight).to(hidden.dtype), bias)
+    def own_slice(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rows of weight (slice, hidden) and bias (slice,) that this process holds."""
+        return local(self.weight), None if self.bias is None else local(self.bias)
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -139,7 +137,8 @@ class SlicedHead(nn.Module):
         size, vocab = self._group.size(), self.weight.shape[0]
         own_rows = hidden.flatten(0, -2)
         rows = largest_count(len(own_rows))
-        part = self.slice_logits(_gathered(_padded(own_rows, rows, fill=0), self._group))
+        states = _gathered(_padded(own_rows, rows, fill=0), self._group)
+        part = head_product(states, *self.own_slice())
         part = nn.functional.pad(part, (0, -(-vocab // size) - part.shape[1]))
         slices = torch.empty_like(part)
         dist.all_to_all_single(slices, part, group=self._group)
@@ -178,10 +177,10 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         for start in range(0, num_rows, size):
             yield slice(start, min(start + size, num_rows))
 
-    def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return this process's part (rows, slice) of the frozen head's product."""
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return this process's slice of the head's weight (slice, hidden_size) and bias."""
         assert isinstance(self.head.module, SlicedHead)
-        return self.head.module.slice_logits(hidden)
+        return self.head.module.own_slice()
 
     def chunk_loss(
         self,

@@ -17,6 +17,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
+from workflow.lib.model.layers.head_product import (
+    frozen_logits,
+    head_product,
+    with_aligned_rows,
+)
 from workflow.lib.model.trained_modules import trained_parts
 
 IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
@@ -72,7 +77,7 @@ def _number(config: PretrainedConfig, key: str) -> float:
 class LinearCrossEntropy(nn.Module):
     """Sum of -log softmax(logits)[target] over rows. Uses the model's own head.
 
-    `chunks`, `product` and `chunk_loss` are what a head that is divided among processes does in
+    `chunks`, `weight_and_bias` and `chunk_loss` are what a head that is divided among processes does in
     another way.
     """
 
@@ -104,14 +109,13 @@ class LinearCrossEntropy(nn.Module):
     def chunks(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk of the loss of `num_rows` rows."""
         size = self.chunk_rows()
-        # The head runs even for no rows: FSDP counts on it.
-        for start in range(0, max(1, num_rows), size):
+        for start in range(0, num_rows, size):
             yield slice(start, start + size)
 
-    def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the frozen head's product (rows, vocab) with hidden states (rows, hidden_size)."""
-        product: torch.Tensor = self.head.module(hidden)
-        return product
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what of the head's weight (rows, hidden_size) and bias (rows,) is here."""
+        module: Any = self.head.module
+        return module.weight, module.bias
 
     def leaf_and_logits(
         self, hidden: torch.Tensor, trained: "TrainedHead | None"
@@ -124,7 +128,7 @@ class LinearCrossEntropy(nn.Module):
         """
         if trained is None:
             leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
-            return leaf, self.head.finished(self.product(leaf))
+            return leaf, self.head.finished(frozen_logits(leaf, *self.weight_and_bias()))
         leaf = trained.product(hidden)
         return leaf, self.head.finished(leaf)
 
@@ -190,20 +194,22 @@ class TrainedHead:
     """
 
     def __init__(self, masters: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        self.weight, *self._bias = (master.detach().to(dtype) for master in masters)
+        weight, *bias = (master.detach().to(dtype) for master in masters)
+        self.weight, self._bias = weight, bias[0] if bias else None
         self.gradients = [torch.zeros_like(master) for master in masters]
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the product (rows, vocab) of hidden states (rows, hidden) as a leaf that wants a
         gradient.
         """
-        return nn.functional.linear(hidden, self.weight, *self._bias).requires_grad_()
+        return head_product(hidden, self.weight, self._bias).requires_grad_()
 
     def backward(self, hidden: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
         """Add what the slope (rows, vocab) of a product means for weight and bias; return the
         gradient of the hidden states.
         """
         weight, *bias = self.gradients
+        slope = with_aligned_rows(slope)
         # By pieces of the vocabulary: one product for the whole weight would be as large as the
         # head, for every chunk, before it is added in fp32.
         for start in range(0, len(weight), GRADIENT_ROWS):
