@@ -23,8 +23,6 @@ def test_layers_and_vocabulary_of_a_case_are_those_of_its_decoder(model: str) ->
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "hybrid_override_pattern", "MEM"),
     ],
 )
-def test_kinds_of_a_case_are_those_of_its_first_layers(
-    model: str, key: str, first: object
-) -> None:
+def test_kinds_of_a_case_are_those_of_its_first_layers(model: str, key: str, first: object) -> None:
     assert model_config(BenchmarkConfig(model=model, layers=LAYERS))[key] == first
     assert len(model_config(BenchmarkConfig(model=model))[key]) > LAYERS

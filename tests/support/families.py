@@ -67,6 +67,13 @@ GEMMA4 = GEMMA | {
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
 }
+NEMOTRON_H = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,13 @@ class FamilyCase:
     has: str
     """What this family has that others have not."""
     changes: dict[str, Any] = field(default_factory=dict)
+    model_type: str | None = None
+    """As Transformers calls it; None: by the table's name of it."""
 
     def config(self, family: str) -> Any:
         """Return the configuration of the tiny model."""
-        if "text_config" in self.changes:
-            return AutoConfig.for_model(family, **self.changes)
-        return AutoConfig.for_model(family, **(SIZES | self.changes))
+        sizes = {} if "text_config" in self.changes else SIZES
+        return AutoConfig.for_model(self.model_type or family, **(sizes | self.changes))
 
 
 FAMILIES: dict[str, FamilyCase] = {
@@ -203,14 +211,33 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "nemotron_h": FamilyCase(
         "Mamba 2, attention and feed-forward as layers of their own",
-        {
-            "layers_block_type": ["mamba", "attention", "mlp"],
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-            "chunk_size": 8,
+        NEMOTRON_H | {"layers_block_type": ["mamba", "attention", "mlp"]},
+    ),
+    "gemma4_moe": FamilyCase(
+        "experts beside a dense feed-forward, keys that are values too",
+        GEMMA
+        | ALTERNATING
+        | {
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 80,
         },
+        model_type="gemma4_text",
+    ),
+    "nemotron_h_moe": FamilyCase(
+        "Mamba 2, attention and experts without a gate as layers of their own",
+        NEMOTRON_H
+        | ROUTED_IN_GROUPS
+        | {
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "moe_shared_expert_intermediate_size": 64,
+        },
+        model_type="nemotron_h",
     ),
     "qwen3_moe": FamilyCase("experts", MOE),
     "mixtral": FamilyCase(
@@ -268,8 +295,10 @@ FAMILIES: dict[str, FamilyCase] = {
 }
 
 RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
-RECURRENT_EXPERTS = ("qwen3_5_moe_text", "qwen3_next")
+RECURRENT_EXPERTS = ("nemotron_h_moe", "qwen3_5_moe_text", "qwen3_next")
 EXPERTS = (
+    "gemma4_moe",
+    "nemotron_h_moe",
     "qwen3_moe",
     "mixtral",
     "olmoe",

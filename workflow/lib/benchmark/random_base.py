@@ -24,13 +24,14 @@ from workflow.lib.quantization.nf4_checkpoint import (
     quantizable_linears,
     quantize_tensor,
 )
-from workflow.lib.quantization.stack_codes import quantize_stack
+from workflow.lib.quantization.stack_codes import quantize_expert, stack_tensors
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.files import put_in_place, write_json
 
 DEVIATION = 0.02  # of the weights: what most families are initialized with
 SEED = 0
 DRAWN = 2**24
+DISTINCT_EXPERTS = 8  # of a stack: the others are the same ones again
 
 
 def write_random_base(
@@ -79,11 +80,12 @@ def _packed(
     size: tuple[int, ...], draw: torch.Generator, settings: QuantizeConfig
 ) -> dict[str, torch.Tensor]:
     """Return the checkpoint tensors of a random linear (out, in), or stack (experts, out, in)."""
-    device = torch.device("cpu")
     if len(size) == 2:
-        return quantize_tensor(_random(size, draw), settings, device=device)
-    experts = (_random(size[1:], draw) for _ in range(size[0]))
-    return quantize_stack(experts, settings, device=device, transposed=False)
+        return quantize_tensor(_random(size, draw), settings, device=torch.device("cpu"))
+    weights = [_random(size[1:], draw) for _ in range(min(size[0], DISTINCT_EXPERTS))]
+    distinct = [quantize_expert(weight, settings) for weight in weights]
+    experts = [distinct[number % len(distinct)] for number in range(size[0])]
+    return stack_tensors(experts, settings, shape=weights[0].shape, dtype=weights[0].dtype)
 
 
 def _random(size: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:

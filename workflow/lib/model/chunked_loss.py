@@ -77,8 +77,8 @@ def _number(config: PretrainedConfig, key: str) -> float:
 class LinearCrossEntropy(nn.Module):
     """Sum of -log softmax(logits)[target] over rows. Uses the model's own head.
 
-    `chunks`, `weight_and_bias` and `chunk_loss` are what a head that is divided among processes does in
-    another way.
+    `chunks`, `weight_and_bias` and `chunk_loss` are what a head that is divided among processes
+    does in another way.
     """
 
     def __init__(self, head: OutputHead) -> None:

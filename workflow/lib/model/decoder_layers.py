@@ -12,10 +12,15 @@ from workflow.lib.system.errors import UserError
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks, found by the class names in Transformers' `_no_split_modules`."""
+    """Return the repeated blocks, found by the class names in Transformers' `_no_split_modules`;
+    FSDP2 makes subclasses of them.
+    """
     names = set(model._no_split_modules or ())
     layers = [
-        m for m in model.modules() if type(m).__name__ in names and not isinstance(m, nn.Embedding)
+        module
+        for module in model.modules()
+        if names & {kind.__name__ for kind in type(module).__mro__}
+        and not isinstance(module, nn.Embedding)
     ]
     if not layers:
         raise UserError(

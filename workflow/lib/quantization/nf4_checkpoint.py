@@ -9,6 +9,7 @@ are cut at `SHARD_BYTES`.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,13 +61,17 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     }
 
 
+# A module's own name alone could be the end of others' (`proj`, a router of Gemma 4).
+BEFORE_LAYER = re.compile(r"\.\d+\.")
+
+
 def modules_in_16_bits(model: PreTrainedModel) -> list[str]:
     """Return paths, or ends of paths, of the linears that are not quantized; none if it is the
     output head alone, which everyone leaves as it is.
     """
     others, choosing = other_parts(model), routers(model)
     refused = {
-        path.rpartition(".")[2]
+        BEFORE_LAYER.split(path, maxsplit=1)[-1]
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and (path in choosing or not takes_adapter(model, path))
     }

@@ -6,7 +6,8 @@ when all experts have theirs, because the mean is that of the whole stack. `quan
 a stack from a linear: its shape is [experts, out, in].
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import quantize_4bit
@@ -32,6 +33,46 @@ def check_blocks(stacks: Mapping[str, ExpertStack], settings: QuantizeConfig) ->
             )
 
 
+class ExpertCodes(NamedTuple):
+    """An expert in NF4: codes (out * in / 2, 1) uint8 on the CPU, and an fp32 scale for each block
+    on the device.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantize_expert(weight: torch.Tensor, settings: QuantizeConfig) -> ExpertCodes:
+    """Quantize an expert's weight (out, in) where it is."""
+    packed, state = quantize_4bit(
+        weight.contiguous(),
+        blocksize=settings.block_size,
+        compress_statistics=False,
+        quant_type="nf4",
+    )
+    return ExpertCodes(packed.cpu(), state.absmax)
+
+
+def stack_tensors(
+    experts: Sequence[ExpertCodes],
+    settings: QuantizeConfig,
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return the checkpoint tensors of a stack on the CPU by suffix (`weight`, `weight.absmax`,
+    ...); shape (out, in) and dtype: of an expert.
+    """
+    packed, scales = zip(*experts, strict=True)
+    return stored_tensors(
+        torch.cat(packed),
+        store_scales(torch.cat(scales), double_quant=settings.double_quant),
+        settings,
+        shape=(len(experts), *shape),
+        dtype=dtype,
+    )
+
+
 def quantize_stack(
     experts: Iterable[torch.Tensor],
     settings: QuantizeConfig,
@@ -40,22 +81,12 @@ def quantize_stack(
     transposed: bool,
 ) -> dict[str, torch.Tensor]:
     """Quantize the experts (out, in), or (in, out) if `transposed`, one after the other on
-    `device`; return the checkpoint tensors on the CPU by suffix (`weight`, `weight.absmax`, ...).
+    `device`; return what `stack_tensors` does.
 
     out * in is a multiple of the block size (`check_blocks`).
     """
-    codes, scales = [], []
+    quantized = []
     for expert in experts:
-        weight = (expert.T if transposed else expert).to(device).contiguous()
-        packed, state = quantize_4bit(
-            weight, blocksize=settings.block_size, compress_statistics=False, quant_type="nf4"
-        )
-        codes.append(packed.cpu())
-        scales.append(state.absmax)
-    return stored_tensors(
-        torch.cat(codes),
-        store_scales(torch.cat(scales), double_quant=settings.double_quant),
-        settings,
-        shape=(len(codes), *weight.shape),
-        dtype=weight.dtype,
-    )
+        weight = (expert.T if transposed else expert).to(device)
+        quantized.append(quantize_expert(weight, settings))
+    return stack_tensors(quantized, settings, shape=weight.shape, dtype=weight.dtype)

@@ -29,7 +29,7 @@ def read_attention_needs(folder: Path) -> AttentionNeeds:
     """Return what the model in `folder` asks of its attention."""
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type")) in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[kind].from_dict(config).to_dict()
+        config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
     return attention_needs(config)
 
 

@@ -12,7 +12,7 @@ ALIGNED_BYTES = 16
 
 
 def aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an empty matrix (rows, columns) with aligned rows, of the type and device of `like`."""
+    """Return an empty matrix (rows, columns) with aligned rows, of the type of `like`."""
     unit = ALIGNED_BYTES // like.element_size()
     stride = -(-columns // unit) * unit
     return torch.empty_strided((rows, columns), (stride, 1), dtype=like.dtype, device=like.device)
@@ -49,7 +49,7 @@ class FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         weight = ctx.saved_tensors[0].to(ctx.dtype)
-        slope = aligned(*grads[0].shape, weight)
+        slope = aligned(len(grads[0]), grads[0].shape[1], weight)
         return slope.copy_(grads[0]) @ weight, None, None
 
 
@@ -65,4 +65,4 @@ def with_aligned_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix as it is if its rows are aligned, else a copy with aligned rows."""
     if matrix.stride(0) * matrix.element_size() % ALIGNED_BYTES == 0:
         return matrix
-    return aligned(*matrix.shape, matrix).copy_(matrix)
+    return aligned(len(matrix), matrix.shape[1], matrix).copy_(matrix)

@@ -1,0 +1,98 @@
+"""Two passes over the same tokens, compared layer by layer.
+
+The second pass gets the input of each decoder layer from the first. So a rounding does not grow
+from layer to layer: attention whose scores are large (Gemma 4 does not scale them) would make two
+right passes differ by half of their size after six layers, and by a hundredth in each of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from workflow.lib.model.experts.fixed_routes import Routes, fixed_routes, noted_routes
+
+
+class ComparedLayers:
+    """The decoder layers of a model, and how far what a second pass adds to the hidden states is
+    from what the first one added.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self._model, self._layers = model, layers
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
+        self._routes: Routes = {}
+        self._sums = [torch.zeros(2, dtype=torch.float64) for _ in layers]
+
+    @contextmanager
+    def noted(self, num_tokens: int) -> Iterator[None]:
+        """Note the first tokens of the pass within the block: what goes into each layer and comes
+        out, in host memory, and which experts take them.
+        """
+
+        def before(_: int, given: torch.Tensor) -> torch.Tensor:
+            self._inputs.append(given[:, :num_tokens].cpu())
+            return given
+
+        def after(_: int, made: torch.Tensor) -> None:
+            self._outputs.append(made[:, :num_tokens].cpu())
+
+        with noted_routes(self._model) as self._routes, self._around_layers(before, after):
+            yield
+
+    @contextmanager
+    def compared(self, tokens: slice) -> Iterator[None]:
+        """Compare the pass within the block, which is of `tokens` of the noted ones."""
+
+        def before(number: int, given: torch.Tensor) -> torch.Tensor:
+            return self._inputs[number][:, tokens].to(given.device)
+
+        def after(number: int, made: torch.Tensor) -> None:
+            theirs, given = made.cpu().double(), self._inputs[number][:, tokens].double()
+            difference = self._outputs[number][:, tokens].double() - theirs
+            self._sums[number] += torch.stack(
+                [x.square().sum() for x in (difference, theirs - given)]
+            )
+
+        routes = fixed_routes(self._model, self._routes, tokens)
+        with routes, self._around_layers(before, after):
+            yield
+
+    def largest_difference(self) -> float:
+        """Return the largest difference of a layer, as a share of what the second passes have it
+        add (root mean squares).
+        """
+        differences, added = torch.stack(self._sums).T
+        shares = torch.where(differences > 0, differences / added, 0.0)
+        return float(shares.max().sqrt())
+
+    @contextmanager
+    def _around_layers(
+        self,
+        before: Callable[[int, torch.Tensor], torch.Tensor],
+        after: Callable[[int, torch.Tensor], None],
+    ) -> Iterator[None]:
+        """Replace the hidden states (1, tokens, hidden) that go into each layer by those of
+        `before`, and hand what comes out to `after`.
+        """
+
+        def replaced(number: int) -> Callable[..., Any]:
+            def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+                if args:
+                    return (before(number, args[0]), *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": before(number, kwargs["hidden_states"])}
+
+            return hook
+
+        def handed(number: int) -> Callable[..., None]:
+            return lambda _, __, made: after(number, made[0] if isinstance(made, tuple) else made)
+
+        with ExitStack() as stack:
+            for number, layer in enumerate(self._layers):
+                given = layer.register_forward_pre_hook(replaced(number), with_kwargs=True)
+                stack.callback(given.remove)
+                stack.callback(layer.register_forward_hook(handed(number)).remove)
+            yield
