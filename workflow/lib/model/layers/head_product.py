@@ -34,31 +34,47 @@ def head_product(
         return torch.addmm(bias.to(hidden.dtype), hidden, weight.T, out=product)
 
 
-class FrozenHead(torch.autograd.Function):
-    """Logits of a frozen head in fp32, with a gradient for the hidden states alone."""
+class _FrozenProduct(torch.autograd.Function):
+    """`head_product` with a gradient for the hidden states alone."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the logits (rows, vocab) fp32; the arguments are those of `head_product`."""
         ctx.save_for_backward(weight)
-        ctx.dtype = hidden.dtype
-        return head_product(hidden, weight, bias).float()
+        return head_product(hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        weight = ctx.saved_tensors[0].to(ctx.dtype)
-        slope = aligned(len(grads[0]), grads[0].shape[1], weight)
-        return slope.copy_(grads[0]) @ weight, None, None
+        (weight,) = ctx.saved_tensors
+        return grads[0] @ weight.to(grads[0].dtype), None, None
+
+
+class _Float32(torch.autograd.Function):
+    """A matrix of a half type in fp32, whose gradient has aligned rows. A node of its own, so that
+    autograd lets go of the fp32 gradient before the product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = matrix.dtype
+        return matrix.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (grad,) = grads
+        return aligned(len(grad), grad.shape[1], grad.new_empty(0, dtype=ctx.dtype)).copy_(grad)
 
 
 def frozen_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the logits (rows, vocab) fp32 of `head_product`, with their gradient."""
-    logits: torch.Tensor = FrozenHead.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
-    return logits
+    logits: torch.Tensor = _FrozenProduct.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
+    if logits.dtype == torch.float32:
+        return logits
+    widened: torch.Tensor = _Float32.apply(logits)  # type: ignore[no-untyped-call]
+    return widened
 
 
 def with_aligned_rows(matrix: torch.Tensor) -> torch.Tensor:
