@@ -20,6 +20,7 @@ from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chu
 from workflow.lib.model.layers.head_product import (
     frozen_logits,
     head_product,
+    states_gradient,
     with_aligned_rows,
 )
 from workflow.lib.model.trained_modules import trained_parts
@@ -217,4 +218,4 @@ class TrainedHead:
             weight[part] += slope[:, part].T @ hidden
         for gradient in bias:
             gradient += slope.sum(dim=0, dtype=torch.float32)
-        return slope @ self.weight
+        return states_gradient(slope, self.weight)

@@ -1,21 +1,23 @@
-"""Products with an output head, whose rows begin at whole 16 bytes in memory.
+"""Products with an output head of any number of rows, at the speed of one of a round number.
 
-cuBLAS has its fast kernels for such rows alone, and a vocabulary may have any size (Granite
-49,159, Olmo 3 100,278, Hunyuan 128,167).
+cuBLAS has fast kernels only where the sizes of a product are multiples of 8 and the rows of its
+matrices begin at whole 16 bytes; for the head of Hunyuan (128,167 rows) its others take 7 times as
+long. So logits lie in aligned rows, and what is beyond a multiple of 64 is a product of its own.
 """
 
 from typing import Any
 
 import torch
+from torch import nn
 
 ALIGNED_BYTES = 16
+ROUND = 64
 
 
 def aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     """Return an empty matrix (rows, columns) with aligned rows, of the type of `like`."""
     unit = ALIGNED_BYTES // like.element_size()
-    stride = -(-columns // unit) * unit
-    return torch.empty_strided((rows, columns), (stride, 1), dtype=like.dtype, device=like.device)
+    return like.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
 
 
 def head_product(
@@ -29,9 +31,33 @@ def head_product(
     with torch.no_grad():
         weight = weight.to(hidden.dtype)
         product = aligned(len(hidden), len(weight), hidden)
-        if bias is None:
-            return torch.mm(hidden, weight.T, out=product)
-        return torch.addmm(bias.to(hidden.dtype), hidden, weight.T, out=product)
+        for part in _parts(len(weight)):
+            if bias is None:
+                torch.mm(hidden, weight[part].T, out=product[:, part])
+            else:
+                own = bias[part].to(hidden.dtype)
+                torch.addmm(own, hidden, weight[part].T, out=product[:, part])
+        return product
+
+
+def states_gradient(slope: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return slope W (rows, hidden_size): the gradient of the hidden states of `head_product`.
+
+    slope: (rows, vocab), fast in aligned rows; weight: (vocab, hidden_size), cast to its type.
+    """
+    weight = weight.to(slope.dtype)
+    whole, *rest = _parts(len(weight))
+    gradient = slope[:, whole] @ weight[whole]
+    for part in rest:
+        gradient.addmm_(slope[:, part], weight[part])
+    return gradient
+
+
+def _parts(vocab: int) -> list[slice]:
+    """Return the columns of the products that one over a vocabulary is divided into."""
+    whole = vocab // ROUND * ROUND
+    parts = [slice(0, whole), slice(whole, vocab)]
+    return [part for part in parts if part.stop > part.start] or [slice(0, 0)]
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -47,7 +73,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return grads[0] @ weight.to(grads[0].dtype), None, None
+        return states_gradient(grads[0], weight), None, None
 
 
 class _Float32(torch.autograd.Function):
@@ -70,11 +96,12 @@ def frozen_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the logits (rows, vocab) fp32 of `head_product`, with their gradient."""
-    logits: torch.Tensor = _FrozenProduct.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
-    if logits.dtype == torch.float32:
-        return logits
-    widened: torch.Tensor = _Float32.apply(logits)  # type: ignore[no-untyped-call]
-    return widened
+    if hidden.dtype == torch.float32:
+        bias = None if bias is None else bias.to(hidden.dtype)
+        return nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
+    product = _FrozenProduct.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
+    logits: torch.Tensor = _Float32.apply(product)  # type: ignore[no-untyped-call]
+    return logits
 
 
 def with_aligned_rows(matrix: torch.Tensor) -> torch.Tensor:
