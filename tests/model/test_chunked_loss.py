@@ -214,8 +214,9 @@ def test_gradient_of_a_trained_head_is_torchs(rows: int, softcap: float | None) 
 
 
 def assert_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """Twice at most: a sum of two products."""
-    bound = 2 * torch.finfo(ours.dtype).eps * exact.abs().max()
+    """Twice at most, for a sum of two products; fp32 also in the sums of up to 49,159 terms."""
+    times = 32 if ours.dtype == torch.float32 else 2
+    bound = times * torch.finfo(ours.dtype).eps * exact.abs().max()
     assert (ours - exact).abs().max() < bound
 
 

@@ -66,13 +66,13 @@ def _line(family: str, measured: set[str]) -> str:
         training=True,
     ).name  # fmt: skip
     cells = [
-        f"`{family}`",
+        f"`{FAMILIES[family].model_type or family}`",
         FAMILIES[family].has,
         _attention(config.get_text_config()) + (", soft-capped" if needs.softcap else ""),
         on_gpu,
         _fused(dict(fuse_layers_(model)) | {"experts": experts}, layers),
         f"{recurrent} of {layers}" if recurrent else "none",
-        "measured" if family in measured else "predicted only",
+        "measured" if config.get_text_config().model_type in measured else "predicted only",
     ]
     return "| " + " | ".join(cells) + " |\n"
 

@@ -229,6 +229,15 @@ def test_settings_that_experts_cannot_have_reach_the_other_linears() -> None:
     assert ranks == {BESIDE[0]: 16, BESIDE[2]: 16}
 
 
+def test_experts_without_a_gate_are_named_as_their_weights_are() -> None:
+    """Nemotron H's `up_proj` is a whole weight of its experts."""
+    stacks = [f"model.layers.1.mixer.experts.{name}_proj" for name in ("up", "down")]
+    beside = [f"model.layers.1.mixer.shared_experts.{name}_proj" for name in ("up", "down")]
+    lora = LoraSettings(target_modules=("up_proj", "down_proj"))
+    linears = [*stacks, *beside]
+    assert adapter_ranks(lora, linears=linears, stacks=stacks) == dict.fromkeys(linears, 16)
+
+
 ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
 
 

@@ -59,8 +59,8 @@ def _check_experts(lora: LoraSettings, stacks: list[str]) -> None:
                 "Remove it, or name the other linears alone in lora.target_modules",
             )
     targets = lora.target_modules
-    if "gate_up_proj" in {path.rpartition(".")[2] for path in stacks}:
-        return
+    if {"gate_up_proj", "up_proj"} & {path.rpartition(".")[2] for path in stacks}:
+        return  # the one of gated experts, the other of Nemotron H
     parts = _words(targets) if isinstance(targets, str) else targets
     if {"gate_proj", "up_proj"} & {part.rpartition(".")[2] for part in parts}:
         raise setting_error(
