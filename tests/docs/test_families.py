@@ -14,7 +14,7 @@ def test_measured_families_are_those_with_measurements_of_gpus() -> None:
     measured = measured_families(all_lines())
     assert measured <= {*FAMILIES}
     assert "llama" in measured
-    assert "apertus" not in measured
+    assert "deepseek_v3" not in measured
 
 
 def test_family_that_only_a_peer_has_trained_on_a_gpu_is_not_called_measured() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.decisions import AS_IT_WAS, decided, llama_8b, run_config, taking
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, token_counts
+from workflow.lib.model.architecture.shipped_shapes import known_shape
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.offload_terms import offload_window, offloaded_bytes
 from workflow.lib.planning.memory.setup import Setup
@@ -168,6 +169,17 @@ def test_every_candidate_says_why_it_was_not_chosen() -> None:
         words = r"chosen|[\d.]+% slower|only [\d.]+% faster"
         too_much = r"[\d.]+ GiB (of host memory )?too much"
         assert re.fullmatch(words if plan.fits else too_much, plan.why)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("Qwen/Qwen3.5-27B", 48), ("Qwen/Qwen3-8B", 0)])
+def test_predicted_time_says_that_recurrent_layers_are_not_counted(name: str, layers: int) -> None:
+    run, tokens, shape = run_config(), token_counts(seq_len=2048), known_shape(name)
+    assert shape is not None
+    decision = decide(run, shape, machine(), tokens, disk_free_bytes=10**12)
+    basis = forecast(decision, run, shape, machine(), tokens).time.basis
+    assert basis == decision.speed.basis + (
+        f"; the code of {layers} recurrent layers is not counted" if layers else ""
+    )
 
 
 def test_document_has_exactly_the_plan_that_later_stages_read() -> None:

@@ -60,7 +60,7 @@ def forecast(
         disk_free_bytes=decision.disk_free_bytes,
         time=step_time.estimate(
             _parts(decision, shape, chosen.setup, tokens),
-            basis=decision.speed.basis,
+            basis=decision.speed.basis + _not_counted(shape),
             num_gpus=len(machine.gpu_names),
             tokens=chosen.setup.tokens,
             accumulation_steps=plan.accumulation_steps,
@@ -78,6 +78,16 @@ def forecast(
             "trainable_parameters": trainable_parameters(shape, chosen.setup),
         },
     )
+
+
+def _not_counted(shape: ModelShape) -> str:
+    """Return what the basis of a predicted time says of recurrent layers, whose family's code may
+    take many times as long as all else (`docs/time-model.md`).
+    """
+    layers = shape.total(lambda layer: int(layer.recurrent))
+    if not layers:
+        return ""
+    return f"; the code of {layers} recurrent layers is not counted"
 
 
 def _terms(chosen: Candidate) -> list[Term]:
