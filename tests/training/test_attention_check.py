@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Gemma2Config
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Gemma2Config,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_gemma2
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.model import training_module
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import check_attention
@@ -81,6 +88,48 @@ def test_attention_is_as_before_after_the_check(base: Path) -> None:
         check_attention(training, store(), WORLD)
     assert config_of(training)._attn_implementation == "flex"
     assert not hasattr(config_of(training), "workflow_told_alone")
+
+
+@pytest.fixture(scope="module")
+def unscaled(tmp_path_factory: pytest.TempPathFactory) -> CausalLMForTraining:
+    """Gemma 4, whose scores are as large as its heads are wide, in bf16."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "global_head_dim": 128}
+    config = Gemma4TextConfig(
+        vocab_size=101, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, pad_token_id=0, **sizes,
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).save_pretrained(folder / "original")
+    base = quantized(folder / "original", folder / "nf4")
+    return adapted(base, attention="sdpa", dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def test_rounding_that_grows_from_layer_to_layer_is_no_difference(
+    unscaled: CausalLMForTraining,
+) -> None:
+    ids = torch.from_numpy(store().input_ids[:1].astype("int64"))
+    ours, theirs = (
+        hidden_states(ids, torch.arange(ids.shape[1])[None]).float()
+        for hidden_states in (unscaled.hidden_states, unscaled.family_hidden_states)
+    )
+    at_end = (ours - theirs).norm() / theirs.norm()
+    in_one_layer = float(check_attention(unscaled, store(), WORLD).detail.split()[1])
+    assert in_one_layer < 0.05 < 0.1 < at_end
+
+
+def test_attention_across_documents_is_found_in_spite_of_rounding(
+    unscaled: CausalLMForTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = training_module._decoder_inputs
+
+    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+
+    monkeypatch.setattr(training_module, "_decoder_inputs", joined)
+    with pytest.raises(UserError, match=r"in one layer they differ by 0\.\d+ of what it adds"):
+        check_attention(unscaled, store(), WORLD)
 
 
 def leaking(training: CausalLMForTraining) -> CausalLMForTraining:
