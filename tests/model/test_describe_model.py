@@ -222,6 +222,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         SIZES | {"model_type": "llama", "num_key_value_heads": 3},
         ["5 query heads cannot share 3 key heads equally"],
     ),
+    (
+        SIZES | {"model_type": "exaone4", "layer_types": ["full_attention"]},
+        ["does not describe a decoder", "`num_hidden_layers`", "Check model.source"],
+    ),
     (SIZES | {"model_type": "bloom", "n_layer": 10**9}, ["n_layer = 1000000000: must be"]),
 ]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -62,6 +63,7 @@ UNBUILDABLE = (
     ArithmeticError,
     AssertionError,
     ImportError,
+    StrictDataclassError,
 )
 STORED = {"float32": "F32", "float16": "F16"}
 
