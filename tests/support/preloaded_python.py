@@ -169,6 +169,8 @@ def _end_as(status: int) -> NoReturn:
 def serve(folder: Path, listening: socket.socket) -> NoReturn:
     """Fork a process for every request, until the tests have ended."""
     variables = dict(os.environ)
+    # As where the tests were started by a script's `&`, so that forks always have to undo it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
         connection = listening.accept()[0]
         with suppress(EOFError):
@@ -290,8 +292,12 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     if os.environ.get("FINETUNE_LAUNCHER") == str(request["parent"]):
         os.environ["FINETUNE_LAUNCHER"] = str(os.getppid())
     _number(files, request["files"])
-    for number in request["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
+    for number in PASSED_ON:
+        if number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) is signal.SIG_IGN:  # as the server does, and the command not
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
     search = os.environ.get("PYTHONPATH")
