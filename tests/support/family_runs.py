@@ -27,8 +27,11 @@ from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
 from workflow.lib.export.stored_weights import dequantized_weight
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
-from workflow.lib.model.backends import resolve_attention, resolve_training_attention
+from workflow.lib.model.backends import (
+    read_attention_needs,
+    resolve_attention,
+    resolve_training_attention,
+)
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
 from workflow.lib.model.lora import trainable_parameters

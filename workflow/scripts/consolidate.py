@@ -40,9 +40,9 @@ from workflow.lib.export.stack_names import (
     without_stacks,
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
     choose_device,
+    read_attention_needs,
     resolve_attention,
     resolve_dtype,
 )

@@ -27,8 +27,8 @@ from workflow.lib.distributed.heartbeat import FIRST_PASS_S, JOIN_S, JOINING, Pu
 from workflow.lib.distributed.stop_signals import StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.parity import save_logits, trained_logits
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
+    read_attention_needs,
     resolve_dtype,
     resolve_products,
     resolve_training_attention,

@@ -17,7 +17,8 @@ from transformers import (
     SeedOssConfig,
 )
 
-from workflow.lib.model.architecture.attention_needs import attention_needs, read_attention_needs
+from workflow.lib.model.architecture.attention_needs import attention_needs
+from workflow.lib.model.backends import read_attention_needs
 from workflow.lib.system.compute_choice import AttentionNeeds
 
 NEEDS = [

@@ -31,8 +31,8 @@ from workflow.lib.benchmark.profiling import profiled
 from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import World, process_group
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
 from workflow.lib.model.backends import (
+    read_attention_needs,
     resolve_dtype,
     resolve_products,
     resolve_training_attention,

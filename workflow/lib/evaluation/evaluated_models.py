@@ -26,8 +26,7 @@ from workflow.lib.evaluation.questions import Model, Subject
 from workflow.lib.evaluation.streamed_model import StreamedModel
 from workflow.lib.export.sharded_models import load_sharded_adapter, load_sharded_base
 from workflow.lib.export.stock_models import load_adapter, load_base
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
-from workflow.lib.model.backends import resolve_attention, resolve_dtype
+from workflow.lib.model.backends import read_attention_needs, resolve_attention, resolve_dtype
 from workflow.lib.settings.config import ModelConfig
 from workflow.lib.settings.subjects import SubjectName
 from workflow.lib.system.checksums import RecordedFile, downloaded_files, listed_files

@@ -2,9 +2,13 @@
 
 Preflight, training and evaluation ask here, so that they decide alike."""
 
+from pathlib import Path
+
 import torch
+from transformers import CONFIG_MAPPING
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from workflow.lib.model.architecture.attention_needs import attention_needs
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,
     FLASH,
@@ -18,6 +22,17 @@ from workflow.lib.system.compute_choice import (
     choose_products,
 )
 from workflow.lib.system.errors import setting_error
+from workflow.lib.system.files import read_json
+
+
+def read_attention_needs(folder: Path) -> AttentionNeeds:
+    """Return what the model in `folder` asks of its attention. What its config.json leaves out is
+    what its class says.
+    """
+    config = read_json(folder / "config.json")
+    if (kind := config.get("model_type")) in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
+    return attention_needs(config)
 
 
 def resolve_training_attention(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workflow.lib.model.architecture.attention_needs import read_attention_needs
+from workflow.lib.model.backends import read_attention_needs
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.nf4_model import (
     allocate_,

@@ -1,13 +1,11 @@
-"""What a model asks of its attention, from its config.json as Transformers completes it."""
+"""What a model asks of its attention, from its config.json as Transformers completes it
+(`backends.read_attention_needs`).
+"""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from workflow.lib.system.compute_choice import AttentionNeeds
-from workflow.lib.system.files import read_json
 
 # Families whose layers hand their attention function sinks (`s_aux` in Transformers 5.23). Of a
 # family that is missing here, varlen and flex say so when it does.
@@ -23,14 +21,6 @@ WITH_SINKS = frozenset(
 # Families whose layers hand none of a forward's arguments on to their attention (5.23). varlen and
 # flex say so of any other that does not.
 MASKED = frozenset({"nemotron", "stablelm"})
-
-
-def read_attention_needs(folder: Path) -> AttentionNeeds:
-    """Return what the model in `folder` asks of its attention."""
-    config = read_json(folder / "config.json")
-    if (kind := config.get("model_type")) in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True).to_dict()
-    return attention_needs(config)
 
 
 def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
