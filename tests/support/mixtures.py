@@ -72,12 +72,12 @@ MORE_MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def tiny_mixture(
-    family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any
+    family: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Path:
     """Save the tiny mixture of a family to `folder` as the family publishes its own, norms and
     biases off their initial values; return `folder`.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(SIZES | (MIXTURES | MORE_MIXTURES)[family] | changes))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
