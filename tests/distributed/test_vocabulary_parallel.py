@@ -30,8 +30,8 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     chunk_rows,
     vocabulary_slices,
 )
-from workflow.lib.model.chunked_loss import OutputHead
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.settings.config import LoraSettings, RunConfig

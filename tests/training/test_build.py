@@ -11,8 +11,8 @@ from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
-from workflow.lib.model.chunked_loss import OutputHead
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model

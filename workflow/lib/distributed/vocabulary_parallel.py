@@ -24,14 +24,14 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     exchanged_rows,
     vocabulary_slices,
 )
-from workflow.lib.model.chunked_loss import (
+from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
+from workflow.lib.model.loss.chunked_loss import (
     IGNORED,
     LinearCrossEntropy,
     OutputHead,
     TrainedHead,
 )
-from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
-from workflow.lib.model.layers.head_product import head_product
+from workflow.lib.model.loss.head_product import head_product
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.device_types import GPUS

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
-from workflow.lib.model.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.document_states import separate_documents_, tell_documents_
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
@@ -30,7 +29,8 @@ from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
 from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.layers.reference_attention import attending_by_reference
-from workflow.lib.model.loss_scale import LossScale
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
+from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows, routers_of

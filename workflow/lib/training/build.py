@@ -28,7 +28,7 @@ from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.lora_linear import ADAPTER
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_parameters
-from workflow.lib.model.loss_scale import LossScale
+from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining

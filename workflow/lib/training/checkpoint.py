@@ -37,7 +37,7 @@ from workflow.lib.distributed.sharded_files import (
 )
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.loss_scale import loss_scale_of
+from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import sync, write_jsonl
 from workflow.lib.training.expert_load import restore_routed_rows_, routed_rows

@@ -32,7 +32,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.model.host_embedding import StoredRows
 from workflow.lib.model.layers.adapter_dropout import row_keys
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.loss_scale import loss_scale_of
+from workflow.lib.model.loss.loss_scale import loss_scale_of
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.trained_modules import sum_copies_
 from workflow.lib.model.training_module import CausalLMForTraining

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
-from workflow.lib.model.layers.head_product import (
+from workflow.lib.model.loss.head_product import (
     frozen_logits,
     head_product,
     states_gradient,

@@ -15,7 +15,7 @@ from tests.support.plans import make_plan
 from tests.support.training_loops import STEPS, full, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
+from workflow.lib.model.loss.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale
 from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import CheckpointWriter, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
