@@ -45,6 +45,7 @@ if __name__ == "__main__":
         threading.Timer(0.3, print, ["in a thread"]).start()
         sys.exit(5)
     names = ("PROBE", "OMP_NUM_THREADS")
+    PASSED = ("TERM", "INT", "HUP", "USR1", "USR2")
     print("on standard error", file=sys.stderr)
     print(json.dumps({
         "preloaded": "torch" in sys.modules,
@@ -53,7 +54,7 @@ if __name__ == "__main__":
         "folder": os.getcwd(),
         "read": sys.stdin.read(),
         "environment": [os.environ.get(name) for name in names],
-        "signals": [str(signal.getsignal(number)) for number in range(1, 16)],
+        "signals": [str(signal.getsignal(getattr(signal, f"SIG{name}"))) for name in PASSED],
     }))
     sys.exit(int(os.environ.get("PROBE", 0)))
 """
