@@ -205,6 +205,19 @@ def test_start_up_check_finds_a_state_of_the_document_before(
         checked("packed")
 
 
+def test_start_up_check_finds_a_state_that_adds_up_over_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, whose bound for one layer is wider than what a state of Falcon H1 adds there."""
+    base: Path = folder / "falcon_h1" / "nf4"
+    training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
+    world: Any = SimpleNamespace(device=CPU)
+    assert check_attention(training, family_store("packed"), world).passed
+    monkeypatch.setattr(training_module, "documents_in", rows_as_documents)
+    with pytest.raises(UserError, match=REFUSED):
+        check_attention(training, family_store("packed"), world)
+
+
 @every_family
 def test_stock_packages_reload_base_and_adapter_as_they_were_trained(
     folder: Path, found: dict[int, dict[str, Any]], family: str

@@ -6,7 +6,7 @@ right passes differ by half of their size after six layers, and by a hundredth i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ class ComparedLayers:
 
     @contextmanager
     def compared(self, tokens: slice) -> Iterator[None]:
-        """Compare the pass within the block, which is of `tokens` of the noted ones."""
+        """Compare the pass within the block, which is of `tokens` of the noted ones and gets the
+        noted inputs.
+        """
 
         def before(number: int, given: torch.Tensor) -> torch.Tensor:
             return self._inputs[number][:, tokens].to(given.device)
@@ -57,9 +59,12 @@ class ComparedLayers:
                 [x.square().sum() for x in (difference, theirs - given)]
             )
 
-        routes = fixed_routes(self._model, self._routes, tokens)
-        with routes, self._around_layers(before, after):
+        with self.routed(tokens), self._around_layers(before, after):
             yield
+
+    def routed(self, tokens: slice) -> AbstractContextManager[None]:
+        """Within the block a pass of `tokens` of the noted ones sends them to the noted experts."""
+        return fixed_routes(self._model, self._routes, tokens)
 
     def largest_difference(self) -> float:
         """Return the largest difference of a layer, as a share of what the second passes have it
