@@ -89,6 +89,12 @@ from tests.support.kernel_cases import norms
 results = norms(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 """
+CONVOLUTIONS = """
+import torch
+from tests.support.recurrence_cases import convolutions
+results = convolutions(dtype=torch.float32, device="cpu")
+torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
+"""
 FEED_FORWARD = """
 import itertools, tempfile, torch
 from pathlib import Path
@@ -169,6 +175,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         LENGTHENED,
         SUMMED,
         NORMS,
+        CONVOLUTIONS,
         FEED_FORWARD,
         EIGHT_BITS,
         RESTORED,
@@ -185,6 +192,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "row lengths",
         "sums by token",
         "norms",
+        "short convolutions",
         "feed-forward in one node",
         "products in 8 bits",
         "rows of 8 bits",

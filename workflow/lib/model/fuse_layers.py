@@ -6,8 +6,8 @@ A norm or feed-forward is replaced only if its class, tried on small random valu
 input in the compute type (not an fp32 copy), a gated feed-forward two wide tensors less. Attention
 runs by the family's own code: queries, keys and values are made by one node (`shared_input`) and
 rotated by one operation (`rotary_functions`), which keeps nothing less and takes less time. Where
-one linear makes all three it is replaced, too. The parameters keep their names. Only rounding
-differs.
+one linear makes all three it is replaced, too. Recurrent layers compute their recurrence by
+products of chunks (`recurrence_functions`). The parameters keep their names. Only rounding differs.
 """
 
 from collections import Counter
@@ -25,6 +25,7 @@ from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
 
@@ -36,7 +37,7 @@ TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `projections`, `rotations`, `attentions`, `feed_forwards`).
+    (`norms`, `projections`, `rotations`, `recurrences`, `attentions`, `feed_forwards`).
     """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
@@ -62,6 +63,7 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
         else:
             replaced["projections"] += _share_projections_(module)
             replaced["rotations"] += rotate_by_kernel_(module)
+            replaced["recurrences"] += recur_by_ours_(module)
     return replaced
 
 

@@ -164,8 +164,10 @@ def adapt_(
 
     Raises `UserError` if the model has none of the targets.
     """
-    training = CausalLMForTraining(inject_adapters(model, lora))
+    adapted = inject_adapters(model, lora)
+    # Before recurrent layers are divided by document, which gives them another forward.
     fused = fuse_layers_(model) if fused_layers else Counter()
+    training = CausalLMForTraining(adapted)
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)

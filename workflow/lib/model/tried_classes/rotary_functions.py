@@ -2,10 +2,9 @@
 (`layers.rotary.heads`).
 
 Families rotate by a function of their file, which the attention's forward calls by its name. Such a
-function is found by what it does with small random values. The module is then given a subclass of
-its own class (as FSDP2 gives its units), whose forward is a copy of the family's for which that
-name means our operation; the family's file and class stay as they are. Whatever else the forward
-does (norms, gates, scales, windows, keys of other layers) need not be known.
+function is found by what it does with small random values, and ours is called in its place
+(`called_functions`). Whatever else the forward does (norms, gates, scales, windows, keys of other
+layers) need not be known.
 """
 
 import functools
@@ -20,6 +19,7 @@ from torch import nn
 
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.rotary.heads import apply_rotary
+from workflow.lib.model.tried_classes.called_functions import call_ours_
 
 ROWS, HEADS, TOKENS, HEAD_DIM = 2, (4, 2), 5, 8  # of what a function is tried on
 TOLERANCE = 1e-5
@@ -61,41 +61,12 @@ def rotate_by_kernel_(module: nn.Module) -> bool:
     """Have a module's own forward call our operation in place of each function of its file that
     rotates heads; return whether there is one.
     """
-    kind: Any = type(module)
-    rotating = _rotating_class(kind)
-    if rotating is not None:
-        module.__class__ = rotating
-    return rotating is not None
+    return call_ours_(module, _rotating_of)
 
 
-@functools.cache
-def _rotating_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the subclass of a family's class, None if its forward calls no such function."""
-    forward = kind.forward
-    if not isinstance(forward, FunctionType):
-        return None
-    called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    forms = {name: rotary_form(x) for name, x in called.items() if isinstance(x, FunctionType)}
-    ours = {name: _rotating(called[name], form) for name, form in forms.items() if form}
-    if not ours:
-        return None
-    # Whoever looks for the family's own attention looks in the file of the class.
-    members = {"forward": _with_names(forward, ours), "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), members)
-
-
-def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """Return a copy of a function for which these global names mean something else."""
-    copy = FunctionType(
-        function.__code__,
-        function.__globals__ | names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(copy, function)
-    return copy
+def _rotating_of(function: FunctionType) -> Callable[..., Any] | None:
+    form = rotary_form(function)
+    return None if form is None else _rotating(function, form)
 
 
 def _rotating(function: Any, form: Form) -> Callable[..., Any]:

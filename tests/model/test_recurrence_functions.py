@@ -1,0 +1,173 @@
+"""Which functions of families we compute, too, and layers that call ours in their place. What such
+models learn: `tests/training/test_families.py`.
+"""
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.families import tiny_family
+from tests.support.models import quantized
+from tests.support.other_decoders import config_of
+from tests.support.plans import make_plan
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.document_states import OneByOne
+from workflow.lib.model.nf4_model import build_nf4_on_meta
+from workflow.lib.model.tried_classes.called_functions import call_ours_
+from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
+from workflow.lib.settings.train import LoraSettings
+from workflow.lib.training.build import adapt_, chosen_layers
+
+# What the layers of a family call of ours.
+CALLED = {
+    "qwen3_5_text": {"_Recomputed", "_ShortConvolution"},
+    "qwen3_next": {"_Recomputed", "_ShortConvolution"},
+    "olmo_hybrid": {"_Recomputed", "_ShortConvolution"},
+    "falcon_h1": {"_Recomputed", "_ShortConvolution"},
+    "nemotron_h": {"_Recomputed", "_ShortConvolution"},
+    "lfm2": {"_ShortConvolution"},
+}
+
+
+def recurrent_layer(family: str) -> Any:
+    torch.manual_seed(0)
+    config = config_of(family)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return next(
+        module
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+    )
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(requires_grad=False)
+
+
+def nodes_behind(output: Any) -> Counter[str]:
+    output = output[0] if isinstance(output, tuple) else output
+    seen, ahead = set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return Counter(node.name().removesuffix("Backward") for node in seen)
+
+
+@pytest.mark.parametrize("family", CALLED)
+def test_layers_call_ours_and_compute_the_same(family: str) -> None:
+    ours, stock = (frozen(recurrent_layer(family)) for _ in "os")
+    assert recur_by_ours_(ours)
+    x = torch.randn(2, 150, 48, requires_grad=True)
+    found, expected = ours(x), stock(x)
+    assert CALLED[family] <= nodes_behind(found).keys()
+    assert not CALLED[family] & nodes_behind(expected).keys()
+    found, expected = (y[0] if isinstance(y, tuple) else y for y in (found, expected))
+    slope = torch.randn(found.shape)
+    gradients = [torch.autograd.grad(y, x, slope)[0] for y in (found, expected)]
+    for one, other in ((found, expected), gradients):
+        assert (one - other).abs().max() < 1e-4 * other.abs().max()
+
+
+@pytest.mark.parametrize("family", CALLED)
+def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Path) -> None:
+    """They are divided by document, too, which must come after."""
+    base = quantized(tiny_family(family, tmp_path / "model"), tmp_path / "base")
+    model = build_nf4_on_meta(base, compute_dtype=torch.float32, attention="sdpa")
+    plan = make_plan(device="cpu")
+    choice = chosen_layers(plan, len(decoder_layers(model)))
+    lora = LoraSettings(r=2, target_modules="all-linear")
+    training, fused = adapt_(model, lora, plan, choice, fused_layers=True)
+    divided = [x for x in training.modules() if isinstance(x, OneByOne)]
+    assert fused["recurrences"] == len(divided) > 0
+    kinds = [kind for kind in type(divided[0]).__mro__ if "forward" in vars(kind)]
+    called = globals_of(vars(kinds[1])["forward"])  # that of the mixture with OneByOne is the first
+    assert called["causal_conv1d_fn"].__module__ == recur_by_ours_.__module__
+
+
+def test_convolution_that_is_trained_is_the_familys() -> None:
+    layer = recurrent_layer("lfm2")
+    assert recur_by_ours_(layer)
+    x = torch.randn(2, 9, 48, requires_grad=True)
+    assert "_ShortConvolution" not in nodes_behind(layer(x))
+
+
+def test_call_that_begins_with_a_state_is_the_familys() -> None:
+    ours, stock = (recurrent_layer("qwen3_5_text") for _ in "os")
+    recur_by_ours_(ours)
+    called, family = (
+        globals_of(type(each).forward)["torch_chunk_gated_delta_rule"] for each in (ours, stock)
+    )
+    query, key, value = torch.randn(3, 1, 20, 2, 8)
+    decay, rate = -torch.rand(1, 20, 2), torch.rand(1, 20, 2)
+    options: dict[str, Any] = {"g": decay, "beta": rate, "output_final_state": True}
+    for state in (None, torch.randn(1, 2, 8, 8)):
+        found = called(query, key, value, initial_state=state, **options)
+        expected = family(query, key, value, initial_state=state, **options)
+        torch.testing.assert_close(found, expected)
+        assert found[1] is not None
+
+
+def globals_of(forward: Any) -> dict[str, Any]:
+    """Of a function that decorators may have wrapped."""
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return dict(forward.__globals__)
+
+
+def delta_like(
+    query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = False
+) -> Any:
+    """Has the parameters of a delta rule, and computes something else."""
+    return value * beta[..., None], None
+
+
+class CallsAnother(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        g = torch.zeros(x.shape[:3])
+        return delta_like(x, x, x, g, g)[0]
+
+
+def test_function_that_computes_something_else_is_left_alone() -> None:
+    module = CallsAnother()
+    assert not recur_by_ours_(module)
+    assert type(module) is CallsAnother
+
+
+def doubled(x: Any) -> Any:
+    return 2 * x
+
+
+def noted(function: Any) -> Any:
+    @functools.wraps(function)
+    def noting(self: Any, *args: Any) -> Any:
+        self.noted = True
+        return function(self, *args)
+
+    return noting
+
+
+class Decorated(nn.Module):
+    @noted
+    def forward(self, x: torch.Tensor) -> Any:
+        return doubled(x)
+
+
+def tripled_of(function: Any) -> Any:
+    return (lambda x: 3 * x) if function is doubled else None
+
+
+def test_decorators_of_a_forward_still_run_around_ours() -> None:
+    module = Decorated()
+    assert call_ours_(module, tripled_of)
+    assert module(torch.ones(1)) == 3
+    assert module.noted
+    assert Decorated()(torch.ones(1)) == 2

@@ -1,0 +1,39 @@
+"""Rows of tokens as chunks, in float32, and what decays between tokens of a chunk."""
+
+import torch
+from torch import nn
+
+
+def chunked(x: torch.Tensor, chunk: int, heads: tuple[int, int]) -> torch.Tensor:
+    """Return (rows, tokens, heads, ...) as (chunks, rows, *heads, chunk, ...) in float32, with
+    zeros after the last token. heads: groups, and heads of each.
+    """
+    rows, tokens, _, *rest = x.shape
+    count = -(-tokens // chunk)
+    padding = (0, 0) * (1 + len(rest)) + (0, count * chunk - tokens)
+    apart = nn.functional.pad(x, padding).view(rows, count, chunk, *heads, *rest)
+    order = (1, 0, 3, 4, 2, *range(5, apart.dim()))
+    return _copied(apart.permute(order), torch.float32)
+
+
+def joined(x: torch.Tensor, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return (chunks, rows, groups, heads, chunk, width) as (rows, tokens, heads, width)."""
+    count, rows, groups, heads, chunk, width = x.shape
+    together = _copied(x.permute(1, 0, 4, 2, 3, 5), dtype)
+    return together.view(rows, count * chunk, groups * heads, width)[:, :tokens]
+
+
+def _copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def decays(cumulated: torch.Tensor) -> torch.Tensor:
+    """Return what is left of a token at each later one of its chunk, and 0 at earlier ones.
+
+    cumulated: sums of the logarithms of decays from the chunk's beginning, (..., chunk). The result
+    is (..., chunk, chunk): rows are the later tokens.
+    """
+    between = cumulated[..., :, None] - cumulated[..., None, :]
+    chunk = cumulated.shape[-1]
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=cumulated.device).triu(1)
+    return between.masked_fill(later, float("-inf")).exp()

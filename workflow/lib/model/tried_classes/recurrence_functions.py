@@ -1,0 +1,183 @@
+"""Recurrent layers that run by their family's own code, but compute recurrence and short
+convolution by our operations (`layers.recurrences`).
+
+Families do so by functions of their file, which the layer's forward calls by their names. Such a
+function is found by what its torch code does with small random values, and ours is called in its
+place (`called_functions`), unless a call asks for more: a state to begin with, or the last one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import product
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
+from workflow.lib.model.layers.recurrences.short_convolution import short_convolution
+from workflow.lib.model.layers.recurrences.state_space import state_space
+from workflow.lib.model.tried_classes.called_functions import call_ours_
+
+ROWS, TOKENS = 2, 11  # of what a function is tried on
+TOLERANCE = 1e-5
+# Arguments that ask for what ours does not do: states before and after, packed rows, a gate.
+MORE = (
+    "initial_state", "initial_states", "output_final_state", "return_final_states", "cu_seqlens",
+    "seq_idx", "z",
+)  # fmt: skip
+ACTIVATIONS = {None: False, "silu": True, "swish": True}
+NO_LIMITS = (0.0, float("inf"))
+DELTA_RULE = ("query", "key", "value", "g", "beta")
+STATE_SPACE = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias")
+CONVOLUTION = ("hidden_states", "weight", "bias")
+Arguments = dict[str, Any]
+
+
+class Known(NamedTuple):
+    """A function that we compute, too."""
+
+    parameters: tuple[str, ...]
+    """By name; it may have more."""
+    ours: Callable[[Arguments], Any]
+    """Of a call's arguments by name, those that were left out included."""
+    tries: Callable[[], Iterator[Arguments]]
+    takes: Callable[[Arguments], bool] = lambda given: True
+    """Whether ours does what a call asks for."""
+
+
+def recur_by_ours_(module: nn.Module) -> bool:
+    """Have a module's own forward call our operation in place of each function of its file that we
+    know; return whether there is one.
+    """
+    return call_ours_(module, _ours_of)
+
+
+@functools.cache
+def _ours_of(function: FunctionType) -> Callable[..., Any] | None:
+    """Return ours with the arguments and the result of `function`, which gets the calls that ask
+    for more; None if we do not know what `function` computes.
+    """
+    code = inspect.unwrap(function)
+    signature = inspect.signature(code)
+    for known in KNOWN:
+        if not signature.parameters.keys() >= {*known.parameters}:
+            continue
+        if all(_agrees(code, signature, known, given) for given in known.tries()):
+            return _calling(function, signature, known)
+    return None
+
+
+def _calling(
+    function: Callable[..., Any], signature: inspect.Signature, known: Known
+) -> Callable[..., Any]:
+    def calling(*args: Any, **options: Any) -> Any:
+        given = _by_name(signature, *args, **options)
+        more = [given[name] for name in MORE if given.get(name) is not None]
+        if any(x is not False for x in more) or not known.takes(given):
+            return function(*args, **options)
+        return known.ours(given)
+
+    return calling
+
+
+def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> Arguments:
+    """Return a call's arguments by name, those that were left out and others included."""
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    others = [name for name in given if kinds[name] is inspect.Parameter.VAR_KEYWORD]
+    for name in others:
+        given |= given.pop(name)
+    return given
+
+
+@torch.no_grad()
+def _agrees(
+    code: FunctionType, signature: inspect.Signature, known: Known, given: Arguments
+) -> bool:
+    try:
+        found = code(**given)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    made = known.ours(_by_name(signature, **given))
+    if isinstance(made, tuple):  # the output, and no state
+        if not isinstance(found, tuple) or found[1:] != made[1:]:
+            return False
+        found, made = found[0], made[0]
+    if not isinstance(found, torch.Tensor) or found.shape != made.shape:
+        return False
+    return torch.allclose(found, made, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _delta_rule(given: Arguments) -> tuple[torch.Tensor, None]:
+    tensors = (given[name] for name in DELTA_RULE)
+    return gated_delta_rule(*tensors, normalize=given["use_qk_l2norm_in_kernel"]), None
+
+
+def _tried_delta_rules() -> Iterator[Arguments]:
+    draw = torch.Generator().manual_seed(0)
+    for heads, normalize in product((2, 3), (True, False)):
+        query, key = torch.randn(2, ROWS, TOKENS, heads, 4, generator=draw)
+        value = torch.randn(ROWS, TOKENS, heads, 6, generator=draw)
+        decay, beta = torch.rand(2, ROWS, TOKENS, heads, generator=draw)
+        tensors = (query, key / 4, value, -decay, beta)
+        yield {
+            **dict(zip(DELTA_RULE, tensors, strict=True)),
+            "use_qk_l2norm_in_kernel": normalize,
+        }
+
+
+def _state_space(given: Arguments) -> torch.Tensor:
+    x, dt, *others = (given[name] for name in STATE_SPACE)
+    options: Any = {"softplus": given["dt_softplus"], "limits": given["dt_limit"]}
+    return state_space(x, dt, *others, **options)
+
+
+def _tried_state_spaces() -> Iterator[Arguments]:
+    draw = torch.Generator().manual_seed(0)
+    for groups, of_heads, softplus, limits in product(
+        (1, 2), (True, False), (True, False), (NO_LIMITS, (0.4, 0.9))
+    ):
+        x = torch.randn(ROWS, TOKENS, 4, 6, generator=draw)
+        steps = torch.rand(ROWS, TOKENS, 4, generator=draw)
+        into, out_of = torch.randn(2, ROWS, TOKENS, groups, 5, generator=draw)
+        decay, skip, bias = torch.rand(3, 4, generator=draw)
+        tensors = (x, steps, -decay, into, out_of, *((skip, bias) if of_heads else (None, None)))
+        yield {
+            **dict(zip(STATE_SPACE, tensors, strict=True)),
+            "chunk_size": 4,
+            "dt_softplus": softplus,
+            "dt_limit": limits,
+        }
+
+
+def _convolution(given: Arguments) -> torch.Tensor:
+    x, weight, bias = (given[name] for name in CONVOLUTION)
+    return short_convolution(x, weight, bias, silu=ACTIVATIONS[given["activation"]])
+
+
+def _tried_convolutions() -> Iterator[Arguments]:
+    draw = torch.Generator().manual_seed(0)
+    for taps, biased, activation in product((2, 4), (True, False), (None, "silu")):
+        x = torch.randn(ROWS, 6, TOKENS, generator=draw)
+        weight = torch.randn(6, taps, generator=draw)
+        bias = torch.randn(6, generator=draw) if biased else None
+        tensors = (x, weight, bias)
+        yield {**dict(zip(CONVOLUTION, tensors, strict=True)), "activation": activation}
+
+
+def _is_frozen_convolution(given: Arguments) -> bool:
+    _, *frozen = (given[name] for name in CONVOLUTION)
+    trained = any(x is not None and x.requires_grad for x in frozen)
+    return given["activation"] in ACTIVATIONS and not trained
+
+
+KNOWN = (
+    Known((*DELTA_RULE, "use_qk_l2norm_in_kernel"), _delta_rule, _tried_delta_rules),
+    Known((*STATE_SPACE, "dt_softplus", "dt_limit"), _state_space, _tried_state_spaces),
+    Known((*CONVOLUTION, "activation"), _convolution, _tried_convolutions, _is_frozen_convolution),
+)
