@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.support.recurrence_cases import convolutions
+from tests.support.recurrence_cases import convolutions, deltas, largest_error
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +23,43 @@ def test_short_convolutions_are_rounded_once(dtype: torch.dtype) -> None:
     results = convolutions(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
+    ids=str,
+)
+def test_delta_rule_equals_autograds(dtype: torch.dtype, bound: float) -> None:
+    """Of 16 bits, what lies between the kernels is rounded, too."""
+    assert largest_error(deltas(dtype=dtype, device="cuda")) < bound
+
+
+def test_delta_rule_is_captured_as_a_graph() -> None:
+    """And replayed with other values."""
+    draw = torch.Generator(device="cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda").bfloat16()
+
+    key_shape, value_shape, scalars = (2, 150, 2, 32), (2, 150, 4, 64), (2, 150, 4)
+    given = [drawn(*key_shape), drawn(*key_shape), drawn(*value_shape)]
+    given += [-drawn(*scalars).float().abs(), drawn(*scalars).sigmoid()]
+    leaves = [x.requires_grad_() for x in given]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = gated_delta_rule(*leaves, normalize=True)
+        return output, *torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        leaves[2].copy_(drawn(*value_shape))
+    graph.replay()
+    for one, other in zip(captured, step(), strict=True):
+        assert torch.equal(one, other)

@@ -116,6 +116,21 @@ def test_call_that_begins_with_a_state_is_the_familys() -> None:
         assert found[1] is not None
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h"])
+def test_no_package_computes_a_whole_layer_without_its_adapters(
+    family: str,
+) -> None:
+    """As the function of `mamba_ssm` would, to which Transformers' function goes if it is
+    installed.
+    """
+    layer = recurrent_layer(family)
+    name = "mamba2_split_conv1d_scan_combined"
+    recur_by_ours_(layer)
+    ours = globals_of(type(layer).forward)[name]
+    assert ours.__module__ == recur_by_ours_.__module__
+    assert ours(*[torch.ones(1)] * 6, 4, outproj_weight=torch.ones(1)) is None
+
+
 def globals_of(forward: Any) -> dict[str, Any]:
     """Of a function that decorators may have wrapped."""
     while hasattr(forward, "__wrapped__"):

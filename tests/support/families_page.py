@@ -34,6 +34,7 @@ PARTS = {
     "norms": "norms",
     "projections": "projections",
     "rotations": "rotation",
+    "recurrences": "recurrence",
     "attentions": "attention",
     "feed_forwards": "feed-forward",
     "experts": "experts",
@@ -58,7 +59,8 @@ def _line(family: str, measured: set[str]) -> str:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     drop_other_parts_(model)
-    layers, recurrent = len(decoder_layers(model)), len(separate_documents_(model, AdapterState()))
+    layers, fused = len(decoder_layers(model)), fuse_layers_(model)
+    recurrent = len(separate_documents_(model, AdapterState()))
     experts = len(list(experts_modules(model)))
     needs = attention_needs(config.to_dict())
     on_gpu = automatic_attention(
@@ -70,7 +72,7 @@ def _line(family: str, measured: set[str]) -> str:
         FAMILIES[family].has,
         _attention(config.get_text_config()) + (", soft-capped" if needs.softcap else ""),
         on_gpu,
-        _fused(dict(fuse_layers_(model)) | {"experts": experts}, layers),
+        _fused(dict(fused) | {"experts": experts}, layers),
         f"{recurrent} of {layers}" if recurrent else "none",
         "measured" if config.get_text_config().model_type in measured else "predicted only",
     ]

@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.sharded_files import piece_of, write_sharded
+from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import NF4Linear
 from workflow.lib.model.lora import init_adapters_, inject_adapters
@@ -114,13 +115,17 @@ def adapted(
     attention: str = "sdpa",
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    fused_layers: bool = False,
     **lora: Any,
 ) -> CausalLMForTraining:
     """Build the training module of an NF4 folder on one process, without sharding, as `setup`
     does.
     """
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=attention)
-    training = CausalLMForTraining(inject_adapters(model, LoraSettings(**lora)))
+    peft_model = inject_adapters(model, LoraSettings(**lora))
+    if fused_layers:
+        fuse_layers_(model)
+    training = CausalLMForTraining(peft_model)
     materialize_(training, transformers_model=model, device=torch.device(device))
     load_weights_(model, base)
     init_adapters_(training, seed=0, base=base)

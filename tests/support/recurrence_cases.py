@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences import short_convolution as short
+from workflow.lib.model.layers.recurrences.gated_delta_rule import by_torch
 
 
 class Convolution(NamedTuple):
@@ -26,6 +28,59 @@ CONVOLUTIONS = (
     Convolution(3, short.ROWS, short.COLUMNS, 3, biased=False, silu=True, before=0),
     Convolution(1, short.ROWS + 1, short.COLUMNS + 1, 2, biased=True, silu=False, before=1),
 )
+
+
+class Deltas(NamedTuple):
+    rows: int
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+
+DELTAS = (
+    Deltas(2, 130, 2, 4, 32, 64),
+    Deltas(1, 100, 1, 3, 48, 80),
+    Deltas(2, 5, 1, 2, 24, 8),
+    Deltas(1, delta_kernels.CHUNK, 2, 2, 16, 32),
+    Deltas(1, 70, 1, 1, 256, 128),
+)
+
+
+def deltas(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return outputs and gradients of the gated delta rule by the kernels, each followed by that of
+    torch's operations in fp32; of `DELTAS`. Queries and keys are parts of one tensor, and keys have
+    a direction in common, so that what a chunk knows already matters.
+    """
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for case in DELTAS:
+        rows, tokens, groups, heads, width, value_width = case
+        common = torch.randn(rows, 1, 2, groups, width, generator=draw)
+        keys = torch.randn(rows, tokens, 2, groups, width, generator=draw) + 0.7 * common
+        both = nn.functional.normalize(keys, dim=-1).to(device, dtype)
+        value, grad = torch.randn(2, rows, tokens, heads, value_width, generator=draw)
+        decay, rate = torch.rand(2, rows, tokens, heads, generator=draw)
+        value, grad, rate = (x.to(device, dtype) for x in (value, grad, rate))
+        others = (value, -decay.pow(4).to(device), rate)
+        query, key = both.unbind(dim=2)
+        leaves = [x.float().requires_grad_() for x in (query, key, *others)]
+        unscaled = leaves[0] * width**0.5
+        expected = by_torch(unscaled, *leaves[1:], normalize=False)
+        exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
+        made = [
+            delta_kernels.forward(query, key, *others),
+            *delta_kernels.backward(grad, query, key, *others),
+        ]
+        results += [x for pair in zip(made, exact, strict=True) for x in pair]
+    return results
+
+
+def largest_error(results: list[torch.Tensor]) -> float:
+    """Return the largest difference of a pair, as a share of the largest value expected."""
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return max(float((x.float() - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 
 def convolutions(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:

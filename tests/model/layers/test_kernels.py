@@ -95,6 +95,11 @@ from tests.support.recurrence_cases import convolutions
 results = convolutions(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 """
+DELTA_RULE = """
+import torch
+from tests.support.recurrence_cases import deltas, largest_error
+assert largest_error(deltas(dtype=torch.float32, device="cpu")) < 2e-5
+"""
 FEED_FORWARD = """
 import itertools, tempfile, torch
 from pathlib import Path
@@ -176,6 +181,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         SUMMED,
         NORMS,
         CONVOLUTIONS,
+        DELTA_RULE,
         FEED_FORWARD,
         EIGHT_BITS,
         RESTORED,
@@ -193,6 +199,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "sums by token",
         "norms",
         "short convolutions",
+        "the gated delta rule",
         "feed-forward in one node",
         "products in 8 bits",
         "rows of 8 bits",

@@ -45,7 +45,7 @@ def kept_by_autograd(base: Path) -> list[int]:
     """Bytes that autograd keeps of each decoder layer of the engine's model in fp32, weights and
     what all layers share left out.
     """
-    model = adapted(base, r=4, alpha=8).train().peft_model
+    model = adapted(base, r=4, alpha=8, fused_layers=True).train().peft_model
     known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = []
 

@@ -3,8 +3,8 @@
 Linear attention, state spaces and short convolutions run along a whole row, whatever the positions
 say. A module that has a convolution over tokens is such a layer; it is given a subclass of its own
 class (as FSDP2 gives its units) whose forward calls the family's code with one document a row
-(`documents`: all these layers are causal). What it computes with is the family's: its torch code,
-or the kernels of `flash-linear-attention` and `causal-conv1d` where Transformers has found them.
+(`documents`: all these layers are causal). Which functions that code calls has been settled by then
+(`fuse_layers`).
 """
 
 from collections.abc import Callable, Sequence

@@ -2,8 +2,8 @@
 
 Its linears, stacks of experts and other parameters are known by name. What it keeps for backward is
 what autograd was seen to keep when it ran once more with every linear wanting a gradient, as if
-each had an adapter. A recurrent layer runs by the family's torch code then, which works in chunks
-of tokens, so it gets many.
+each had an adapter. A recurrent layer computes its recurrence by our operations then, if we know
+it, and gets many tokens, since recurrences work in chunks of them.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.model.description.layer_calls import Attended, LayerCalls, recorded_layers
 from workflow.lib.model.description.layer_parameters import linears_of, others_of, weight_names
+from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.system.errors import UserError
 
 TOKENS = 1024  # chunks of Mamba 2 and of linear attention have 64 to 256
@@ -37,6 +38,9 @@ def any_layers(
         for calls, found in zip(layers, linears, strict=True)
         for name in weight_names(found, calls.layer)
     }
+    for calls in layers:
+        for module in list(calls.layer.modules()):
+            recur_by_ours_(module)
     again = recorded_layers(model, tokens=TOKENS, trained=trained)
     trios = zip(plain, again, linears, strict=True)
     return [kind or _described(calls, tuple(found)) for kind, calls, found in trios]

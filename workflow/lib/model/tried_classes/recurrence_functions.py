@@ -33,6 +33,8 @@ NO_LIMITS = (0.0, float("inf"))
 DELTA_RULE = ("query", "key", "value", "g", "beta")
 STATE_SPACE = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias")
 CONVOLUTION = ("hidden_states", "weight", "bias")
+# All of a layer, its last linear included: which has an adapter and a packed weight here.
+WHOLE_LAYER = ("zxbcdt", "conv1d_weight", "conv1d_bias", "dt_bias", "A", "D", "chunk_size")
 Arguments = dict[str, Any]
 
 
@@ -104,6 +106,8 @@ def _agrees(
     except (TypeError, RuntimeError, ValueError):
         return False
     made = known.ours(_by_name(signature, **given))
+    if made is None:
+        return found is None
     if isinstance(made, tuple):  # the output, and no state
         if not isinstance(found, tuple) or found[1:] != made[1:]:
             return False
@@ -176,8 +180,19 @@ def _is_frozen_convolution(given: Arguments) -> bool:
     return given["activation"] in ACTIVATIONS and not trained
 
 
+def _no_layer(given: Arguments) -> None:
+    """Families' torch code gives nothing here, and the layer goes on step by step; the function of
+    a package of kernels would compute with the last linear's weight alone, whatever its adapter.
+    """
+
+
+def _tried_layers() -> Iterator[Arguments]:
+    yield dict.fromkeys(WHOLE_LAYER)
+
+
 KNOWN = (
     Known((*DELTA_RULE, "use_qk_l2norm_in_kernel"), _delta_rule, _tried_delta_rules),
     Known((*STATE_SPACE, "dt_softplus", "dt_limit"), _state_space, _tried_state_spaces),
     Known((*CONVOLUTION, "activation"), _convolution, _tried_convolutions, _is_frozen_convolution),
+    Known((*WHOLE_LAYER, "outproj_weight"), _no_layer, _tried_layers),
 )

@@ -302,71 +302,66 @@ def chunk_backward(
     values: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradients in `keys` columns of a chunk's queries and keys, over the value heads that share
-    them: all of the queries', and that of the keys but for what comes through S.
+    """Gradients in `keys` columns of the queries and keys that a value head reads in a chunk: all
+    of the queries', and that of the keys but for what comes through S.
 
     of_right: the gradient of b exp(s) K, T^T (-of_new H^T). partial: what these columns give to the
     gradients of s and b, (tiles, 2, parts, 64).
     """
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (key_width + keys - 1) // keys
-    part, groups = tl.program_id(0) % parts, heads // share
-    first, left, group, unused = _place(tl.program_id(0) // parts, tokens, chunks, groups)
-    column, token = part * keys, tl.arange(0, CHUNK)
-    at = first * query_token + group * query_head
-    q = _rows(query, at, query_token, left, column, key_width, keys).to(tl.float32)
-    at = first * key_token + group * key_head
-    k = _rows(key, at, key_token, left, column, key_width, keys).to(tl.float32)
-    scores = _dot(q, tl.trans(k), kind, precision)
-    of_q = tl.zeros([CHUNK, keys], tl.float32)
-    of_k = tl.zeros([CHUNK, keys], tl.float32)
-    for member in range(share):
-        head = group * share + member
-        tile = _tile(first, left, head, tokens, chunks, heads)
-        of_within = tl.zeros([CHUNK, CHUNK], tl.float32)
-        from_state = tl.zeros([CHUNK, keys], tl.float32)
-        to_state = tl.zeros([CHUNK, keys], tl.float32)
-        of_w = tl.zeros([CHUNK, keys], tl.float32)
-        carried = tl.zeros([keys], tl.float32)
-        for start in range(0, value_width, values):
-            at = first * grad_token + head * grad_head
-            of_out = _rows(grad, at, grad_token, left, start, value_width, values)
-            added = _load_tile(new, tile, start, value_width, values)
-            of_added = _load_tile(of_new, tile, start, value_width, values)
-            state = _load_state(states, tile, column, start, key_width, value_width, keys, values)
-            of_state = _load_state(
-                of_states, tile, column, start, key_width, value_width, keys, values
-            )
-            of_within += _dot(of_out, tl.trans(added), kind, precision)
-            from_state += _dot(of_out, tl.trans(state), kind, precision)
-            to_state += _dot(added, tl.trans(of_state), kind, precision)
-            of_w -= _dot(of_added, tl.trans(state), kind, precision)
-            carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
-        total, last = _sums(sums, tile)
-        since, until = tl.exp(total), tl.exp(last - total)
-        rate = tl.load(beta + (first + token) * heads + head, mask=token < left, other=0.0)
-        of_scores = of_within * _decays(total)
-        from_state *= since[:, None]
-        to_state *= until[:, None]
-        of_r = _dot(tl.trans(_load_tile(inverse, tile, 0, CHUNK, CHUNK)), of_w, kind, precision)
-        _store_tile(of_right, of_r, tile, column, key_width, keys)
-        of_r *= since[:, None]
-        of_q += from_state + _dot(of_scores, k, kind, precision)
-        of_k += to_state + _dot(tl.trans(of_scores), q, kind, precision)
-        of_k += of_r * rate.to(tl.float32)[:, None]
-        of_rate = tl.sum(of_r * k, 1)
-        ending = tl.sum(to_state * k, 1)
-        of_scores *= scores
-        of_sums = tl.sum(of_scores, 1) - tl.sum(of_scores, 0) - ending
-        of_sums += tl.sum(from_state * q, 1) + of_rate * rate.to(tl.float32)
-        of_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
-        of_sums += tl.where(token == CHUNK - 1, of_last, 0.0)
-        partial_at = (tile * 2 * parts + part) * CHUNK + token
-        tl.store(partial + partial_at, of_sums)
-        tl.store(partial + partial_at + parts * CHUNK, of_rate)
-    at, stride = (first * groups + group) * key_width, groups * key_width
+    part, token = tl.program_id(0) % parts, tl.arange(0, CHUNK)
+    column = part * keys
+    first, left, head, tile = _place(tl.program_id(0) // parts, tokens, chunks, heads)
+    of_within = tl.zeros([CHUNK, CHUNK], tl.float32)
+    from_state = tl.zeros([CHUNK, keys], tl.float32)
+    to_state = tl.zeros([CHUNK, keys], tl.float32)
+    of_w = tl.zeros([CHUNK, keys], tl.float32)
+    carried = tl.zeros([keys], tl.float32)
+    grads_at = first * grad_token + head * grad_head
+    for start in range(0, value_width, values):
+        of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
+        added = _load_tile(new, tile, start, value_width, values)
+        of_added = _load_tile(of_new, tile, start, value_width, values)
+        state = _load_state(states, tile, column, start, key_width, value_width, keys, values)
+        of_state = _load_state(of_states, tile, column, start, key_width, value_width, keys, values)
+        of_within += _dot(of_out, tl.trans(added), kind, precision)
+        from_state += _dot(of_out, tl.trans(state), kind, precision)
+        to_state += _dot(added, tl.trans(of_state), kind, precision)
+        of_w += _dot(of_added, tl.trans(state), kind, precision)
+        carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
+    total, last = _sums(sums, tile)
+    since = tl.exp(total)
+    rate = tl.load(beta + (first + token) * heads + head, mask=token < left, other=0.0)
+    rate = rate.to(tl.float32)
+    solved = _load_tile(inverse, tile, 0, CHUNK, CHUNK)
+    of_r = _dot(tl.trans(solved), -of_w, kind, precision)
+    _store_tile(of_right, of_r, tile, column, key_width, keys)
+    of_r *= since[:, None]
+    from_state *= since[:, None]
+    to_state *= tl.exp(last - total)[:, None]
+
+    at = first * query_token + head // share * query_head
+    q = _rows(query, at, query_token, left, column, key_width, keys)
+    at = first * key_token + head // share * key_head
+    k = _rows(key, at, key_token, left, column, key_width, keys)
+    of_scores = of_within * _decays(total)
+    of_q = from_state + _dot(of_scores, k, kind, precision)
+    at, stride = (first * heads + head) * key_width, heads * key_width
     _store_rows(of_query, of_q, at, stride, left, column, key_width, keys)
+    of_k = to_state + of_r * rate[:, None] + _dot(tl.trans(of_scores), q, kind, precision)
     _store_rows(of_key, of_k, at, stride, left, column, key_width, keys)
+
+    of_scores *= _dot(q, tl.trans(k), kind, precision)
+    of_rate = tl.sum(of_r * k.to(tl.float32), 1)
+    ending = tl.sum(to_state * k.to(tl.float32), 1)
+    of_sums = tl.sum(of_scores, 1) - tl.sum(of_scores, 0) - ending
+    of_sums += tl.sum(from_state * q.to(tl.float32), 1) + of_rate * rate
+    of_last = tl.sum(ending, 0) + tl.exp(last) * tl.sum(carried, 0)
+    of_sums += tl.where(token == CHUNK - 1, of_last, 0.0)
+    partial_at = (tile * 2 * parts + part) * CHUNK + token
+    tl.store(partial + partial_at, of_sums)
+    tl.store(partial + partial_at + parts * CHUNK, of_rate)
 
 
 @triton.jit
@@ -375,7 +370,6 @@ def system_backward(
     of_value,
     of_g,
     of_beta,
-    key_partial,
     of_right,
     partial,
     key,
@@ -401,63 +395,59 @@ def system_backward(
     parts: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Gradients of a chunk's values, log decays and learning rates, and of its keys, of which
-    `key_partial` (fp32) lacks what comes through S. parts: of `partial`.
+    """Gradients of a chunk's values, log decays and learning rates, and in place that of its keys
+    for one value head, which lacks what comes through S. parts: of `partial`.
     """
     kind: tl.constexpr = u.dtype.element_ty
-    groups = heads // share
-    first, left, group, unused = _place(tl.program_id(0), tokens, chunks, groups)
+    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
-    below = token[:, None] > token[None, :]
-    keys_at = first * key_token + group * key_head
+    scalar = (first + token) * heads + head
+    rate = tl.load(beta + scalar, mask=token < left, other=0.0).to(tl.float32)
+    solved = tl.trans(_load_tile(inverse, tile, 0, CHUNK, CHUNK)).to(kind)
+    of_rate = tl.zeros([CHUNK], tl.float32)
+    of_system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    values_at, of_values_at = first * value_token + head * value_head, first * heads + head
+    for start in range(0, value_width, values):
+        of_added = _load_tile(of_new, tile, start, value_width, values)
+        of_v = _dot(solved, of_added, kind, precision)
+        new = _load_tile(u, tile, start, value_width, values)
+        of_system += _dot(of_v, tl.trans(new), kind, precision)
+        v = _rows(value, values_at, value_token, left, start, value_width, values)
+        of_rate += tl.sum(of_v * v.to(tl.float32), 1)
+        at, stride = of_values_at * value_width, heads * value_width
+        of_v *= rate[:, None]
+        _store_rows(of_value, of_v, at, stride, left, start, value_width, values)
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    keys_at = first * key_token + head // share * key_head
     for start in range(0, key_width, keys):
+        of_r = _load_tile(of_right, tile, start, key_width, keys)
+        right = _load_tile(w, tile, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
+        of_system += _dot(of_r, tl.trans(right), kind, precision)
         products += _dot(k, tl.trans(k), kind, precision)
-    of_products = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for member in range(share):
-        head = group * share + member
-        tile = _tile(first, left, head, tokens, chunks, heads)
-        scalar = (first + token) * heads + head
-        rate = tl.load(beta + scalar, mask=token < left, other=0.0).to(tl.float32)
-        solved = tl.trans(_load_tile(inverse, tile, 0, CHUNK, CHUNK)).to(kind)
-        of_rate = tl.zeros([CHUNK], tl.float32)
-        of_system = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for start in range(0, value_width, values):
-            of_added = _load_tile(of_new, tile, start, value_width, values)
-            of_v = _dot(solved, of_added, kind, precision)
-            new = _load_tile(u, tile, start, value_width, values)
-            of_system -= _dot(of_v, tl.trans(new), kind, precision)
-            at = first * value_token + head * value_head
-            v = _rows(value, at, value_token, left, start, value_width, values)
-            of_rate += tl.sum(of_v * v.to(tl.float32), 1)
-            at, stride = (first * heads + head) * value_width, heads * value_width
-            of_v *= rate[:, None]
-            _store_rows(of_value, of_v, at, stride, left, start, value_width, values)
-        for start in range(0, key_width, keys):
-            of_r = _load_tile(of_right, tile, start, key_width, keys)
-            right = _load_tile(w, tile, start, key_width, keys)
-            of_system -= _dot(of_r, tl.trans(right), kind, precision)
-        total, _ = _sums(sums, tile)
-        of_system = tl.where(below, of_system * _decays(total), 0.0)
-        of_products += of_system * rate[:, None]
-        of_system *= products
-        of_sums = tl.sum(of_system * rate[:, None], 1) - tl.sum(of_system * rate[:, None], 0)
-        of_rate += tl.sum(of_system, 1)
-        for part in range(parts):
-            partial_at = (tile * 2 * parts + part) * CHUNK + token
-            of_sums += tl.load(partial + partial_at)
-            of_rate += tl.load(partial + partial_at + parts * CHUNK)
-        of_sums = tl.cumsum(of_sums, 0, reverse=True)
-        tl.store(of_g + scalar, of_sums.to(of_g.dtype.element_ty), mask=token < left)
-        tl.store(of_beta + scalar, of_rate.to(of_beta.dtype.element_ty), mask=token < left)
-    of_products = (of_products + tl.trans(of_products)).to(kind)
-    at, stride = (first * groups + group) * key_width, groups * key_width
+    total, _ = _sums(sums, tile)
+    below = token[:, None] > token[None, :]
+    of_system = tl.where(below, -of_system * _decays(total), 0.0)
+    products *= of_system
+    of_rate += tl.sum(products, 1)
+    products *= rate[:, None]
+    of_sums = tl.sum(products, 1) - tl.sum(products, 0)
+    for part in range(parts):
+        partial_at = (tile * 2 * parts + part) * CHUNK + token
+        of_sums += tl.load(partial + partial_at)
+        of_rate += tl.load(partial + partial_at + parts * CHUNK)
+    of_sums = tl.cumsum(of_sums, 0, reverse=True)
+    tl.store(of_g + scalar, of_sums.to(of_g.dtype.element_ty), mask=token < left)
+    tl.store(of_beta + scalar, of_rate.to(of_beta.dtype.element_ty), mask=token < left)
+
+    of_system *= rate[:, None]
+    of_products = (of_system + tl.trans(of_system)).to(kind)
+    of_keys_at, stride = (first * heads + head) * key_width, heads * key_width
     for start in range(0, key_width, keys):
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        of_k = _rows(key_partial, at, stride, left, start, key_width, keys)
+        of_k = _rows(of_key, of_keys_at, stride, left, start, key_width, keys).to(tl.float32)
         of_k += _dot(of_products, k, kind, precision)
-        _store_rows(of_key, of_k, at, stride, left, start, key_width, keys)
+        _store_rows(of_key, of_k, of_keys_at, stride, left, start, key_width, keys)
 
 
 @triton.jit
@@ -495,13 +485,6 @@ def _place(number, tokens, chunks, heads):
     head = number % heads
     tile = (row * heads + head) * chunks + chunk
     return row * tokens + chunk * CHUNK, tokens - chunk * CHUNK, head, tile
-
-
-@triton.jit
-def _tile(first, left, head, tokens, chunks, heads):
-    """Return the tile of another head in a place."""
-    chunk = (tokens - left) // CHUNK
-    return (first // tokens * heads + head) * chunks + chunk
 
 
 @triton.jit

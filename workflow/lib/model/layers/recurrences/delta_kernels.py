@@ -15,7 +15,8 @@ from workflow.lib.model.layers import kernels
 from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 64  # tokens, as in `delta_code`
-LEAST_COLUMNS = 16  # of a product's operands
+LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `TILES`
+MOST_KEYS = 256  # columns of keys, all of which a program that goes through the chunks has
 
 if kernels.INSTALLED:
     from workflow.lib.model.layers.recurrences import delta_code
@@ -34,23 +35,25 @@ class Tile(NamedTuple):
 
 TILES = {
     "prepare": Tile(64, 64, 4),
-    "scan": Tile(256, 32, 4, 2),
+    "scan": Tile(128, 64, 8, 2),
     "output": Tile(64, 128, 4, 2),
     "within_backward": Tile(64, 64, 4, 2),
-    "scan_backward": Tile(256, 32, 4, 2),
-    "chunk_backward": Tile(64, 64, 8, 2),
-    "system_backward": Tile(64, 64, 8),
+    "scan_backward": Tile(128, 64, 4),
+    "chunk_backward": Tile(64, 64, 4, 2),
+    "system_backward": Tile(64, 64, 4),
 }
-"""For values of 16 bits."""
+"""For values of 16 bits. The scans have all columns of keys at once: those with more take `WIDE`."""
+WIDE = {"scan": Tile(256, 32, 8), "scan_backward": Tile(256, 32, 8)}
 TILES_FP32 = {
     "prepare": Tile(32, 32, 4),
     "scan": Tile(256, 16, 4),
     "output": Tile(32, 64, 4),
     "within_backward": Tile(32, 32, 4),
     "scan_backward": Tile(256, 16, 4),
-    "chunk_backward": Tile(32, 32, 8),
-    "system_backward": Tile(32, 32, 8),
+    "chunk_backward": Tile(32, 32, 4),
+    "system_backward": Tile(32, 32, 4),
 }
+MOST_KEYS = 256  # that a scan has in registers
 
 
 def forward(
@@ -92,21 +95,21 @@ def backward(
     states, new = _scanned(rule, k, u, w, sums)
     of_states, of_new = _scanned_back(rule, grad, q, k, w, sums)
 
-    of_q, key_partial, of_right = _like(q), _like(k, dtype=torch.float32), torch.empty_like(w)
+    of_q, of_k = (v.new_empty(*v.shape[:3], rule.key_width) for _ in range(2))  # of value heads
     num_parts = _parts(rule.key_width, rule.columns("chunk_backward")["keys"])
-    partial = sums.new_empty(rule.tiles, 2, num_parts, CHUNK)
+    partial, of_right = sums.new_empty(rule.tiles, 2, num_parts, CHUNK), torch.empty_like(w)
     rule.launch(
-        "chunk_backward", rule.group_tiles * num_parts, of_q, key_partial, of_right, partial,
+        "chunk_backward", rule.tiles * num_parts, of_q, of_k, of_right, partial,
         grad, q, k, beta, new, of_new, states, of_states, inverse, sums,
         **_distances(grad=grad, query=q, key=k),
     )  # fmt: skip
-    of_k, of_v, of_g, of_beta = (_like(x) for x in (k, v, g, beta))
+    del states, of_states, new
+    of_v, of_g, of_beta = (_like(x) for x in (v, g, beta))
     rule.launch(
-        "system_backward", rule.group_tiles, of_k, of_v, of_g, of_beta,
-        key_partial, of_right, partial, k, v, beta, u, w, of_new, inverse, sums,
-        **_distances(key=k, value=v), parts=num_parts,
+        "system_backward", rule.tiles, of_k, of_v, of_g, of_beta, of_right, partial,
+        k, v, beta, u, w, of_new, inverse, sums, **_distances(key=k, value=v), parts=num_parts,
     )  # fmt: skip
-    return of_q, of_k, of_v, of_g, of_beta
+    return _summed(of_q, q), _summed(of_k, k), of_v, of_g, of_beta
 
 
 class _Rule(NamedTuple):
@@ -126,6 +129,7 @@ class _Rule(NamedTuple):
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> "_Rule":
         rows, tokens, groups, key_width = k.shape
+        assert key_width <= MOST_KEYS, "a scan has all columns of keys at once"
         heads, value_width = v.shape[2:]
         return cls(rows, tokens, groups, heads, key_width, value_width, v.dtype)
 
@@ -139,21 +143,22 @@ class _Rule(NamedTuple):
         """Chunks of all value heads."""
         return self.rows * self.heads * self.chunks
 
-    @property
-    def group_tiles(self) -> int:
-        """Chunks of all key heads."""
-        return self.rows * self.groups * self.chunks
-
     def tile(self, name: str) -> Tile:
-        return (TILES_FP32 if self.dtype == torch.float32 else TILES)[name]
+        if self.dtype == torch.float32:
+            return TILES_FP32[name]
+        tile = TILES[name]
+        return WIDE[name] if name in WIDE and self.key_width > tile.keys else tile
 
     def columns(self, name: str) -> dict[str, int]:
         """Return how many columns of keys and of values a kernel has at a time."""
         tile = self.tile(name)
         return {
-            "keys": min(tile.keys, _padded(self.key_width)),
-            "values": min(tile.values, _padded(self.value_width)),
+            "keys": min(tile.keys, self._padded(self.key_width)),
+            "values": min(tile.values, self._padded(self.value_width)),
         }
+
+    def _padded(self, width: int) -> int:
+        return max(LEAST_COLUMNS[self.dtype.itemsize], kernels.power_of_two(width))
 
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
@@ -251,9 +256,13 @@ def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
+def _summed(by_value_head: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the value heads that share a head of x, in x's shape and type."""
+    if by_value_head.shape == x.shape:
+        return by_value_head.to(x.dtype)
+    rows, tokens, groups, width = x.shape
+    return by_value_head.view(rows, tokens, groups, -1, width).sum(dim=3).to(x.dtype)
+
+
 def _parts(whole: int, size: int) -> int:
     return -(-whole // size)
-
-
-def _padded(width: int) -> int:
-    return max(LEAST_COLUMNS, kernels.power_of_two(width))

@@ -7,19 +7,29 @@ learning rate b, and its query q:
 
 Within a chunk of tokens all corrections are one triangular system, so that a chunk maps the state
 that it gets to the one it leaves by one matrix: S' = M S + N. What runs from chunk to chunk is one
-product each; all else is products of all chunks at once.
+product each; all else is products of all chunks at once. On a GPU kernels do so (`delta_kernels`).
 """
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
+from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
+from workflow.lib.system.device_types import RECORDED
+
+logger = logging.getLogger("workflow")
 
 CHUNK = 64
+TRIED_TOKENS = 2 * CHUNK + 2
+TRIED_ERROR = 0.03  # of the largest value; bf16 is off by up to 0.008
 NORM_EPS = 1e-6  # of query and key, as in the published models' code
 
 
@@ -39,10 +49,98 @@ def gated_delta_rule(
     value: (rows, tokens, value heads, value width). g (at most 0), beta: (rows, tokens, value
     heads). normalize: queries and keys to length one.
     """
-    return recomputed(partial(_over_rows, normalize=normalize), query, key, value, g, beta)
+    if _kernels_compute(value.device, value.dtype, key.shape[2:], value.shape[2:]):
+        apply: Callable[..., torch.Tensor] = _ByKernels.apply
+        return apply(normalize, query, key, value, g, beta)
+    return recomputed(partial(by_torch, normalize=normalize), query, key, value, g, beta)
 
 
-def _over_rows(
+def _kernels_compute(
+    device: torch.device, dtype: torch.dtype, keys: Sequence[int], values: Sequence[int]
+) -> bool:
+    """Return whether the kernels are right on a device, of values in a type. keys, values: heads
+    and width.
+    """
+    if not kernels.usable(device) or keys[1] > delta_kernels.MOST_KEYS:
+        return False
+    share = values[0] // keys[0]
+    return device.type == RECORDED or _tried(device, dtype, keys[1], values[1], share)
+
+
+@functools.cache
+@torch.no_grad()
+def _tried(
+    device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, share: int
+) -> bool:
+    """Whether the kernels give what torch's operations give of small values: compilers differ by
+    GPU and version, and some make wrong programs of such kernels.
+    """
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, TRIED_TOKENS, 1, key_width, generator=draw)
+    value, grad = torch.randn(2, 1, TRIED_TOKENS, share, value_width, generator=draw)
+    decay, rate = torch.rand(2, 1, TRIED_TOKENS, share, generator=draw)
+    unit = (_direction(x) for x in (query, key))
+    query, key, value, grad, rate = (x.to(device, dtype) for x in (*unit, value, grad, rate))
+    given = [query, key, value, -decay.to(device), rate]
+    made = [delta_kernels.forward(*given), *delta_kernels.backward(grad, *given)]
+    with torch.enable_grad():
+        leaves = [x.float().requires_grad_() for x in given]
+        output = by_torch(leaves[0] * key_width**0.5, *leaves[1:], normalize=False)
+    expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
+    right = all(
+        bool((x - y).abs().max() < TRIED_ERROR * y.abs().max())
+        for x, y in zip(made, expected, strict=True)
+    )
+    if not right:
+        logger.warning(
+            "Kernels of the gated delta rule compute something else on this GPU: they are not "
+            "used, and steps take longer."
+        )
+    return right
+
+
+class _ByKernels(torch.autograd.Function):
+    """Keeps its inputs alone, which are never rounded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, normalize: bool, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+    ) -> torch.Tensor:
+        keep_exact(query, key, *others)
+        ctx.save_for_backward(query, key, *others)
+        ctx.normalize = normalize
+        return delta_kernels.forward(*_taken(query, key, normalize=normalize), *others)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, *others = ctx.saved_tensors
+        given = [x.detach().requires_grad_() for x in (query, key)]
+        with torch.enable_grad():
+            taken = _taken(*given, normalize=ctx.normalize)
+        taken_values = [x.detach() for x in taken]
+        *of_taken, of_value, of_g, of_beta = delta_kernels.backward(
+            grads[0], *taken_values, *others
+        )
+        return None, *torch.autograd.grad(taken, given, of_taken), of_value, of_g, of_beta
+
+
+def _taken(
+    query: torch.Tensor, key: torch.Tensor, *, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys as the rule takes them, in their type: scaled, and of length one."""
+    scale = query.shape[-1] ** -0.5
+    if not normalize:
+        return query * scale, key
+    return (_direction(query) * scale).to(query.dtype), _direction(key).to(key.dtype)
+
+
+def _direction(x: torch.Tensor) -> torch.Tensor:
+    """Return x in fp32, of length one in its last dimension."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + NORM_EPS)
+
+
+def by_torch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -51,13 +149,12 @@ def _over_rows(
     *,
     normalize: bool,
 ) -> torch.Tensor:
+    """Return what `gated_delta_rule` does, by torch's operations and with their memory."""
     tokens, groups = key.shape[1:3]
     of_values = (groups, value.shape[2] // groups)
     q, k = (chunked(x, CHUNK, (groups, 1)) for x in (query, key))
     v, log_decay, rate = (chunked(x, CHUNK, of_values) for x in (value, g, beta))
-    if normalize:
-        q, k = (x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + NORM_EPS) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
+    q, k = _taken(q, k, normalize=normalize)
     sums = log_decay.cumsum(dim=-1)
     between, since, until = decays(sums), sums.exp(), (sums[..., -1:] - sums).exp()
     system = (k @ k.mT) * between * rate[..., None]
