@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.recurrence_cases import convolutions, deltas, largest_error
+from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
 
@@ -23,6 +23,14 @@ def test_short_convolutions_are_rounded_once(dtype: torch.dtype) -> None:
     results = convolutions(dtype=dtype, device="cuda")
     expected = [exact.to(dtype) for exact in results[1::2]]
     torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gated_norms_are_rounded_once(dtype: torch.dtype) -> None:
+    """Gradients of the row of zeros are hundreds of times the others where the gate comes first."""
+    results = gated_norms(dtype=dtype, device="cuda")
+    expected = [exact.to(dtype) for exact in results[1::2]]
+    torch.testing.assert_close(results[::2], expected, rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.recurrences import delta_kernels
+from workflow.lib.model.layers.recurrences import delta_kernels, gated_norm
 from workflow.lib.model.layers.recurrences import short_convolution as short
 from workflow.lib.model.layers.recurrences.gated_delta_rule import by_torch
 
@@ -106,4 +106,34 @@ def convolutions(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
         results += [short.forward(x, weight, shift, silu=silu), expected.detach()]
         results += [short.backward(grad, x, weight, shift, silu=silu), of_x]
+    return results
+
+
+# Rows, width, groups, whether the gate comes first, and columns before and after it in its tensor.
+GATED_NORMS = (
+    (300, 24, 1, False, 0),
+    (5, 128, 1, False, 8),
+    (37, 96, 4, True, 5),
+    (3, 3 * gated_norm.ELEMENTS, 2, True, 0),
+)
+
+
+def gated_norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return gated norms and gradients of their inputs by the kernels, each followed by autograd's
+    in fp32; of `GATED_NORMS`, with a row of zeros.
+    """
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for rows, width, groups, gate_first, before in GATED_NORMS:
+        x, grad = (torch.randn(rows, width, generator=draw).to(device, dtype) for _ in "xg")
+        wide = torch.randn(rows, before + width + before, generator=draw).to(device, dtype)
+        gate = wide[:, before : before + width]
+        x[1] = 0
+        weight = nn.Parameter(torch.randn(width, generator=draw).to(device, dtype))
+        norm = gated_norm.GatedNorm(weight, eps=1e-5, groups=groups, gate_first=gate_first)
+        leaves = [y.float().requires_grad_() for y in (x, gate)]
+        expected = gated_norm.by_torch(*leaves, norm)
+        exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
+        made = [gated_norm.forward(x, gate, norm), *gated_norm.backward(grad, x, gate, norm)]
+        results += [y.detach() for pair in zip(made, exact, strict=True) for y in pair]
     return results

@@ -95,6 +95,12 @@ from tests.support.recurrence_cases import convolutions
 results = convolutions(dtype=torch.float32, device="cpu")
 torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
 """
+GATED_NORMS = """
+import torch
+from tests.support.recurrence_cases import gated_norms
+results = gated_norms(dtype=torch.float32, device="cpu")
+torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-4)
+"""
 DELTA_RULE = """
 import torch
 from tests.support.recurrence_cases import deltas, largest_error
@@ -181,6 +187,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         SUMMED,
         NORMS,
         CONVOLUTIONS,
+        GATED_NORMS,
         DELTA_RULE,
         FEED_FORWARD,
         EIGHT_BITS,
@@ -199,6 +206,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "sums by token",
         "norms",
         "short convolutions",
+        "gated norms",
         "the gated delta rule",
         "feed-forward in one node",
         "products in 8 bits",

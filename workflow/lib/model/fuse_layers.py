@@ -25,6 +25,7 @@ from workflow.lib.model.layers.fused_norm import FusedNorm
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.layers.shared_input import share_input_
 from workflow.lib.model.tried_classes.feed_forward_forms import feed_forward_form
+from workflow.lib.model.tried_classes.gated_norm_forms import as_gated_norm
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.model.tried_classes.rotary_functions import rotate_by_kernel_
 from workflow.lib.model.tried_classes.stand_ins import stand_in_for, takes_one_tensor, tried
@@ -37,7 +38,8 @@ TRIED_ROWS = ((1.0, 1.0), (3.0, -2.0), (0.01, 0.0))
 
 def fuse_layers_(model: PreTrainedModel) -> Counter[str]:
     """Replace what can be fused in every decoder layer; return how many modules of each kind
-    (`norms`, `projections`, `rotations`, `recurrences`, `attentions`, `feed_forwards`).
+    (`norms`, `gated_norms`, `projections`, `rotations`, `recurrences`, `attentions`,
+    `feed_forwards`).
     """
     replaced: Counter[str] = Counter()
     for layer in decoder_layers(model):
@@ -53,6 +55,9 @@ def fuse_layer_(layer: nn.Module) -> Counter[str]:
         if (norm := _as_fused_norm(module)) is not None:
             setattr(layer.get_submodule(parent), name, norm)
             replaced["norms"] += 1
+        elif (gated := as_gated_norm(module)) is not None:
+            setattr(layer.get_submodule(parent), name, gated)
+            replaced["gated_norms"] += 1
         elif (attention := as_fused_attention(module)) is not None:
             setattr(layer.get_submodule(parent), name, attention)
             replaced["attentions"] += 1

@@ -28,12 +28,12 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def tried(stand_in: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def tried(stand_in: nn.Module, *given: torch.Tensor) -> torch.Tensor | None:
     """Return what the forward of a stand-in gives; None: no tensor, or the class wants other
     attributes or makes other shapes.
     """
     try:
-        output = type(stand_in).forward(stand_in, x)
+        output = type(stand_in).forward(stand_in, *given)
     except (AttributeError, TypeError, RuntimeError):
         return None
     return output if isinstance(output, torch.Tensor) else None

@@ -1,0 +1,83 @@
+"""GPU kernels of gated RMS norms, in Triton; `gated_norm` calls them and says what they compute.
+
+A program has whole groups in registers. Offsets are int64, as in `triton_kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gated_norm(
+    out, x, gate, weight, eps, num_units, groups, width, of_row, of_gate_row,
+    gate_first: tl.constexpr, units: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """`units` groups of rows; `out` is contiguous."""
+    unit, row, place, inside = _units(num_units, groups, width, units, size)
+    value = tl.load(x + row * of_row + place, mask=inside, other=0.0).to(tl.float32)
+    opened = _silu(tl.load(gate + row * of_gate_row + place, mask=inside, other=0.0))
+    if gate_first:
+        value *= opened
+    lengths = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    value *= _inverse_root(value, eps, width) * lengths
+    if not gate_first:
+        value *= opened
+    at = unit * width + tl.arange(0, size)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_norm_backward(
+    of_x, of_gate, grad, x, gate, weight, eps, num_units, groups, width, of_row, of_gate_row,
+    gate_first: tl.constexpr, units: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """The gradients of x and of the gate, contiguous as `grad` is."""
+    unit, row, place, inside = _units(num_units, groups, width, units, size)
+    given = tl.load(x + row * of_row + place, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * of_gate_row + place, mask=inside, other=0.0).to(tl.float32)
+    opened, share = _silu(opening), tl.sigmoid(opening)
+    of_opening = share * (1 + opening * (1 - share))
+    at = unit * width + tl.arange(0, size)[None, :]
+    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    slope *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    value = given * opened if gate_first else given
+    inverse = _inverse_root(value, eps, width)
+    normal = value * inverse
+    if gate_first:
+        of_value = _of_value(slope, normal, inverse, width)
+        of_given, of_gated = of_value * opened, of_value * given
+    else:
+        of_given = _of_value(slope * opened, normal, inverse, width)
+        of_gated = slope * normal
+    tl.store(of_x + at, of_given.to(of_x.dtype.element_ty), mask=inside)
+    tl.store(of_gate + at, (of_gated * of_opening).to(of_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _units(num_units, groups, width, units: tl.constexpr, size: tl.constexpr):
+    """Return this program's groups, numbered over all rows, the rows and the columns there, and
+    which of them there are.
+    """
+    unit = (tl.program_id(0).to(tl.int64) * units + tl.arange(0, units))[:, None]
+    column = tl.arange(0, size)[None, :]
+    inside = (unit < num_units) & (column < width)
+    return unit, unit // groups, unit % groups * width + column, inside
+
+
+@triton.jit
+def _silu(gate):
+    gate = gate.to(tl.float32)
+    return gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def _inverse_root(value, eps, width):
+    """Return 1 / sqrt(mean(x^2) + eps) of groups that are 0 behind their end."""
+    return 1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / width + eps)[:, None]
+
+
+@triton.jit
+def _of_value(slope, normal, inverse, width):
+    """Return the gradient of what is normalized, for that of the normal."""
+    mean = tl.sum(slope * normal, 1)[:, None] / width
+    return (slope - normal * mean) * inverse

@@ -1,0 +1,49 @@
+"""Gated RMS norms of recurrent layers, found by what they compute: whether the gate comes first,
+and how many groups a row has (`layers.recurrences.gated_norm`).
+"""
+
+import inspect
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from workflow.lib.model.layers.recurrences.gated_norm import GatedNorm, by_torch
+from workflow.lib.model.tried_classes.stand_ins import stand_in_for, tried
+
+TOLERANCE = 1e-4
+ROWS = 3
+
+
+def as_gated_norm(module: nn.Module) -> GatedNorm | None:
+    """Return the fused norm of a module that is a gated RMS norm, None of any other."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    params: dict[str, Any] = dict(module.named_parameters())
+    takes = len(inspect.signature(type(module).forward).parameters)  # self is the first
+    if [*params] != ["weight"] or list(module.children()) or not isinstance(eps, float):
+        return None
+    if takes != 3 or params["weight"].dim() != 1:
+        return None
+    draw = torch.Generator().manual_seed(0)
+    width = params["weight"].shape[0]
+    x, gate = torch.randn(2, 1, ROWS, width, generator=draw)
+    drawn = nn.Parameter(torch.rand(width, generator=draw) + 0.5)
+    stand_in = stand_in_for(module)
+    stand_in.register_parameter("weight", drawn)
+    output = tried(stand_in, x, gate)
+    if output is None or output.shape != x.shape:
+        return None
+    for groups, gate_first in product(_counts(module, width), (True, False)):
+        options: dict[str, Any] = {"eps": eps, "groups": groups, "gate_first": gate_first}
+        with torch.no_grad():
+            expected = by_torch(x, gate, GatedNorm(drawn, **options))
+        if torch.allclose(output, expected, atol=TOLERANCE, rtol=TOLERANCE):
+            return GatedNorm(params["weight"], **options)
+    return None
+
+
+def _counts(module: nn.Module, width: int) -> list[int]:
+    """Return how many groups a row may have: numbers among the attributes are groups or columns."""
+    numbers = [x for x in vars(module).values() if type(x) is int and x > 0 and width % x == 0]
+    return sorted({1, *numbers, *(width // x for x in numbers)})
