@@ -16,7 +16,9 @@ from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 64  # tokens, as in `delta_code`
 LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `TILES`
-MOST_KEYS = 256  # columns of keys, all of which a program that goes through the chunks has
+# Columns of keys, all of which a program that goes through the chunks has; products of so many more
+# in fp32 take minutes to compile.
+MOST_KEYS = {2: 256, 4: 128}
 
 if kernels.INSTALLED:
     from workflow.lib.model.layers.recurrences import delta_code
@@ -35,25 +37,24 @@ class Tile(NamedTuple):
 
 TILES = {
     "prepare": Tile(64, 64, 4),
-    "scan": Tile(128, 64, 8, 2),
+    "scan": Tile(MOST_KEYS[2], 32, 4, 2),
     "output": Tile(64, 128, 4, 2),
     "within_backward": Tile(64, 64, 4, 2),
-    "scan_backward": Tile(128, 64, 4),
+    "scan_backward": Tile(MOST_KEYS[2], 32, 4, 2),
     "chunk_backward": Tile(64, 64, 4, 2),
     "system_backward": Tile(64, 64, 4),
 }
-"""For values of 16 bits. The scans have all columns of keys at once: those with more take `WIDE`."""
-WIDE = {"scan": Tile(256, 32, 8), "scan_backward": Tile(256, 32, 8)}
+"""For values of 16 bits, as they were tried on an H100 with Triton 3.6. Of fewer columns, or of one
+stage in `scan_backward`, it makes programs that read elsewhere."""
 TILES_FP32 = {
     "prepare": Tile(32, 32, 4),
-    "scan": Tile(256, 16, 4),
+    "scan": Tile(MOST_KEYS[4], 16, 4),
     "output": Tile(32, 64, 4),
     "within_backward": Tile(32, 32, 4),
-    "scan_backward": Tile(256, 16, 4),
+    "scan_backward": Tile(MOST_KEYS[4], 16, 4),
     "chunk_backward": Tile(32, 32, 4),
     "system_backward": Tile(32, 32, 4),
 }
-MOST_KEYS = 256  # that a scan has in registers
 
 
 def forward(
@@ -129,7 +130,6 @@ class _Rule(NamedTuple):
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> "_Rule":
         rows, tokens, groups, key_width = k.shape
-        assert key_width <= MOST_KEYS, "a scan has all columns of keys at once"
         heads, value_width = v.shape[2:]
         return cls(rows, tokens, groups, heads, key_width, value_width, v.dtype)
 
@@ -144,10 +144,7 @@ class _Rule(NamedTuple):
         return self.rows * self.heads * self.chunks
 
     def tile(self, name: str) -> Tile:
-        if self.dtype == torch.float32:
-            return TILES_FP32[name]
-        tile = TILES[name]
-        return WIDE[name] if name in WIDE and self.key_width > tile.keys else tile
+        return (TILES_FP32 if self.dtype == torch.float32 else TILES)[name]
 
     def columns(self, name: str) -> dict[str, int]:
         """Return how many columns of keys and of values a kernel has at a time."""

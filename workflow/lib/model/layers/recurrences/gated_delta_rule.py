@@ -61,7 +61,7 @@ def _kernels_compute(
     """Return whether the kernels are right on a device, of values in a type. keys, values: heads
     and width.
     """
-    if not kernels.usable(device) or keys[1] > delta_kernels.MOST_KEYS:
+    if not kernels.usable(device) or keys[1] > delta_kernels.MOST_KEYS[dtype.itemsize]:
         return False
     share = values[0] // keys[0]
     return device.type == RECORDED or _tried(device, dtype, keys[1], values[1], share)

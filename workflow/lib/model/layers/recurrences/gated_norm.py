@@ -26,7 +26,7 @@ class GatedNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, *, eps: float, groups: int, gate_first: bool) -> None:
         """weight: (width,), frozen. gate_first: whether x is gated before it is divided."""
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.variance_epsilon = weight, eps  # names that families' layers ask for
         self.groups, self.gate_first = groups, gate_first
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def by_torch(x: torch.Tensor, gate: torch.Tensor, norm: GatedNorm) -> torch.Tens
     opened = nn.functional.silu(gate.float())
     value: torch.Tensor = x.float() * opened if norm.gate_first else x.float()
     grouped = value.unflatten(-1, (norm.groups, -1))
-    inverse = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.eps)
+    inverse = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.variance_epsilon)
     value = (grouped * inverse).flatten(-2) * norm.weight.float()
     return (value if norm.gate_first else value * opened).to(x.dtype)
 
@@ -92,8 +92,8 @@ def _launch(
     num_units, size = len(x) * norm.groups, kernels.power_of_two(width)
     units = max(1, ELEMENTS // size)
     getattr(gated_norm_code, name)[(-(-num_units // units),)](
-        *first, x, gate, norm.weight, norm.eps, num_units, norm.groups, width, x.stride(0),
-        gate.stride(0), gate_first=norm.gate_first, units=units, size=size,
+        *first, x, gate, norm.weight, norm.variance_epsilon, num_units, norm.groups, width,
+        x.stride(0), gate.stride(0), gate_first=norm.gate_first, units=units, size=size,
         num_warps=min(16, max(4, units * size // 512)),
     )  # fmt: skip
 
