@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error
+from tests.support.recurrence_cases import convolutions, deltas, gated_norms, largest_error, spaces
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.recurrences.gated_delta_rule import gated_delta_rule
 
@@ -43,6 +43,16 @@ def test_delta_rule_equals_autograds(dtype: torch.dtype, bound: float) -> None:
     assert largest_error(deltas(dtype=dtype, device="cuda")) < bound
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 1e-4)],
+    ids=str,
+)
+def test_state_space_equals_autograds(dtype: torch.dtype, bound: float) -> None:
+    """As above."""
+    assert largest_error(spaces(dtype=dtype, device="cuda")) < bound
+
+
 def test_delta_rule_is_captured_as_a_graph() -> None:
     """And replayed with other values."""
     draw = torch.Generator(device="cuda").manual_seed(0)
@@ -59,10 +69,7 @@ def test_delta_rule_is_captured_as_a_graph() -> None:
         output = gated_delta_rule(*leaves, normalize=True)
         return output, *torch.autograd.grad(output, leaves, torch.ones_like(output))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

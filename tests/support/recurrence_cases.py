@@ -5,9 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workflow.lib.model.layers.recurrences import delta_kernels, gated_norm
+from workflow.lib.model.layers.recurrences import (
+    delta_kernels,
+    gated_norm,
+    space_kernels,
+    state_space,
+)
 from workflow.lib.model.layers.recurrences import short_convolution as short
 from workflow.lib.model.layers.recurrences.gated_delta_rule import by_torch
+from workflow.lib.model.layers.recurrences.state_space import Steps
 
 
 class Convolution(NamedTuple):
@@ -76,6 +82,50 @@ def deltas(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
             *delta_kernels.backward(grad, query, key, *others),
         ]
         results += [x for pair in zip(made, exact, strict=True) for x in pair]
+    return results
+
+
+class Spaces(NamedTuple):
+    rows: int
+    tokens: int
+    heads: int
+    width: int
+    groups: int
+    state_width: int
+    skips: bool
+
+
+SPACES = (
+    Spaces(2, 130, 6, 16, 2, 24, skips=True),
+    Spaces(1, space_kernels.CHUNK, 4, 64, 4, 32, skips=False),
+    Spaces(2, 5, 2, 8, 2, 16, skips=True),
+    Spaces(1, 70, space_kernels.PORTION + 2, 64, 1, 128, skips=True),
+)
+
+
+def spaces(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Return outputs and gradients of the state space by the kernels, each followed by that of
+    torch's operations in fp32; of `SPACES`. B and C are parts of one tensor.
+    """
+    draw = torch.Generator().manual_seed(0)
+    results = []
+    for rows, tokens, heads, width, groups, state_width, skips in SPACES:
+        x, grad = torch.randn(2, rows, tokens, heads, width, generator=draw).to(device, dtype)
+        both = torch.randn(rows, tokens, 2, groups, state_width, generator=draw)
+        into, out_of = both.to(device, dtype).unbind(dim=2)
+        step = torch.rand(rows, tokens, heads, generator=draw).to(device)
+        decay, factors = torch.rand(2, heads, generator=draw).to(device)
+        skip = factors if skips else None
+        leaves = [y.float().requires_grad_() for y in (x, step, into, out_of)]
+        steps = Steps(softplus=False, limits=(0.0, 1.0))
+        inputs, times, of_into, of_out_of = leaves
+        expected = state_space.by_torch(
+            inputs, times, -decay, of_into, of_out_of, skip, None, steps=steps
+        )
+        exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
+        given = (x, step, -decay, into, out_of, skip)
+        made = [space_kernels.forward(*given), *space_kernels.backward(grad, *given)]
+        results += [y for pair in zip(made, exact, strict=True) for y in pair]
     return results
 
 

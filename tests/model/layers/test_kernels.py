@@ -106,6 +106,11 @@ import torch
 from tests.support.recurrence_cases import deltas, largest_error
 assert largest_error(deltas(dtype=torch.float32, device="cpu")) < 2e-5
 """
+STATE_SPACE = """
+import torch
+from tests.support.recurrence_cases import largest_error, spaces
+assert largest_error(spaces(dtype=torch.float32, device="cpu")) < 2e-5
+"""
 FEED_FORWARD = """
 import itertools, tempfile, torch
 from pathlib import Path
@@ -189,6 +194,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         CONVOLUTIONS,
         GATED_NORMS,
         DELTA_RULE,
+        STATE_SPACE,
         FEED_FORWARD,
         EIGHT_BITS,
         RESTORED,
@@ -208,6 +214,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "short convolutions",
         "gated norms",
         "the gated delta rule",
+        "the state space",
         "feed-forward in one node",
         "products in 8 bits",
         "rows of 8 bits",

@@ -11,7 +11,6 @@ product each; all else is products of all chunks at once. On a GPU kernels do so
 """
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,13 +22,11 @@ from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
+from workflow.lib.model.layers.recurrences.tried_kernels import are_right
 from workflow.lib.system.device_types import RECORDED
-
-logger = logging.getLogger("workflow")
 
 CHUNK = 64
 TRIED_TOKENS = 2 * CHUNK + 2
-TRIED_ERROR = 0.03  # of the largest value; bf16 is off by up to 0.008
 NORM_EPS = 1e-6  # of query and key, as in the published models' code
 
 
@@ -72,9 +69,7 @@ def _kernels_compute(
 def _tried(
     device: torch.device, dtype: torch.dtype, key_width: int, value_width: int, share: int
 ) -> bool:
-    """Whether the kernels give what torch's operations give of small values: compilers differ by
-    GPU and version, and some make wrong programs of such kernels.
-    """
+    """Whether the kernels give what torch's operations give of small values."""
     draw = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, TRIED_TOKENS, 1, key_width, generator=draw)
     value, grad = torch.randn(2, 1, TRIED_TOKENS, share, value_width, generator=draw)
@@ -87,16 +82,7 @@ def _tried(
         leaves = [x.float().requires_grad_() for x in given]
         output = by_torch(leaves[0] * key_width**0.5, *leaves[1:], normalize=False)
     expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
-    right = all(
-        bool((x - y).abs().max() < TRIED_ERROR * y.abs().max())
-        for x, y in zip(made, expected, strict=True)
-    )
-    if not right:
-        logger.warning(
-            "Kernels of the gated delta rule compute something else on this GPU: they are not "
-            "used, and steps take longer."
-        )
-    return right
+    return are_right(made, expected, of="the gated delta rule")
 
 
 class _ByKernels(torch.autograd.Function):
