@@ -172,13 +172,16 @@ def test_every_candidate_says_why_it_was_not_chosen() -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("Qwen/Qwen3.5-27B", 48), ("Qwen/Qwen3-8B", 0)])
-def test_predicted_time_says_that_recurrent_layers_are_not_counted(name: str, layers: int) -> None:
+def test_predicted_time_says_how_recurrent_layers_are_counted(name: str, layers: int) -> None:
     run, tokens, shape = run_config(), token_counts(seq_len=2048), known_shape(name)
     assert shape is not None
     decision = decide(run, shape, machine(), tokens, disk_free_bytes=10**12)
     basis = forecast(decision, run, shape, machine(), tokens).time.basis
     assert basis == decision.speed.basis + (
-        f"; the code of {layers} recurrent layers is not counted" if layers else ""
+        f"; {layers} recurrent layers are counted by what they keep, too short where "
+        "their family's own code computes the recurrence"
+        if layers
+        else ""
     )
 
 

@@ -22,10 +22,11 @@ FAMILIES = "families_1xh200_2026-11-24"
 ENGINE = "engine_1xh200_2026-11-25"
 H100 = "kernels_2xh100_2026-11-24"
 ATTENTION = "attention_1xh100_2026-11-25"
+RECURRENT = "recurrent-layers_1xh100_2026-11-25"
 TWO_GPUS = "packed-layers_2xh100_2026-11-25"
-# Left out is what docs/time-model.md names: steps that Python launched, int8, Qwen3.5, activations
-# on the H100's host, of 2026-11-24 what other kernels of experts and norms took, and of two GPUs
-# what layers took that FSDP2 gathered whole.
+# Left out is what docs/time-model.md names: steps that Python launched, int8, recurrent layers by
+# their family's code, activations on the H100's host, of 2026-11-24 what other kernels of experts
+# and norms took, and of two GPUs what layers took that FSDP2 gathered whole.
 LARGEST_ERRORS = {
     ENGINE: {
         "8b_flash": 0.03, "8b_no_recomputation": 0.03, "8b_float8": 0.04,
@@ -40,6 +41,10 @@ LARGEST_ERRORS = {
         "h100_moe_float8_no_recomputation": 0.02,
     },
     ATTENTION: {"phi4": 0.03, "gpt_oss": 0.02},
+    RECURRENT: {
+        "qwen3_5": 0.06, "olmo_hybrid": 0.04, "nemotron_h": 0.06, "qwen3_5_moe": 0.24,
+        "falcon_h1": 0.21, "lfm2": 0.18,
+    },
     TWO_GPUS: {
         "wide_flash": 0.05, "wide_float8_no_recomputation": 0.02, "moe_flash": 0.03,
         "moe_no_recomputation": 0.03, "moe_float8_no_recomputation": 0.04,

@@ -60,7 +60,7 @@ def forecast(
         disk_free_bytes=decision.disk_free_bytes,
         time=step_time.estimate(
             _parts(decision, shape, chosen.setup, tokens),
-            basis=decision.speed.basis + _not_counted(shape),
+            basis=decision.speed.basis + _of_recurrent_layers(shape),
             num_gpus=len(machine.gpu_names),
             tokens=chosen.setup.tokens,
             accumulation_steps=plan.accumulation_steps,
@@ -80,14 +80,17 @@ def forecast(
     )
 
 
-def _not_counted(shape: ModelShape) -> str:
-    """Return what the basis of a predicted time says of recurrent layers, whose family's code may
-    take many times as long as all else (`docs/time-model.md`).
+def _of_recurrent_layers(shape: ModelShape) -> str:
+    """Return what the basis of a predicted time says of recurrent layers: a recurrence by its
+    family's code may take many times as long as all else (`docs/time-model.md`).
     """
     layers = shape.total(lambda layer: int(layer.recurrent))
     if not layers:
         return ""
-    return f"; the code of {layers} recurrent layers is not counted"
+    return (
+        f"; {layers} recurrent layers are counted by what they keep, too short where "
+        "their family's own code computes the recurrence"
+    )
 
 
 def _terms(chosen: Candidate) -> list[Term]:
