@@ -22,7 +22,7 @@ from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
-from workflow.lib.model.layers.recurrences.tried_kernels import are_right
+from workflow.lib.model.layers.recurrences.tried_kernels import are_right, gradients_alone
 from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 64
@@ -78,7 +78,7 @@ def _tried(
     query, key, value, grad, rate = (x.to(device, dtype) for x in (*unit, value, grad, rate))
     given = [query, key, value, -decay.to(device), rate]
     made = [delta_kernels.forward(*given), *delta_kernels.backward(grad, *given)]
-    with torch.enable_grad():
+    with gradients_alone():
         leaves = [x.float().requires_grad_() for x in given]
         output = by_torch(leaves[0] * key_width**0.5, *leaves[1:], normalize=False)
     expected = [output, *torch.autograd.grad(output, leaves, grad.float())]

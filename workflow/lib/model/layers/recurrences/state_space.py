@@ -22,7 +22,7 @@ from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.recurrences import space_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
-from workflow.lib.model.layers.recurrences.tried_kernels import are_right
+from workflow.lib.model.layers.recurrences.tried_kernels import are_right, gradients_alone
 from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 128
@@ -93,7 +93,7 @@ def _tried(
         space_kernels.forward(x, step, -decay, into, out_of, skip),
         *space_kernels.backward(grad, x, step, -decay, into, out_of, skip),
     ]
-    with torch.enable_grad():
+    with gradients_alone():
         leaves = [y.float().requires_grad_() for y in (x, step, into, out_of)]
         inputs, times, of_into, of_out_of = leaves
         steps = Steps(softplus=False, limits=(0.0, float("inf")))
