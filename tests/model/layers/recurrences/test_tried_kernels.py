@@ -11,12 +11,24 @@ from workflow.lib.model.layers.recurrences.tried_kernels import are_right, gradi
 def test_rounding_is_right_and_anything_else_is_not(caplog: pytest.LogCaptureFixture) -> None:
     exact = [torch.randn(50, generator=torch.Generator().manual_seed(0)) for _ in "ab"]
     with caplog.at_level(logging.WARNING, logger="workflow"):
-        assert are_right([x.bfloat16() for x in exact], exact, of="a rule")
+        assert are_right(lambda: [x.bfloat16() for x in exact], exact, of="a rule")
         assert not caplog.records
-        assert not are_right([exact[0], 1.1 * exact[1]], exact, of="a rule")
-        assert not are_right([exact[0], exact[1] * float("nan")], exact, of="a rule")
+        assert not are_right(lambda: [exact[0], 1.1 * exact[1]], exact, of="a rule")
+        assert not are_right(lambda: [exact[0], exact[1] * float("nan")], exact, of="a rule")
     assert [record.getMessage() for record in caplog.records] == 2 * [
         "Kernels of a rule compute something else on this GPU: they are not used, and steps take "
+        "longer."
+    ]
+
+
+def test_kernels_that_cannot_be_built_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def made() -> list[torch.Tensor]:
+        raise RuntimeError("out of resource: shared memory\nRequired: 1")
+
+    with caplog.at_level(logging.WARNING, logger="workflow"):
+        assert not are_right(made, [torch.ones(1)], of="a rule")
+    assert [record.getMessage() for record in caplog.records] == [
+        "Kernels of a rule cannot be built here (out of resource: shared memory): steps take "
         "longer."
     ]
 

@@ -77,7 +77,10 @@ def _tried(
     unit = (_direction(x) for x in (query, key))
     query, key, value, grad, rate = (x.to(device, dtype) for x in (*unit, value, grad, rate))
     given = [query, key, value, -decay.to(device), rate]
-    made = [delta_kernels.forward(*given), *delta_kernels.backward(grad, *given)]
+
+    def made() -> list[torch.Tensor]:
+        return [delta_kernels.forward(*given), *delta_kernels.backward(grad, *given)]
+
     with gradients_alone():
         leaves = [x.float().requires_grad_() for x in given]
         output = by_torch(leaves[0] * key_width**0.5, *leaves[1:], normalize=False)

@@ -89,10 +89,11 @@ def _tried(
     step = torch.rand(1, TRIED_TOKENS, share, generator=draw).to(device)
     into, out_of = torch.randn(2, 1, TRIED_TOKENS, 1, state_width, generator=draw).to(device, dtype)
     decay, skip = torch.rand(2, share, generator=draw).to(device)
-    made = [
-        space_kernels.forward(x, step, -decay, into, out_of, skip),
-        *space_kernels.backward(grad, x, step, -decay, into, out_of, skip),
-    ]
+    given = (x, step, -decay, into, out_of, skip)
+
+    def made() -> list[torch.Tensor]:
+        return [space_kernels.forward(*given), *space_kernels.backward(grad, *given)]
+
     with gradients_alone():
         leaves = [y.float().requires_grad_() for y in (x, step, into, out_of)]
         inputs, times, of_into, of_out_of = leaves
