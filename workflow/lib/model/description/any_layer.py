@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear
 from workflow.lib.model.description.layer_calls import Attended, LayerCalls, recorded_layers
 from workflow.lib.model.description.layer_parameters import linears_of, others_of, weight_names
+from workflow.lib.model.tried_classes.gated_norm_forms import as_gated_norm
 from workflow.lib.model.tried_classes.recurrence_functions import recur_by_ours_
 from workflow.lib.system.errors import UserError
 
@@ -39,11 +40,19 @@ def any_layers(
         for name in weight_names(found, calls.layer)
     }
     for calls in layers:
-        for module in list(calls.layer.modules()):
-            recur_by_ours_(module)
+        _compute_recurrences_by_ours_(calls.layer)
     again = recorded_layers(model, tokens=TOKENS, trained=trained)
     trios = zip(plain, again, linears, strict=True)
     return [kind or _described(calls, tuple(found)) for kind, calls, found in trios]
+
+
+def _compute_recurrences_by_ours_(layer: nn.Module) -> None:
+    for path, module in list(layer.named_modules()):
+        parent, _, name = path.rpartition(".")
+        if (gated := as_gated_norm(module)) is not None:
+            setattr(layer.get_submodule(parent), name, gated)
+        else:
+            recur_by_ours_(module)
 
 
 def _described(calls: LayerCalls, linears: tuple[Linear, ...]) -> DecoderLayer:
