@@ -1,5 +1,5 @@
 """Recurrences of linear attention and state spaces, by products of chunks of tokens.
 
-What a family's own torch code computes, in a tenth of its time: nothing in them goes token by
-token, and what autograd keeps are the inputs alone.
+They compute what a family's own torch code does. Nothing goes token by token, and autograd keeps
+the inputs alone.
 """

@@ -19,7 +19,8 @@ zero. Sums are made in fp32, products of values in the type of u. Offsets are in
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)
+from workflow.lib.model.layers.recurrences.chunk_code import CHUNK, chunk_place, dot, load_sums
+
 BLOCK = tl.constexpr(16)  # of the tokens whose system is solved row by row
 BLOCKS = tl.constexpr(4)  # of a chunk
 
@@ -53,7 +54,7 @@ def prepare(
     time.
     """
     kind: tl.constexpr = u.dtype.element_ty
-    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
     scalar = (first + token) * heads + head
     log_decay = tl.load(g + scalar, mask=token < left, other=0.0).to(tl.float32)
@@ -64,7 +65,7 @@ def prepare(
     system = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, key_width, keys):
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        system += _dot(k, tl.trans(k), kind, precision)
+        system += dot(k, tl.trans(k), kind, precision)
     below = token[:, None] > token[None, :]
     solved = _inverse(
         tl.where(below, system * _decays(total) * rate[:, None], 0.0), precision=precision
@@ -76,12 +77,12 @@ def prepare(
     for start in range(0, value_width, values):
         at = first * value_token + head * value_head
         v = _rows(value, at, value_token, left, start, value_width, values)
-        product = _dot(by_rate, v, kind, precision)
+        product = dot(by_rate, v, kind, precision)
         _store_tile(u, product, tile, start, value_width, values)
     by_decay = (solved * tl.exp(total)[None, :]).to(kind)
     for start in range(0, key_width, keys):
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        _store_tile(w, _dot(by_decay, k, kind, precision), tile, start, key_width, keys)
+        _store_tile(w, dot(by_decay, k, kind, precision), tile, start, key_width, keys)
 
 
 @triton.jit
@@ -117,15 +118,15 @@ def scan(
         tile = lane.to(tl.int64) * chunks + chunk
         first, left = row * tokens + chunk * CHUNK, tokens - chunk * CHUNK
         _store_state(states, state, tile, start, key_width, value_width, keys, values)
-        total, last = _sums(sums, tile)
+        total, last = load_sums(sums, tile)
         right = _load_tile(w, tile, 0, key_width, keys)
         added = _load_tile(u, tile, start, value_width, values).to(tl.float32)
-        added -= _dot(right, state, kind, precision)
+        added -= dot(right, state, kind, precision)
         _store_tile(new, added, tile, start, value_width, values)
         keys_at = first * key_token + head // share * key_head
         k = _rows(key, keys_at, key_token, left, 0, key_width, keys)
         added *= tl.exp(last - total)[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(k), added, kind, precision)
+        state = state * tl.exp(last) + dot(tl.trans(k), added, kind, precision)
 
 
 @triton.jit
@@ -153,22 +154,22 @@ def output(
     """`values` columns of a chunk's output; `keys` columns of queries and keys at a time."""
     kind: tl.constexpr = new.dtype.element_ty
     parts: tl.constexpr = (value_width + values - 1) // values
-    first, left, head, tile = _place(tl.program_id(0) // parts, tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, heads)
     column = tl.program_id(0) % parts * values
     queries_at = first * query_token + head // share * query_head
     keys_at = first * key_token + head // share * key_head
-    total, _ = _sums(sums, tile)
+    total, _ = load_sums(sums, tile)
     result = tl.zeros([CHUNK, values], tl.float32)
     within = tl.zeros([CHUNK, CHUNK], tl.float32)
     for start in range(0, key_width, keys):
         q = _rows(query, queries_at, query_token, left, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
         state = _load_state(states, tile, start, column, key_width, value_width, keys, values)
-        within += _dot(q, tl.trans(k), kind, precision)
-        result += _dot(q, state, kind, precision)
+        within += dot(q, tl.trans(k), kind, precision)
+        result += dot(q, state, kind, precision)
     added = _load_tile(new, tile, column, value_width, values)
     result *= tl.exp(total)[:, None]
-    result += _dot(within * _decays(total), added, kind, precision)
+    result += dot(within * _decays(total), added, kind, precision)
     at = (first * heads + head) * value_width
     _store_rows(out, result, at, heads * value_width, left, column, value_width, values)
 
@@ -198,20 +199,20 @@ def within_backward(
 ):
     """A^T grad of a chunk: the gradient of `new` from the output of its own chunk."""
     kind: tl.constexpr = of_new.dtype.element_ty
-    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     queries_at = first * query_token + head // share * query_head
     keys_at = first * key_token + head // share * key_head
-    total, _ = _sums(sums, tile)
+    total, _ = load_sums(sums, tile)
     within = tl.zeros([CHUNK, CHUNK], tl.float32)  # transposed
     for start in range(0, key_width, keys):
         q = _rows(query, queries_at, query_token, left, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        within += _dot(k, tl.trans(q), kind, precision)
+        within += dot(k, tl.trans(q), kind, precision)
     within = (within * tl.trans(_decays(total))).to(kind)
     grads_at = first * grad_token + head * grad_head
     for start in range(0, value_width, values):
         of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
-        product = _dot(within, of_out, kind, precision)
+        product = dot(within, of_out, kind, precision)
         _store_tile(of_new, product, tile, start, value_width, values)
 
 
@@ -254,11 +255,11 @@ def scan_backward(
         tile = lane.to(tl.int64) * chunks + chunk
         first, left = row * tokens + chunk * CHUNK, tokens - chunk * CHUNK
         _store_state(of_states, of_state, tile, start, key_width, value_width, keys, values)
-        total, last = _sums(sums, tile)
+        total, last = load_sums(sums, tile)
         keys_at = first * key_token + head // share * key_head
         k = _rows(key, keys_at, key_token, left, 0, key_width, keys)
         of_added = _load_tile(of_new, tile, start, value_width, values).to(tl.float32)
-        of_added += _dot(k, of_state, kind, precision) * tl.exp(last - total)[:, None]
+        of_added += dot(k, of_state, kind, precision) * tl.exp(last - total)[:, None]
         _store_tile(of_new, of_added, tile, start, value_width, values)
         queries_at = first * query_token + head // share * query_head
         q = _rows(query, queries_at, query_token, left, 0, key_width, keys)
@@ -266,8 +267,8 @@ def scan_backward(
         of_out = _rows(grad, grads_at, grad_token, left, start, value_width, values)
         of_out = of_out.to(tl.float32) * tl.exp(total)[:, None]
         right = _load_tile(w, tile, 0, key_width, keys)
-        of_state = of_state * tl.exp(last) + _dot(tl.trans(q), of_out, kind, precision)
-        of_state += _dot(tl.trans(right), -of_added, kind, precision)
+        of_state = of_state * tl.exp(last) + dot(tl.trans(q), of_out, kind, precision)
+        of_state += dot(tl.trans(right), -of_added, kind, precision)
 
 
 @triton.jit
@@ -312,7 +313,7 @@ def chunk_backward(
     parts: tl.constexpr = (key_width + keys - 1) // keys
     part, token = tl.program_id(0) % parts, tl.arange(0, CHUNK)
     column = part * keys
-    first, left, head, tile = _place(tl.program_id(0) // parts, tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, heads)
     of_within = tl.zeros([CHUNK, CHUNK], tl.float32)
     from_state = tl.zeros([CHUNK, keys], tl.float32)
     to_state = tl.zeros([CHUNK, keys], tl.float32)
@@ -325,17 +326,17 @@ def chunk_backward(
         of_added = _load_tile(of_new, tile, start, value_width, values)
         state = _load_state(states, tile, column, start, key_width, value_width, keys, values)
         of_state = _load_state(of_states, tile, column, start, key_width, value_width, keys, values)
-        of_within += _dot(of_out, tl.trans(added), kind, precision)
-        from_state += _dot(of_out, tl.trans(state), kind, precision)
-        to_state += _dot(added, tl.trans(of_state), kind, precision)
-        of_w += _dot(of_added, tl.trans(state), kind, precision)
+        of_within += dot(of_out, tl.trans(added), kind, precision)
+        from_state += dot(of_out, tl.trans(state), kind, precision)
+        to_state += dot(added, tl.trans(of_state), kind, precision)
+        of_w += dot(of_added, tl.trans(state), kind, precision)
         carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
-    total, last = _sums(sums, tile)
+    total, last = load_sums(sums, tile)
     since = tl.exp(total)
     rate = tl.load(beta + (first + token) * heads + head, mask=token < left, other=0.0)
     rate = rate.to(tl.float32)
     solved = _load_tile(inverse, tile, 0, CHUNK, CHUNK)
-    of_r = _dot(tl.trans(solved), -of_w, kind, precision)
+    of_r = dot(tl.trans(solved), -of_w, kind, precision)
     _store_tile(of_right, of_r, tile, column, key_width, keys)
     of_r *= since[:, None]
     from_state *= since[:, None]
@@ -346,13 +347,13 @@ def chunk_backward(
     at = first * key_token + head // share * key_head
     k = _rows(key, at, key_token, left, column, key_width, keys)
     of_scores = of_within * _decays(total)
-    of_q = from_state + _dot(of_scores, k, kind, precision)
+    of_q = from_state + dot(of_scores, k, kind, precision)
     at, stride = (first * heads + head) * key_width, heads * key_width
     _store_rows(of_query, of_q, at, stride, left, column, key_width, keys)
-    of_k = to_state + of_r * rate[:, None] + _dot(tl.trans(of_scores), q, kind, precision)
+    of_k = to_state + of_r * rate[:, None] + dot(tl.trans(of_scores), q, kind, precision)
     _store_rows(of_key, of_k, at, stride, left, column, key_width, keys)
 
-    of_scores *= _dot(q, tl.trans(k), kind, precision)
+    of_scores *= dot(q, tl.trans(k), kind, precision)
     of_rate = tl.sum(of_r * k.to(tl.float32), 1)
     ending = tl.sum(to_state * k.to(tl.float32), 1)
     of_sums = tl.sum(of_scores, 1) - tl.sum(of_scores, 0) - ending
@@ -399,7 +400,7 @@ def system_backward(
     for one value head, which lacks what comes through S. parts: of `partial`.
     """
     kind: tl.constexpr = u.dtype.element_ty
-    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
     scalar = (first + token) * heads + head
     rate = tl.load(beta + scalar, mask=token < left, other=0.0).to(tl.float32)
@@ -409,9 +410,9 @@ def system_backward(
     values_at, of_values_at = first * value_token + head * value_head, first * heads + head
     for start in range(0, value_width, values):
         of_added = _load_tile(of_new, tile, start, value_width, values)
-        of_v = _dot(solved, of_added, kind, precision)
+        of_v = dot(solved, of_added, kind, precision)
         new = _load_tile(u, tile, start, value_width, values)
-        of_system += _dot(of_v, tl.trans(new), kind, precision)
+        of_system += dot(of_v, tl.trans(new), kind, precision)
         v = _rows(value, values_at, value_token, left, start, value_width, values)
         of_rate += tl.sum(of_v * v.to(tl.float32), 1)
         at, stride = of_values_at * value_width, heads * value_width
@@ -423,9 +424,9 @@ def system_backward(
         of_r = _load_tile(of_right, tile, start, key_width, keys)
         right = _load_tile(w, tile, start, key_width, keys)
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
-        of_system += _dot(of_r, tl.trans(right), kind, precision)
-        products += _dot(k, tl.trans(k), kind, precision)
-    total, _ = _sums(sums, tile)
+        of_system += dot(of_r, tl.trans(right), kind, precision)
+        products += dot(k, tl.trans(k), kind, precision)
+    total, _ = load_sums(sums, tile)
     below = token[:, None] > token[None, :]
     of_system = tl.where(below, -of_system * _decays(total), 0.0)
     products *= of_system
@@ -446,7 +447,7 @@ def system_backward(
     for start in range(0, key_width, keys):
         k = _rows(key, keys_at, key_token, left, start, key_width, keys)
         of_k = _rows(of_key, of_keys_at, stride, left, start, key_width, keys).to(tl.float32)
-        of_k += _dot(of_products, k, kind, precision)
+        of_k += dot(of_products, k, kind, precision)
         _store_rows(of_key, of_k, of_keys_at, stride, left, start, key_width, keys)
 
 
@@ -477,35 +478,11 @@ def _inverse(system, precision: tl.constexpr):
 
 
 @triton.jit
-def _place(number, tokens, chunks, heads):
-    """Return of program `number` the first token among all rows', how many of its row are left
-    there, its head and its tile.
-    """
-    chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
-    head = number % heads
-    tile = (row * heads + head) * chunks + chunk
-    return row * tokens + chunk * CHUNK, tokens - chunk * CHUNK, head, tile
-
-
-@triton.jit
-def _sums(sums, tile):
-    """Return s of a tile, and that of its last token."""
-    token = tl.arange(0, CHUNK)
-    return tl.load(sums + tile * CHUNK + token), tl.load(sums + tile * CHUNK + CHUNK - 1)
-
-
-@triton.jit
 def _decays(total):
     """Return D."""
     token = tl.arange(0, CHUNK)
     between = total[:, None] - total[None, :]
     return tl.exp(tl.where(token[:, None] >= token[None, :], between, float("-inf")))
-
-
-@triton.jit
-def _dot(a, b, kind: tl.constexpr, precision: tl.constexpr):
-    """Return a b of operands in type `kind`, in fp32."""
-    return tl.dot(a.to(kind), b.to(kind), input_precision=precision)
 
 
 @triton.jit

@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.recurrences.chunk_layout import (
+    CHUNK,
+    padded,
+    parts_of,
+    spaced,
+    strides_of,
+)
 from workflow.lib.system.device_types import RECORDED
 
-CHUNK = 64  # tokens, as in `delta_code`
-LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `TILES`
 # Columns of keys, all of which a program that goes through the chunks has; products of so many more
 # in fp32 take minutes to compile.
 MOST_KEYS = {2: 256, 4: 128}
@@ -67,14 +72,14 @@ def forward(
     v: (rows, tokens, value heads, value width). g, logarithms of decays, and beta, learning rates:
     (rows, tokens, value heads). What lies between the kernels has the type of v.
     """
-    q, k, v, g, beta = _spaced(q), _spaced(k), _spaced(v), g.contiguous(), beta.contiguous()
+    q, k, v, g, beta = spaced(q), spaced(k), spaced(v), g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
     u, w, _, sums = _prepared(rule, k, v, g, beta, keeps=False)
     states, new = _scanned(rule, k, u, w, sums)
     out = _like(v, dtype=q.dtype)
     columns = rule.columns("output")
-    num_programs = rule.tiles * _parts(rule.value_width, columns["values"])
-    rule.launch("output", num_programs, out, q, k, states, new, sums, **_distances(query=q, key=k))
+    num_programs = rule.tiles * parts_of(rule.value_width, columns["values"])
+    rule.launch("output", num_programs, out, q, k, states, new, sums, **strides_of(query=q, key=k))
     return out
 
 
@@ -89,7 +94,7 @@ def backward(
     """Return the gradients of q, k, v, g and beta, contiguous in their types, for that of the
     output, `grad`.
     """
-    grad, q, k, v = _spaced(grad), _spaced(q), _spaced(k), _spaced(v)
+    grad, q, k, v = spaced(grad), spaced(q), spaced(k), spaced(v)
     g, beta = g.contiguous(), beta.contiguous()
     rule = _Rule.of(k, v)
     u, w, inverse, sums = _prepared(rule, k, v, g, beta, keeps=True)
@@ -97,18 +102,18 @@ def backward(
     of_states, of_new = _scanned_back(rule, grad, q, k, w, sums)
 
     of_q, of_k = (v.new_empty(*v.shape[:3], rule.key_width) for _ in range(2))  # of value heads
-    num_parts = _parts(rule.key_width, rule.columns("chunk_backward")["keys"])
+    num_parts = parts_of(rule.key_width, rule.columns("chunk_backward")["keys"])
     partial, of_right = sums.new_empty(rule.tiles, 2, num_parts, CHUNK), torch.empty_like(w)
     rule.launch(
         "chunk_backward", rule.tiles * num_parts, of_q, of_k, of_right, partial,
         grad, q, k, beta, new, of_new, states, of_states, inverse, sums,
-        **_distances(grad=grad, query=q, key=k),
+        **strides_of(grad=grad, query=q, key=k),
     )  # fmt: skip
     del states, of_states, new
     of_v, of_g, of_beta = (_like(x) for x in (v, g, beta))
     rule.launch(
         "system_backward", rule.tiles, of_k, of_v, of_g, of_beta, of_right, partial,
-        k, v, beta, u, w, of_new, inverse, sums, **_distances(key=k, value=v), parts=num_parts,
+        k, v, beta, u, w, of_new, inverse, sums, **strides_of(key=k, value=v), parts=num_parts,
     )  # fmt: skip
     return _summed(of_q, q), _summed(of_k, k), of_v, of_g, of_beta
 
@@ -136,7 +141,7 @@ class _Rule(NamedTuple):
     @property
     def chunks(self) -> int:
         """Of a row; the last may have fewer tokens."""
-        return _parts(self.tokens, CHUNK)
+        return parts_of(self.tokens, CHUNK)
 
     @property
     def tiles(self) -> int:
@@ -150,12 +155,9 @@ class _Rule(NamedTuple):
         """Return how many columns of keys and of values a kernel has at a time."""
         tile = self.tile(name)
         return {
-            "keys": min(tile.keys, self._padded(self.key_width)),
-            "values": min(tile.values, self._padded(self.value_width)),
+            "keys": min(tile.keys, padded(self.key_width, self.dtype)),
+            "values": min(tile.values, padded(self.value_width, self.dtype)),
         }
-
-    def _padded(self, width: int) -> int:
-        return max(LEAST_COLUMNS[self.dtype.itemsize], kernels.power_of_two(width))
 
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
@@ -193,7 +195,7 @@ def _prepared(
     inverse = v.new_empty(rule.tiles if keeps else 0, CHUNK, CHUNK, dtype=torch.float32)
     rule.launch(
         "prepare", rule.tiles, u, w, inverse, sums, k, v, g, beta,
-        **_distances(key=k, value=v), keeps=keeps,
+        **strides_of(key=k, value=v), keeps=keeps,
     )  # fmt: skip
     return u, w, inverse, sums
 
@@ -203,8 +205,10 @@ def _scanned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before chunks (tiles, key width, value width), and `new`, like u."""
     states, new = u.new_empty(rule.tiles, rule.key_width, rule.value_width), torch.empty_like(u)
-    num_programs = rule.rows * rule.heads * _parts(rule.value_width, rule.columns("scan")["values"])
-    rule.launch("scan", num_programs, states, new, k, u, w, sums, **_distances(key=k))
+    num_programs = (
+        rule.rows * rule.heads * parts_of(rule.value_width, rule.columns("scan")["values"])
+    )
+    rule.launch("scan", num_programs, states, new, k, u, w, sums, **strides_of(key=k))
     return states, new
 
 
@@ -219,33 +223,14 @@ def _scanned_back(
     """Return the gradients of the states after chunks, and of `new`."""
     of_new = w.new_empty(rule.tiles, CHUNK, rule.value_width)
     of_states = w.new_empty(rule.tiles, rule.key_width, rule.value_width)
-    distances = _distances(grad=grad, query=q, key=k)
+    distances = strides_of(grad=grad, query=q, key=k)
     rule.launch("within_backward", rule.tiles, of_new, grad, q, k, sums, **distances)
-    parts = _parts(rule.value_width, rule.columns("scan_backward")["values"])
+    parts = parts_of(rule.value_width, rule.columns("scan_backward")["values"])
     rule.launch(
         "scan_backward", rule.rows * rule.heads * parts, of_states, of_new, grad, q, k, w, sums,
         **distances,
     )  # fmt: skip
     return of_states, of_new
-
-
-def _spaced(x: torch.Tensor) -> torch.Tensor:
-    """Return x (rows, tokens, heads, width) with equal distances between all rows' tokens, and
-    contiguous heads.
-    """
-    rows, tokens = x.shape[:2]
-    of_row, of_token, _, of_column = x.stride()
-    alike = rows == 1 or of_row == tokens * of_token
-    return x if alike and of_column == 1 else x.contiguous()
-
-
-def _distances(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return the distances of tokens and of heads under the names that kernels have for them."""
-    return {
-        f"{name}_{of}": x.stride(dim)
-        for name, x in tensors.items()
-        for dim, of in ((1, "token"), (2, "head"))
-    }
 
 
 def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -259,7 +244,3 @@ def _summed(by_value_head: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return by_value_head.to(x.dtype)
     rows, tokens, groups, width = x.shape
     return by_value_head.view(rows, tokens, groups, -1, width).sum(dim=3).to(x.dtype)
-
-
-def _parts(whole: int, size: int) -> int:
-    return -(-whole // size)

@@ -27,13 +27,13 @@ as in `triton_kernels`.
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)
+from workflow.lib.model.layers.recurrences.chunk_code import CHUNK, chunk_place, dot, load_sums
 
 
 @triton.jit
 def cumulate(sums, step, decay, tokens, chunks, heads):
     """s of a chunk; behind the last token it stays what it is there."""
-    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     rate = tl.load(decay + head).to(tl.float32)
     total = tl.cumsum(_steps(step, first, left, heads, head) * rate, 0)
     tl.store(sums + tile * CHUNK + tl.arange(0, CHUNK), total)
@@ -73,8 +73,8 @@ def chunk_states(
     column = tl.program_id(0) % parts * columns
     state_column = tl.program_id(0) // parts % state_parts * state_columns
     number = tl.program_id(0) // (parts * state_parts)
-    first, left, head, tile = _place(number, tokens, chunks, heads)
-    total, last = _sums(sums, tile)
+    first, left, head, tile = chunk_place(number, tokens, chunks, heads)
+    total, last = load_sums(sums, tile)
     if back:
         weight = tl.exp(total)
     else:
@@ -85,7 +85,7 @@ def chunk_states(
     ).to(tl.float32)
     at = first * x_token + head * x_head
     right_side = _rows(x, at, x_token, left, column, width, columns)
-    added = _dot(left_side * weight[None, :], right_side, kind, precision)
+    added = dot(left_side * weight[None, :], right_side, kind, precision)
     places, inside = _state_places(state_column, column, state_width, width, state_columns, columns)
     at = tile * state_width * width
     tl.store(states + at + places, added.to(states.dtype.element_ty), mask=inside)
@@ -153,7 +153,7 @@ def output(
     kind: tl.constexpr = x.dtype.element_ty
     parts: tl.constexpr = (width + columns - 1) // columns
     column = tl.program_id(0) % parts * columns
-    first, left, head, tile = _place(tl.program_id(0) // parts, tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, heads)
     into_at = first * into_token + head // share * into_head
     out_of_at = first * out_of_token + head // share * out_of_head
     within = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -162,13 +162,13 @@ def output(
         b = _rows(into, into_at, into_token, left, start, state_width, state_columns)
         c = _rows(out_of, out_of_at, out_of_token, left, start, state_width, state_columns)
         state = _load_state(states, tile, start, column, state_width, width, state_columns, columns)
-        within += _dot(c, tl.trans(b), kind, precision)
-        result += _dot(c, state, kind, precision)
-    total, _ = _sums(sums, tile)
+        within += dot(c, tl.trans(b), kind, precision)
+        result += dot(c, state, kind, precision)
+    total, _ = load_sums(sums, tile)
     within *= _decays(total, back=False) * _steps(step, first, left, heads, head)[None, :]
     value = _rows(x, first * x_token + head * x_head, x_token, left, column, width, columns)
     result *= tl.exp(total)[:, None]
-    result += _dot(within, value, kind, precision)
+    result += dot(within, value, kind, precision)
     if skips:
         result += value.to(tl.float32) * tl.load(skip + head).to(tl.float32)
     at = (first * heads + head) * width
@@ -212,7 +212,7 @@ def inputs_backward(
     C at a time.
     """
     kind: tl.constexpr = x.dtype.element_ty
-    first, left, head, tile = _place(tl.program_id(0), tokens, chunks, heads)
+    first, left, head, tile = chunk_place(tl.program_id(0), tokens, chunks, heads)
     token = tl.arange(0, CHUNK)
     into_at = first * into_token + head // share * into_head
     out_of_at = first * out_of_token + head // share * out_of_head
@@ -220,8 +220,8 @@ def inputs_backward(
     for start in range(0, state_width, state_columns):
         b = _rows(into, into_at, into_token, left, start, state_width, state_columns)
         c = _rows(out_of, out_of_at, out_of_token, left, start, state_width, state_columns)
-        within += _dot(b, tl.trans(c), kind, precision)
-    total, last = _sums(sums, tile)
+        within += dot(b, tl.trans(c), kind, precision)
+    total, last = load_sums(sums, tile)
     since, until = tl.exp(total), tl.exp(last - total)
     steps = _steps(step, first, left, heads, head)
     within *= _decays(total, back=True)
@@ -243,17 +243,17 @@ def inputs_backward(
             of_state = _load_state(
                 of_states, tile, start, column, state_width, width, state_columns, columns
             )
-            of_given += _dot(b, of_state, kind, precision)
-            read += _dot(c, state, kind, precision)
+            of_given += dot(b, of_state, kind, precision)
+            read += dot(c, state, kind, precision)
             carried += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 1)
         of_out = _rows(grad, grad_at, grad_token, left, column, width, columns)
         value = _rows(x, x_at, x_token, left, column, width, columns)
         reading += tl.sum(read * of_out.to(tl.float32), 1)
         of_given *= until[:, None]
         ending += tl.sum(of_given * value.to(tl.float32), 1)
-        of_given += _dot(within, of_out, kind, precision)
+        of_given += dot(within, of_out, kind, precision)
         of_steps += tl.sum(of_given * value.to(tl.float32), 1)
-        products += _dot(value, tl.trans(of_out), kind, precision)
+        products += dot(value, tl.trans(of_out), kind, precision)
         of_given *= steps[:, None]
         if skips:
             of_given += of_out.to(tl.float32) * tl.load(skip + head).to(tl.float32)
@@ -309,7 +309,7 @@ def shared_backward(
     state_column = tl.program_id(0) % parts * state_columns
     lanes = heads // share * portions
     # Heads have tiles of their own; of the lane's only its place in `lanes` tells the chunk.
-    first, left, lane, lane_tile = _place(tl.program_id(0) // parts, tokens, chunks, lanes)
+    first, left, lane, lane_tile = chunk_place(tl.program_id(0) // parts, tokens, chunks, lanes)
     chunk, row = lane_tile % chunks, lane_tile // chunks // lanes
     group = lane // portions
     begin = group * share + lane % portions * portion
@@ -332,34 +332,23 @@ def shared_backward(
             of_state = _load_state(
                 of_states, tile, state_column, column, state_width, width, state_columns, columns
             )
-            products += _dot(of_out, tl.trans(value), kind, precision)
-            read += _dot(of_out, tl.trans(state), kind, precision)
-            written += _dot(of_state, tl.trans(value), kind, precision)
-        total, last = _sums(sums, tile)
+            products += dot(of_out, tl.trans(value), kind, precision)
+            read += dot(of_out, tl.trans(state), kind, precision)
+            written += dot(of_state, tl.trans(value), kind, precision)
+        total, last = load_sums(sums, tile)
         steps = _steps(step, first, left, heads, head)
         scores += products * _decays(total, back=False) * steps[None, :]
         of_c += read * tl.exp(total)[:, None]
         of_b += written * (tl.exp(last - total) * steps)[None, :]
     at = first * into_token + group * into_head
     b = _rows(into, at, into_token, left, state_column, state_width, state_columns)
-    of_c += _dot(scores, b, kind, precision)
+    of_c += dot(scores, b, kind, precision)
     at = first * out_of_token + group * out_of_head
     c = _columns(out_of, at, out_of_token, left, state_column, state_width, state_columns)
-    of_b += _dot(c, scores, kind, precision)
+    of_b += dot(c, scores, kind, precision)
     at, stride = (first * lanes + lane) * state_width, lanes * state_width
     _store_rows(of_out_of, of_c, at, stride, left, state_column, state_width, state_columns)
     _store_columns(of_into, of_b, at, stride, left, state_column, state_width, state_columns)
-
-
-@triton.jit
-def _place(number, tokens, chunks, heads):
-    """Return of program `number` the first token among all rows', how many of its row are left
-    there, its head and its tile.
-    """
-    chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
-    head = number % heads
-    tile = (row * heads + head) * chunks + chunk
-    return row * tokens + chunk * CHUNK, tokens - chunk * CHUNK, head, tile
 
 
 @triton.jit
@@ -367,13 +356,6 @@ def _steps(step, first, left, heads, head):
     """Return d of a chunk, 0 behind the last token."""
     token = tl.arange(0, CHUNK)
     return tl.load(step + (first + token) * heads + head, mask=token < left, other=0.0)
-
-
-@triton.jit
-def _sums(sums, tile):
-    """Return s of a tile, and that of its last token."""
-    token = tl.arange(0, CHUNK)
-    return tl.load(sums + tile * CHUNK + token), tl.load(sums + tile * CHUNK + CHUNK - 1)
 
 
 @triton.jit
@@ -387,12 +369,6 @@ def _decays(total, back: tl.constexpr):
         between = total[:, None] - total[None, :]
         later = token[:, None] >= token[None, :]
     return tl.exp(tl.where(later, between, float("-inf")))
-
-
-@triton.jit
-def _dot(a, b, kind: tl.constexpr, precision: tl.constexpr):
-    """Return a b of operands in type `kind`, in fp32."""
-    return tl.dot(a.to(kind), b.to(kind), input_precision=precision)
 
 
 @triton.jit

@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 import torch
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.recurrences.chunk_layout import (
+    CHUNK,
+    padded,
+    parts_of,
+    spaced,
+    strides_of,
+)
 from workflow.lib.system.device_types import RECORDED
 
-CHUNK = 64  # tokens, as in `space_code`
-LEAST_COLUMNS = {2: 64, 4: 16}  # of a program, by the bytes of a value; see `delta_kernels`
 MOST_STATES = 256  # columns of B and C that the kernels are checked with
 STATE_ELEMENTS = 1024  # of a state, that a program takes through the chunks
 PORTION = 8  # heads, at most, whose gradients of B and C a program sums
@@ -41,7 +46,7 @@ TILES = {
     "inputs_backward": Tile(64, 64, 4, 2),
     "shared_backward": Tile(64, 64, 4, 2),
 }
-"""For values of 16 bits; none has been measured."""
+"""For values of 16 bits, as they were tried on an H100 with Triton 3.6."""
 TILES_FP32 = {
     "chunk_states": Tile(32, 64, 4, 1),
     "output": Tile(32, 64, 4, 1),
@@ -64,7 +69,7 @@ def forward(
     negative, and skip (D): (heads,). into (B), out_of (C): (rows, tokens, groups, state width),
     each group serving neighbouring heads. States between the kernels have the type of x.
     """
-    x, step, into, out_of = _spaced(x), step.contiguous(), _spaced(into), _spaced(out_of)
+    x, step, into, out_of = spaced(x), step.contiguous(), spaced(into), spaced(out_of)
     space = _Space.of(x, into)
     sums = space.cumulated(x, step, decay)
     states = space.passed(x, step, into, sums, back=False)
@@ -72,7 +77,7 @@ def forward(
     space.launch(
         "output", space.tiles * space.parts("output"), out, x, step, into, out_of,
         decay if skip is None else skip,  # a pointer that is not read, or
-        states, sums, **_distances(x=x, into=into, out_of=out_of), skips=skip is not None,
+        states, sums, **strides_of(x=x, into=into, out_of=out_of), skips=skip is not None,
     )  # fmt: skip
     return out
 
@@ -89,13 +94,13 @@ def backward(
     """Return the gradients of x, step, B and C, contiguous in their types, for that of the output,
     `grad`, in x's type.
     """
-    grad, x, step = _spaced(grad), _spaced(x), step.contiguous()
-    into, out_of = _spaced(into), _spaced(out_of)
+    grad, x, step = spaced(grad), spaced(x), step.contiguous()
+    into, out_of = spaced(into), spaced(out_of)
     space = _Space.of(x, into)
     sums = space.cumulated(x, step, decay)
     states = space.passed(x, step, into, sums, back=False)
     of_states = space.passed(grad, step, out_of, sums, back=True)
-    distances = _distances(grad=grad, x=x, into=into, out_of=out_of)
+    distances = strides_of(grad=grad, x=x, into=into, out_of=out_of)
 
     of_x, of_step = _like(x), _like(step)
     space.launch(
@@ -103,7 +108,7 @@ def backward(
         decay if skip is None else skip,  # a pointer that is not read, or
         states, of_states, sums, **distances, skips=skip is not None,
     )  # fmt: skip
-    portions = _parts(space.share, PORTION)
+    portions = parts_of(space.share, PORTION)
     of_into, of_out_of = (_by_portion(y, portions) for y in (into, out_of))
     num_programs = (
         space.rows * space.chunks * space.groups * portions
@@ -112,7 +117,7 @@ def backward(
     space.launch(
         "shared_backward", num_programs, of_into, of_out_of,
         grad, x, step, into, out_of, states, of_states, sums,
-        **distances, portions=portions, portion=_parts(space.share, portions),
+        **distances, portions=portions, portion=parts_of(space.share, portions),
     )  # fmt: skip
     return of_x, of_step, _summed(of_into, into), _summed(of_out_of, out_of)
 
@@ -138,7 +143,7 @@ class _Space(NamedTuple):
     @property
     def chunks(self) -> int:
         """Of a row; the last may have fewer tokens."""
-        return _parts(self.tokens, CHUNK)
+        return parts_of(self.tokens, CHUNK)
 
     @property
     def tiles(self) -> int:
@@ -157,20 +162,17 @@ class _Space(NamedTuple):
         """Return how many columns of inputs, and of B and C, a kernel has at a time."""
         tile = self.tile(name)
         return {
-            "columns": min(tile.columns, self._padded(self.width)),
-            "state_columns": min(tile.state_columns, self._padded(self.state_width)),
+            "columns": min(tile.columns, padded(self.width, self.dtype)),
+            "state_columns": min(tile.state_columns, padded(self.state_width, self.dtype)),
         }
-
-    def _padded(self, width: int) -> int:
-        return max(LEAST_COLUMNS[self.dtype.itemsize], kernels.power_of_two(width))
 
     def parts(self, name: str) -> int:
         """Return how many programs of a kernel share the width."""
-        return _parts(self.width, self.columns(name)["columns"])
+        return parts_of(self.width, self.columns(name)["columns"])
 
     def state_parts(self, name: str) -> int:
         """Return how many programs of a kernel share the state width."""
-        return _parts(self.state_width, self.columns(name)["state_columns"])
+        return parts_of(self.state_width, self.columns(name)["state_columns"])
 
     def launch(
         self, name: str, num_programs: int, out: torch.Tensor, *given: torch.Tensor, **options: Any
@@ -207,10 +209,10 @@ class _Space(NamedTuple):
         num_parts = self.parts("chunk_states") * self.state_parts("chunk_states")
         self.launch(
             "chunk_states", self.tiles * num_parts, states, x, step, factors, sums,
-            **_distances(x=x, factors=factors), back=back,
+            **strides_of(x=x, factors=factors), back=back,
         )  # fmt: skip
         elements = self.state_width * self.width
-        num_programs = self.rows * self.heads * _parts(elements, STATE_ELEMENTS)
+        num_programs = self.rows * self.heads * parts_of(elements, STATE_ELEMENTS)
         _launch(
             "pass_states", num_programs, states, sums, chunks=self.chunks, elements=elements,
             size=STATE_ELEMENTS, back=back, num_warps=4,
@@ -224,25 +226,6 @@ def _launch(
     """Start a kernel that writes to `out`; a device that is recorded computes nothing."""
     if out.device.type != RECORDED:
         getattr(space_code, name)[(num_programs,)](out, *given, **options)
-
-
-def _spaced(x: torch.Tensor) -> torch.Tensor:
-    """Return x (rows, tokens, heads, width) with equal distances between all rows' tokens, and
-    contiguous heads.
-    """
-    rows, tokens = x.shape[:2]
-    of_row, of_token, _, of_column = x.stride()
-    alike = rows == 1 or of_row == tokens * of_token
-    return x if alike and of_column == 1 else x.contiguous()
-
-
-def _distances(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return the distances of tokens and of heads under the names that kernels have for them."""
-    return {
-        f"{name}_{of}": x.stride(dim)
-        for name, x in tensors.items()
-        for dim, of in ((1, "token"), (2, "head"))
-    }
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +246,3 @@ def _summed(by_portion: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if by_portion.shape[3] == 1:
         return by_portion.squeeze(3)
     return by_portion.sum(dim=3).to(x.dtype)
-
-
-def _parts(whole: int, size: int) -> int:
-    return -(-whole // size)

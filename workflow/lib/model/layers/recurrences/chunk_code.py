@@ -1,0 +1,34 @@
+# mypy: ignore-errors
+"""What GPU kernels of recurrences share, in Triton: where a program's chunk lies, the sums of its
+log decays, and products. How they read rows is each kernel's own: compilers make other programs of
+other forms, and those that were tried on a GPU stay as they are.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def chunk_place(number, tokens, chunks, heads):
+    """Return of program `number` the first token among all rows', how many of its row are left
+    there, its head and its tile.
+    """
+    chunk, row = number // heads % chunks, (number // heads // chunks).to(tl.int64)
+    head = number % heads
+    tile = (row * heads + head) * chunks + chunk
+    return row * tokens + chunk * CHUNK, tokens - chunk * CHUNK, head, tile
+
+
+@triton.jit
+def load_sums(sums, tile):
+    """Return the sums of log decays of a tile, and that of its last token."""
+    token = tl.arange(0, CHUNK)
+    return tl.load(sums + tile * CHUNK + token), tl.load(sums + tile * CHUNK + CHUNK - 1)
+
+
+@triton.jit
+def dot(a, b, kind: tl.constexpr, precision: tl.constexpr):
+    """Return a b of operands in type `kind`, in fp32."""
+    return tl.dot(a.to(kind), b.to(kind), input_precision=precision)
