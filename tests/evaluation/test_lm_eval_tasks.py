@@ -194,15 +194,6 @@ def test_no_tasks_need_no_folder(tokenizer):
     assert load(EvaluateConfig(tasks=(), tasks_dir=None), tokenizer) == {}
 
 
-def test_unknown_task_is_refused_with_the_nearest_name(tokenizer, tmp_path):
-    settings = task_file(tmp_path, "pydocs_mc").model_copy(update={"tasks": ("pydocs_mk",)})
-    with pytest.raises(
-        UserError,
-        match=r"evaluate\.tasks = \['pydocs_mk'\]: 'pydocs_mk' is neither in .* pydocs_mc",
-    ):
-        load(settings, tokenizer)
-
-
 def test_task_without_its_data_file_is_refused(tokenizer, tmp_path):
     settings = task_file(tmp_path, "bare", data=False)
     with pytest.raises(

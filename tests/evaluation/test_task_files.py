@@ -5,6 +5,7 @@ from workflow.lib.evaluation.task_files import (
     environment,
     local_task_names,
     refuse_code,
+    unknown_task,
 )
 from workflow.lib.settings.evaluate import EvaluateConfig
 from workflow.lib.system.errors import UserError
@@ -138,7 +139,16 @@ def test_requirement_that_nothing_measures_is_refused(measuring_dir, tasks, requ
     assert message in str(caught.value)
 
 
-def test_unknown_task_is_refused_with_the_nearest_names():
-    settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=None)
-    with pytest.raises(UserError, match=r"'arc_eazy' is not among the tasks of lm_eval .*arc_easy"):
+def test_unknown_task_is_refused_with_the_nearest_names_of_folder_and_harness(measuring_dir):
+    """By the index that the stage loads its tasks from, too."""
+    settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=measuring_dir)
+    with pytest.raises(
+        UserError, match=r"'arc_eazy' is neither in .* nor among the tasks of lm_eval .*arc_easy"
+    ):
         check_tasks(settings)
+
+
+def test_error_names_no_folder_where_none_is_given():
+    settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=None)
+    error = unknown_task("arc_eazy", {"arc_easy"}, settings=settings, version="0.4.13")
+    assert "'arc_eazy' is not among the tasks of lm_eval 0.4.13" in str(error)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.measurements import measured_lines
+from tests.support.measurements import described, measured_lines
 from tests.support.memory_examples import measured_case
 from tests.support.preflight_examples import cpu_machine, llama_70b, machine, setup
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.model_shape import ModelShape
-from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.calibration import (
     KINDS,
@@ -145,7 +144,7 @@ def recent_timings() -> list[Timing]:
 
 def shape_of(row: dict[str, Any]) -> ModelShape:
     config = model_config(BenchmarkConfig(**row["sizes"]))
-    return describe_config(config, origin=Path(row["sizes"]["model"]))
+    return described(json.dumps(config), row["sizes"]["model"])
 
 
 TIMINGS = timings(FITTED, fused=True)

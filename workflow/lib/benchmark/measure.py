@@ -281,11 +281,17 @@ def _load(
 
 
 def _time_steps(training: Iterator[StepMetrics], seen: Observed, pulse: Pulse) -> None:
-    """Take the steps; note seconds, loss and gradient norm of each, and the peaks."""
+    """Take the steps; note seconds, loss and gradient norm of each, and the peaks.
+
+    A step lasts from the end of the one before: the device may have begun it before this process
+    asks for it.
+    """
     seen.start_training()
+    ended = time.monotonic()
     for metrics in training:
         pulse.step(metrics.step + 1)
-        seen.step_s.append(metrics.tokens / metrics.tokens_per_s)
+        began, ended = ended, time.monotonic()
+        seen.step_s.append(ended - began)
         seen.losses.append(metrics.loss)
         seen.grad_norms.append(metrics.grad_norm)
     seen.end_training()

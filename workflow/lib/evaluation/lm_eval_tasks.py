@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.artifacts.evaluation_record import Metric, Task
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
-from workflow.lib.evaluation.task_files import local_task_names, refuse_code, unknown_task
+from workflow.lib.evaluation.task_files import known_tasks, local_task_names, refuse_code
 from workflow.lib.evaluation.task_scores import MetricItems, TaskScores
 from workflow.lib.evaluation.task_templates import sandbox_task_templates
 from workflow.lib.settings.config import EvaluateConfig
@@ -58,12 +58,7 @@ def load_tasks(
     if settings.tasks and settings.apply_chat_template:
         _check_template(tokenizer, trained_template_sha256)
     shipped = sorted(set(settings.tasks) - local_task_names(settings.tasks_dir))
-    manager = TaskManager(include_path=settings.tasks_dir, include_defaults=bool(shipped))
-    for name in settings.tasks:
-        if name not in manager.all_tasks:
-            raise unknown_task(
-                name, known=manager.all_tasks, settings=settings, version=lm_eval.__version__
-            )
+    manager = known_tasks(settings)
     loaded = {name: _load(name, manager, settings, shipped) for name in settings.tasks}
     for name, task in (pair for tasks in loaded.values() for pair in tasks["tasks"].items()):
         _refuse_unrunnable(name, task, settings)

@@ -9,12 +9,15 @@ libraries read their offline variables at import. Kinds of names as in lm_eval 0
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 # Everything the evaluation needs is on disk. The harness would otherwise fork a process per core
 # for its bootstraps, from a process that holds a GPU context.
@@ -136,15 +139,7 @@ def check_tasks(settings: EvaluateConfig) -> None:
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     if not shipped and not required:
         return
-    from lm_eval import __version__
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=settings.tasks_dir, include_defaults=bool(shipped))
-    for name in settings.tasks:
-        if name not in manager.all_tasks:
-            raise unknown_task(
-                name, known=manager.all_tasks, settings=settings, version=__version__
-            )
+    manager = known_tasks(settings)
     index = {name: entry.cfg or {} for name, entry in manager.task_index.items()}
     tagged = {n: e.tags for n, e in manager.task_index.items() if n in manager.all_tags}
     measured = {task for name in settings.tasks for task in _members(name, index, tagged)}
@@ -152,12 +147,27 @@ def check_tasks(settings: EvaluateConfig) -> None:
         _check_requirement(name, {task: index.get(task, {}) for task in measured - tagged.keys()})
 
 
-def unknown_task(
-    name: str, *, known: Collection[str], settings: EvaluateConfig, version: str
-) -> UserError:
-    """Return the error for a task of `evaluate.tasks` that neither the folder nor the harness
-    defines.
+def known_tasks(settings: EvaluateConfig) -> "TaskManager":
+    """Return the harness' index of tasks: those of the folder, and where `evaluate.tasks` names
+    others, those of the harness, whose thousands of files take seconds to read.
+
+    Raises `UserError` for a task of `evaluate.tasks` that is in neither.
     """
+    from lm_eval import __version__
+    from lm_eval.tasks import TaskManager
+
+    shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
+    manager = TaskManager(include_path=settings.tasks_dir, include_defaults=bool(shipped))
+    for name in settings.tasks:
+        if name not in manager.all_tasks:
+            raise unknown_task(name, manager.all_tasks, settings=settings, version=__version__)
+    return manager
+
+
+def unknown_task(
+    name: str, known: Collection[str], *, settings: EvaluateConfig, version: str
+) -> UserError:
+    """Return the error for a task that neither the folder nor the harness of a version defines."""
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     folder = f"in {settings.tasks_dir} nor " if settings.tasks_dir else ""
     return setting_error(
