@@ -85,7 +85,7 @@ def test_layers_of_the_model_that_is_trained_call_ours(family: str, tmp_path: Pa
     plan = make_plan(device="cpu")
     choice = chosen_layers(plan, len(decoder_layers(model)))
     lora = LoraSettings(r=2, target_modules="all-linear")
-    training, fused = adapt_(model, lora, plan, choice, fused_layers=True)
+    training, fused = adapt_(model, lora, plan, choice, fused_layers=True, fused_loss=True)
     divided = [x for x in training.modules() if isinstance(x, OneByOne)]
     assert fused["recurrences"] == len(divided) > 0
     kinds = [kind for kind in type(divided[0]).__mro__ if "forward" in vars(kind)]

@@ -190,7 +190,7 @@ def test_setup_follows_the_settings() -> None:
     expected = setup(
         rank=7, dropout=True, targets=("v_proj",), block_size=128, double_quant=False,
         reshard_after_forward=False, accumulates=True, fused_layers=True, offload_embedding=True,
-        cuda_graphs=True,
+        cuda_graphs=True, fused_loss=True,
     )  # fmt: skip
     assert found == expected
 

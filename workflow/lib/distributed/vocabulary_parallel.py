@@ -31,6 +31,7 @@ from workflow.lib.model.loss.chunked_loss import (
     OutputHead,
     TrainedHead,
 )
+from workflow.lib.model.loss.fused_logits import ELSEWHERE
 from workflow.lib.model.loss.head_product import head_product
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -198,23 +199,19 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         own_states = _padded(hidden[rows], count, fill=0)
         all_targets = _gathered(_padded(targets[rows], count, fill=IGNORED), group)
         states = _gathered(own_states, group)
-        leaf, logits = self.leaf_and_logits(states, trained)
         assert isinstance(self.head.module, SlicedHead)
         columns = _TargetColumns(all_targets, local_range(self.head.module.weight))
-        log_sums, chosen = _over_slices(logits.detach(), columns, group)
+        part_of = _FusedPart if self.by_kernels(states) else _StoredPart
+        part = part_of(self, states, columns, trained)
+        log_sums, chosen = _over_slices(*part.sums(), group)
         losses = (log_sums - chosen).masked_fill(all_targets == IGNORED, 0.0)
         loss = losses[group.rank() * count :][:count].sum()
         if not torch.is_grad_enabled():
             return loss, None
-        slope = logits.detach().sub_(log_sums[:, None]).exp_()  # in place: autograd keeps no logits
-        columns.subtract_one_(slope)
-        slope.masked_fill_((all_targets == IGNORED)[:, None], 0.0)
-        part = torch.autograd.grad(logits, leaf, slope)[0]
-        if trained is not None:
-            part = trained.backward(states, part)
-        part = part.float()  # of this slice; added up in fp32
-        own_grad = torch.empty_like(part[:count])
-        REDUCE_SCATTER(own_grad, part, group=group)
+        grad = part.gradient(log_sums)
+        grad = grad.float()  # of this slice; added up in fp32
+        own_grad = torch.empty_like(grad[:count])
+        REDUCE_SCATTER(own_grad, grad, group=group)
         return loss, own_grad[: len(hidden[rows])]
 
 
@@ -228,6 +225,14 @@ class _TargetColumns:
         self._empty = start == stop
         self._inside = (targets >= start) & (targets < stop)
         self._columns = (targets - start).clamp(0, max(0, stop - start - 1))[:, None]
+        self.ignored = targets == IGNORED
+
+    def numbers(self) -> torch.Tensor:
+        """Return them as (rows,): `ELSEWHERE` where another slice has the target, `IGNORED` where
+        there is none.
+        """
+        here = self._columns[:, 0].masked_fill(~self._inside, ELSEWHERE)
+        return here.masked_fill_(self.ignored, IGNORED)
 
     def chosen(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logit (rows,) of each target that is in this slice, 0 for the others."""
@@ -242,13 +247,66 @@ class _TargetColumns:
             probabilities.scatter_add_(1, self._columns, -ones)
 
 
+class _StoredPart:
+    """The logits of a slice, in fp32, which become their own gradients."""
+
+    def __init__(
+        self,
+        loss: SlicedCrossEntropy,
+        states: torch.Tensor,
+        columns: _TargetColumns,
+        trained: TrainedHead | None,
+    ) -> None:
+        self._states, self._columns, self._trained = states, columns, trained
+        self._leaf, self._logits = loss.leaf_and_logits(states, trained)
+
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-sum-exp over the slice, and the target's logit if it is there, else 0; (rows,)
+        fp32.
+        """
+        logits = self._logits.detach()
+        return logits.logsumexp(dim=1), self._columns.chosen(logits)
+
+    def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
+        """Return what the slice adds to the gradient of the states (rows, hidden); log_sums: over
+        the whole vocabulary.
+        """
+        slope = self._logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
+        self._columns.subtract_one_(slope)
+        slope.masked_fill_(self._columns.ignored[:, None], 0.0)
+        part = torch.autograd.grad(self._logits, self._leaf, slope)[0]
+        return part if self._trained is None else self._trained.backward(self._states, part)
+
+
+class _FusedPart:
+    """The same by kernels."""
+
+    def __init__(
+        self,
+        loss: SlicedCrossEntropy,
+        states: torch.Tensor,
+        columns: _TargetColumns,
+        trained: TrainedHead | None,
+    ) -> None:
+        self._loss, self._states, self._trained = loss, states, trained
+        self._numbers = columns.numbers()
+        self._logits = loss.fused_logits(states, trained)
+
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logits.sums(self._numbers)
+
+    def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
+        slopes = self._logits.slopes(log_sums, self._numbers, ignored=IGNORED)
+        return self._loss.states_gradient(slopes, self._states, self._trained)
+
+
 def _over_slices(
-    logits: torch.Tensor, columns: _TargetColumns, group: dist.ProcessGroup
+    log_sums: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-sum-exp and target logit (rows,) fp32 over the slices of all processes, each of
-    which has `logits` of its own.
+    which has those of its own.
     """
-    part = torch.stack([logits.logsumexp(dim=1), columns.chosen(logits)])
+    part = torch.stack([log_sums, chosen])
     parts = _gathered(part, group).view(group.size(), *part.shape)
     return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
 

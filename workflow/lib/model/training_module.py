@@ -57,11 +57,12 @@ class CausalLMForTraining(nn.Module):
     all of them: they gather weights, so they are collective.
     """
 
-    def __init__(self, peft_model: nn.Module) -> None:
+    def __init__(self, peft_model: nn.Module, *, fused_loss: bool = True) -> None:
         super().__init__()
         self.peft_model = peft_model
         causal_lm = peft_model.get_base_model()  # type: ignore[operator]
-        head = output_head(causal_lm.get_output_embeddings(), causal_lm.config)
+        module, config = causal_lm.get_output_embeddings(), causal_lm.config
+        head = output_head(module, config, fused=fused_loss)
         self.head_loss = LinearCrossEntropy(head)
         self.adapters = share_state(peft_model)
         self.product_types = ProductTypes()

@@ -180,8 +180,14 @@ class _Run:
         self._layers = decoder_layers(model)  # adapters and FSDP2 change their classes
         self._other_tables = other_tables(model)
         plan, choice = _plan(request), described.choice.among(numbers)
-        fused = setup.fused_layers
-        self.training, _ = adapt_(model, _lora(setup), plan, choice, fused_layers=fused)
+        self.training, _ = adapt_(
+            model,
+            _lora(setup),
+            plan,
+            choice,
+            fused_layers=setup.fused_layers,
+            fused_loss=setup.fused_loss,
+        )
         self.training.balance_routers_(1.0 if setup.balances_routers else 0.0)
         self.training.multiply_in_(setup.products, setup.products_in)
         rounds = None if setup.saved_activations == COMPUTE_DTYPE else self._dtype

@@ -123,7 +123,12 @@ def build_training_model(
     model = build_nf4_on_meta(base, compute_dtype=dtype, attention=numerics.attention)
     choice = chosen_layers(plan, len(decoder_layers(model)))
     training, fused = adapt_(
-        model, config.lora, plan, choice, fused_layers=config.train.fused_layers
+        model,
+        config.lora,
+        plan,
+        choice,
+        fused_layers=config.train.fused_layers,
+        fused_loss=config.train.fused_loss,
     )
     training.balance_routers_(config.train.router_aux_loss_coef)
     training.multiply_in_(numerics.products, config.train.products_in)
@@ -158,16 +163,17 @@ def adapt_(
     choice: LayerChoice,
     *,
     fused_layers: bool,
+    fused_loss: bool,
 ) -> tuple[CausalLMForTraining, Counter[str]]:
-    """Give a meta-device NF4 model its adapters, its fused layers and its recomputation; return
-    what trains it, and how many modules of each kind are fused.
+    """Give a meta-device NF4 model its adapters, its fused layers, its loss and its recomputation;
+    return what trains it, and how many modules of each kind are fused.
 
     Raises `UserError` if the model has none of the targets.
     """
     adapted = inject_adapters(model, lora)
     # Before recurrent layers are divided by document, which gives them another forward.
     fused = fuse_layers_(model) if fused_layers else Counter()
-    training = CausalLMForTraining(adapted)
+    training = CausalLMForTraining(adapted, fused_loss=fused_loss)
     if plan.offload_embedding:
         assert training.rows_of is None, "preflight leaves a trained embedding on the device"
         empty_table_(model)

@@ -197,6 +197,7 @@ class Trainer:
             result = self._finished(under_way)
             ahead = self._begun_ahead(range(step + 1, num_steps), batches)
             numbers = self._judged(under_way.rows, result, ahead)
+            peak = peak_bytes(self.world.device)
             seconds = time.monotonic() - began
             elapsed_s += seconds
             rows = under_way.rows
@@ -210,7 +211,7 @@ class Trainer:
                 trained_tokens=rows.trained_tokens,
                 tokens=tokens,
                 tokens_per_s=tokens / seconds,
-                peak_bytes=peak_bytes(self.world.device),
+                peak_bytes=peak,
                 elapsed_s=elapsed_s,
                 router_aux_loss=numbers.router_aux_loss,
                 repeats=None if scale is None else scale.repeats,

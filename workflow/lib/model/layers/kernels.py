@@ -27,6 +27,10 @@ PROGRAM_WEIGHTS = 4096  # that one program decodes; with two warps 3.2 of an H20
 PROGRAM_GROUPS = 512  # of 8 features, of a dropout's program
 PROGRAM_ELEMENTS = 2048  # of an elementwise kernel's program
 WARPS = 4
+WITHOUT = (
+    "steps take longer, and the loss more memory, which preflight counts if train.fused_loss is "
+    "false"
+)
 COLUMNS, ROWS = 256, 64  # of a program that sums over rows
 
 if INSTALLED:
@@ -46,7 +50,7 @@ def _tried(device: torch.device) -> bool:
     machine lacks.
     """
     if not INSTALLED:
-        logger.warning("Triton is not installed: steps take longer without its kernels.")
+        logger.warning("Triton is not installed: %s.", WITHOUT)
         return False
     draw = torch.Generator().manual_seed(0)
     weights = torch.randn(TRIED_WEIGHTS, generator=draw).to(device, torch.bfloat16)
@@ -66,11 +70,11 @@ def _tried(device: torch.device) -> bool:
     # own classes, and a run does without the kernels.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        logger.warning("Triton cannot build kernels here (%s): steps take longer without.", reason)
+        logger.warning("Triton cannot build kernels here (%s): %s.", reason, WITHOUT)
         return False
     if torch.equal(decoded, dequantize_4bit(packed, state)):
         return True
-    logger.warning("Triton's kernel does not decode as bitsandbytes does: it is not used.")
+    logger.warning("Triton's kernel does not decode as bitsandbytes does: %s.", WITHOUT)
     return False
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
+from workflow.lib.model.layers import kernels
+from workflow.lib.model.loss.fused_logits import FusedLogits, LogitForm
 from workflow.lib.model.loss.head_product import (
     frozen_logits,
     head_product,
@@ -35,6 +37,8 @@ class OutputHead:
     module: nn.Module
     scale: float
     softcap: float | None
+    fused: bool = True
+    """Its loss is computed by kernels where they can be used."""
 
     @property
     def vocab_size(self) -> int:
@@ -59,14 +63,14 @@ class OutputHead:
         return logits
 
 
-def output_head(module: nn.Module, config: PretrainedConfig) -> OutputHead:
+def output_head(module: nn.Module, config: PretrainedConfig, *, fused: bool = True) -> OutputHead:
     """Return a model family's head: Cohere multiplies its output, Granite divides it, Gemma 2 caps
     it.
 
     A family that does something else is found out by `startup_checks.startup_checks`.
     """
     scale = _number(config, "logit_scale") / _number(config, "logits_scaling")
-    return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None))
+    return OutputHead(module, scale, getattr(config, "final_logit_softcapping", None), fused)
 
 
 def _number(config: PretrainedConfig, key: str) -> float:
@@ -118,6 +122,29 @@ class LinearCrossEntropy(nn.Module):
         module: Any = self.head.module
         return module.weight, module.bias
 
+    def by_kernels(self, hidden: torch.Tensor) -> bool:
+        """Return whether kernels compute the loss of these hidden states; torch does in fp32."""
+        halves = hidden.dtype != torch.float32
+        return self.head.fused and halves and kernels.usable(hidden.device)
+
+    def fused_logits(self, hidden: torch.Tensor, trained: "TrainedHead | None") -> FusedLogits:
+        """Return the logits of hidden states, for `by_kernels`."""
+        if trained is None:
+            product = head_product(hidden, *self.weight_and_bias())
+        else:
+            product = trained.product(hidden).detach()
+        return FusedLogits(product, LogitForm(self.head.scale, self.head.softcap))
+
+    def states_gradient(
+        self, slopes: torch.Tensor, hidden: torch.Tensor, trained: "TrainedHead | None"
+    ) -> torch.Tensor:
+        """Return the gradient of hidden states for that of the head's product, `slopes`; a trained
+        head's is added to it.
+        """
+        if trained is None:
+            return states_gradient(slopes, self.weight_and_bias()[0])
+        return trained.backward(hidden, slopes)
+
     def leaf_and_logits(
         self, hidden: torch.Tensor, trained: "TrainedHead | None"
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +172,8 @@ class LinearCrossEntropy(nn.Module):
         The gradient is None where gradients are off. That of a trained head is added to `trained`.
         """
         states = hidden[rows]
+        if self.by_kernels(states):
+            return self._fused_loss(states, targets[rows], trained)
         leaf, logits = self.leaf_and_logits(states, trained)
         loss = nn.functional.cross_entropy(logits, targets[rows], reduction="sum")
         del logits  # else they lie there in backward, which needs their log-softmax alone
@@ -152,6 +181,17 @@ class LinearCrossEntropy(nn.Module):
             return loss, None
         (grad,) = torch.autograd.grad(loss, leaf)
         return loss.detach(), grad if trained is None else trained.backward(states, grad)
+
+    def _fused_loss(
+        self, states: torch.Tensor, targets: torch.Tensor, trained: "TrainedHead | None"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = self.fused_logits(states, trained)
+        log_sums, chosen = logits.sums(targets)
+        loss = (log_sums - chosen).masked_fill(targets == IGNORED, 0.0).sum()
+        if not torch.is_grad_enabled():
+            return loss, None
+        slopes = logits.slopes(log_sums, targets, ignored=IGNORED)
+        return loss, self.states_gradient(slopes, states, trained)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -20,13 +20,14 @@ def loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     """Chunked cross-entropy over at most all T rows.
 
     Hidden: norm's fp32 copy, its output, the chosen rows and their gradient. Logits: log-softmax,
-    its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too.
+    its gradient and the one that it comes from, fp32 each; with soft-capping the tanh too. By
+    kernels the head's product alone, which becomes its gradient.
     """
     c, t, h = setup.compute_bytes, setup.tokens, shape.hidden_size
     hidden = {"hidden_states": (4 + 3 * c) * t * h} | _trained_head_terms(shape, setup)
     if setup.slices > 1:
         return hidden | _sliced_loss_terms(shape, setup)
-    width = 16 if shape.logit_softcap else 12
+    width = c if setup.fused_loss else 16 if shape.logit_softcap else 12
     rows = min(t, chunk_rows(1, vocab_size=shape.vocab_size))
     return hidden | {"logits": width * rows * shape.vocab_size}
 
@@ -40,6 +41,7 @@ def _trained_head_terms(shape: ModelShape, setup: Setup) -> Terms:
     c, columns = setup.compute_bytes, math.ceil(shape.vocab_size / setup.slices)
     size = chunk_rows(setup.slices, vocab_size=shape.vocab_size)
     product = c * setup.slices * min(setup.tokens, size) * columns
+    product = 0 if setup.fused_loss else product  # it is the logits
     copy = table_slice(shape, setup, width=c) if c < 4 else 0
     return {
         "module_workspace": copy + product + gradient_piece(shape, setup),
@@ -73,7 +75,7 @@ def _sliced_loss_terms(shape: ModelShape, setup: Setup) -> Terms:
     rows = setup.slices * min(setup.tokens, chunk_rows(setup.slices, vocab_size=shape.vocab_size))
     c = setup.compute_bytes
     states = 2 * c + (0 if c == 4 else 4)
-    width = 16 if shape.logit_softcap else 8
+    width = c if setup.fused_loss else 16 if shape.logit_softcap else 8
     return {
         "gathered_rows": states * rows * shape.hidden_size,
         "logits": width * rows * math.ceil(shape.vocab_size / setup.slices),

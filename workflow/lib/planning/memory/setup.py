@@ -52,6 +52,8 @@ class Setup:
     """In what they wait for backward: `compute_dtype` or `float8`."""
     fused_layers: bool = False
     """Fused norms and feed-forwards, where the family has such."""
+    fused_loss: bool = False
+    """Kernels compute the loss from 16-bit logits, and put the gradient in their place."""
     offload_activations: bool | int = False
     """What backward needs waits in host memory: all of it, or that of so many layers."""
     nodes: int = 1

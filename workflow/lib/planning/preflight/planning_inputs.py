@@ -218,6 +218,7 @@ def make_setup(run: RunConfig, shape: ModelShape, machine: Machine) -> Setup:
         products_in=run.train.products_in,
         saved_activations=run.train.saved_activations,
         fused_layers=run.train.fused_layers,
+        fused_loss=run.train.fused_loss and cuda and dtype != "float32",
         offload_activations=_stashed(run.hardware.offload_activations, shape, machine),
         accumulates=True,
         compute_bytes=4 if dtype == "float32" else 2,

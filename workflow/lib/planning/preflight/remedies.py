@@ -30,6 +30,7 @@ NEAREST = (
     "hardware.gpus",
     "hardware.cpu_processes",
     "train.fused_layers",
+    "train.fused_loss",
     "train.optimizer",
     "quantize.double_quant",
     "lora.dropout",
@@ -142,6 +143,8 @@ def _switches(setup: Setup, machine: Machine, *, tied: bool) -> Iterator[Option]
         )
     if not setup.fused_layers:
         yield "train.fused_layers = true", replace(setup, fused_layers=True)
+    if not setup.fused_loss and machine.device == "cuda" and setup.compute_bytes == 2:
+        yield "train.fused_loss = true", replace(setup, fused_loss=True)
     if not setup.offload_activations and machine.device == "cuda":
         yield "hardware.offload_activations = true", replace(setup, offload_activations=True)
     if not setup.reshard_after_forward and setup.processes > 1:

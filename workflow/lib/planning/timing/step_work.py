@@ -51,6 +51,8 @@ DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 2.5, 1.5
 # (6), log-softmax (8), the gradient of the targets' values (4), that of log-softmax (12), back to
 # bf16 (6); soft-capping divides, takes tanh and multiplies (24), and again for the gradient (28).
 LOGIT_BYTES, CAPPED_LOGIT_BYTES = 36, 88
+# By kernels: read for log-sum-exp (2), read and replaced by the gradient (4).
+FUSED_LOGIT_BYTES = 6
 # Bytes that the update moves for a trained weight, counted: its gradient's norm (4), clipping (8),
 # AdamW in fp32 (28), the gradient set to zero (4), the cast to 16 bits (6).
 UPDATE_BYTES = 50
@@ -130,7 +132,7 @@ def micro_batch_work(
         kept_bytes=layer_passes * _elementwise_bytes(shape, setup),
         layer_passes=layer_passes,
         forward_share=layers / layer_passes,
-        logit_bytes=logits * (CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES),
+        logit_bytes=logits * _logit_bytes(shape, setup),
         update_bytes=UPDATE_BYTES
         * trainable_parameters(shape, setup)
         / (setup.shards * micro_batches),
@@ -149,6 +151,13 @@ def micro_batch_work(
         expert_share=shape.total(_has_experts) / layers,
         graphed=setup.graphed,
     )
+
+
+def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Moved in the loss for a logit."""
+    if setup.fused_loss:
+        return FUSED_LOGIT_BYTES
+    return CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES
 
 
 def _product_flops(shape: ModelShape, setup: Setup, *, passes: float, recomputed: float) -> float:

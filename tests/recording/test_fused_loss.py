@@ -1,0 +1,60 @@
+"""Recordings of a loss that kernels compute: its logits are the head's product alone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.preflight_examples import setup
+from workflow.lib.model.describe_model import describe_config
+from workflow.lib.planning.memory.closed_form import predict
+from workflow.lib.planning.memory.replay import Replay, replay
+from workflow.lib.planning.memory.setup import Setup
+from workflow.lib.recording.recording_process import RecordingProcess
+from workflow.lib.recording.request import Request
+
+# The loss decides on the peak.
+WIDE = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32_768,
+    "max_position_embeddings": 8192,
+}
+CAPPED = WIDE | {"model_type": "gemma3_text", "head_dim": 128, "final_logit_softcapping": 30.0}
+CLOSE = 0.03
+LOGITS = 1024 * 32_768  # of a chunk
+
+
+@pytest.mark.parametrize(
+    ("config", "levers", "spared"),
+    [
+        (WIDE, {"processes": 1}, 10),
+        (WIDE, {"processes": 2}, 3),
+        (CAPPED, {"processes": 1}, 14),
+        (WIDE, {"processes": 1, "trains_head": True}, 12),
+    ],
+    ids=["one process", "two processes", "capped", "trained head"],
+)
+def test_kernels_spare_the_logits_in_fp32(
+    process: RecordingProcess, config: dict[str, Any], levers: dict[str, Any], spared: int
+) -> None:
+    """spared: bytes a logit of a chunk, of which each of two processes has a half."""
+    shape = describe_config(config, origin=Path("model"))
+    stored = setup(seq_len=2048, fused_layers=True, targets=shape.linear_names, **levers)
+    fused = replace(stored, fused_loss=True)
+
+    def recorded(chosen: Setup) -> Replay:
+        return replay(process.record(Request(config, chosen, None, checked=False)))
+
+    found = {chosen.fused_loss: recorded(chosen) for chosen in (stored, fused)}
+    less = found[False].allocated_bytes - found[True].allocated_bytes
+    assert found[False].peak_phase == "loss"
+    for chosen in (stored, fused):
+        exact = found[chosen.fused_loss].allocated_bytes
+        assert predict(shape, chosen).peak_bytes == pytest.approx(exact, rel=CLOSE)
+    assert less / LOGITS == pytest.approx(spared, abs=0.3)

@@ -1,0 +1,68 @@
+"""GPU kernels of the loss, in Triton; `fused_logits` calls them and says what they compute.
+
+A logit is computed in fp32 from the head's product whenever it is needed, and never stored. Offsets
+are int64, as in `triton_kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-1e30)  # below any logit; unlike -inf it can be subtracted from itself
+
+
+@triton.jit
+def logit_sums(
+    log_sums, chosen, product, columns, of_row, vocab, scale, cap,
+    capped: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of a row's logits and the logit of its column, 0 if it has none here; a program
+    has a row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = product + row * of_row
+    place = tl.arange(0, size)
+    largest = tl.full((size,), LEAST, tl.float32)
+    total = tl.zeros((size,), tl.float32)
+    for start in range(0, vocab, size):
+        inside = start + place < vocab
+        value, _ = _logits(
+            tl.load(first + start + place, mask=inside, other=0.0), scale, cap, capped
+        )
+        value = tl.where(inside, value, LEAST)
+        above = tl.maximum(largest, value)
+        shares = tl.where(inside, tl.exp(value - above), 0.0)
+        total = total * tl.exp(largest - above) + shares
+        largest = above
+    most = tl.max(largest, 0)
+    total = tl.sum(total * tl.exp(largest - most), 0)
+    tl.store(log_sums + row, most + tl.log(total))
+    column = tl.load(columns + row)
+    value, _ = _logits(tl.load(first + column, mask=column >= 0, other=0.0), scale, cap, capped)
+    tl.store(chosen + row, tl.where(column >= 0, value, 0.0))
+
+
+@triton.jit
+def logits_to_slopes(
+    product, log_sums, columns, of_row, vocab, scale, cap, ignored,
+    capped: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """Put the loss's gradient where the head's product is; a program has a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * size + tl.arange(0, size)
+    inside = place < vocab
+    column = tl.load(columns + row)
+    at = product + row * of_row + place
+    value, slope = _logits(tl.load(at, mask=inside, other=0.0), scale, cap, capped)
+    grad = tl.exp(value - tl.load(log_sums + row)) - (place == column).to(tl.float32)
+    grad = tl.where(column == ignored, 0.0, grad * slope)
+    tl.store(at, grad.to(product.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _logits(product, scale, cap, capped: tl.constexpr):
+    """Return what a product means as a logit, and the derivative."""
+    value = product.to(tl.float32) * scale
+    if capped:
+        bent = 2.0 * tl.sigmoid(2.0 * value / cap) - 1.0  # tanh
+        return cap * bent, scale * (1.0 - bent * bent)
+    return value, scale
