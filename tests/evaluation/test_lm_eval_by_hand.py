@@ -31,7 +31,7 @@ from workflow.lib.settings.config import EvaluateConfig
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = ROOT / "workflow" / "resources"
-ITEMS = 24
+ITEMS = 12
 # Nats of an answer. Seen: 0.08 of a mean of -85.5, which is -50.4 without the adapter.
 TOLERANCE = 0.4
 # How likely the right answers are: a score that every weight of the adapter moves.

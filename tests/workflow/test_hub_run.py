@@ -41,7 +41,9 @@ def test_model_and_dataset_of_the_hub_are_downloaded_recorded_and_trained(
     model, data = HubRepo(hub_files["model"]), HubRepo(hub_files["dataset"], kind="dataset")
     with start_hub({"acme/tiny": model, "acme/qa": data}) as endpoint:
         project = hub_project(tmp_path, endpoint)
-        project.run("results/runs/demo/finetune/summary.json")
+        project.run("train", "--until", "download_source")
+    # What was downloaded is all that training needs.
+    Project(project.root).run("results/runs/demo/finetune/summary.json")
     recorded = {
         path.parts[-3]: json.loads(path.read_text())["commit"]
         for path in project.root.glob("results/hub/*/*/source.json")

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
-from workflow.lib.model.layers import kernels
-from workflow.lib.model.loss.fused_logits import FusedLogits, LogitForm
+from workflow.lib.model.loss.fused_logits import FusedLogits, LogitForm, usable
 from workflow.lib.model.loss.head_product import (
     frozen_logits,
     head_product,
@@ -39,6 +38,11 @@ class OutputHead:
     softcap: float | None
     fused: bool = True
     """Its loss is computed by kernels where they can be used."""
+
+    @property
+    def form(self) -> LogitForm:
+        """What it makes of its product."""
+        return LogitForm(self.scale, self.softcap)
 
     @property
     def vocab_size(self) -> int:
@@ -124,8 +128,7 @@ class LinearCrossEntropy(nn.Module):
 
     def by_kernels(self, hidden: torch.Tensor) -> bool:
         """Return whether kernels compute the loss of these hidden states; torch does in fp32."""
-        halves = hidden.dtype != torch.float32
-        return self.head.fused and halves and kernels.usable(hidden.device)
+        return self.head.fused and usable(hidden, self.head.form)
 
     def fused_logits(self, hidden: torch.Tensor, trained: "TrainedHead | None") -> FusedLogits:
         """Return the logits of hidden states, for `by_kernels`."""
@@ -133,7 +136,7 @@ class LinearCrossEntropy(nn.Module):
             product = head_product(hidden, *self.weight_and_bias())
         else:
             product = trained.product(hidden).detach()
-        return FusedLogits(product, LogitForm(self.head.scale, self.head.softcap))
+        return FusedLogits(product, self.head.form)
 
     def states_gradient(
         self, slopes: torch.Tensor, hidden: torch.Tensor, trained: "TrainedHead | None"

@@ -3,16 +3,19 @@ another puts the gradient in its place. So no logit is stored, and 6 bytes move 
 torch's operations keep up to 12, in fp32, and move 36.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from workflow.lib.model.layers import kernels
+from workflow.lib.model.layers.tried_kernels import are_right
 from workflow.lib.system.device_types import RECORDED
 
 ELSEWHERE = -1  # the column of a target that another process's slice of the vocabulary has
 ELEMENTS = 4096  # of a row that a program has at a time
 WARPS = 8
+TRIED = (3, 5000)  # rows and vocabulary
 
 if kernels.INSTALLED:
     from workflow.lib.model.loss import logit_code
@@ -23,6 +26,44 @@ class LogitForm(NamedTuple):
 
     scale: float
     softcap: float | None
+
+
+def usable(hidden: torch.Tensor, form: LogitForm) -> bool:
+    """Return whether the kernels can compute the loss of hidden states; tried once."""
+    halves = hidden.dtype in (torch.bfloat16, torch.float16)
+    return halves and kernels.usable(hidden.device) and _tried(hidden.device, hidden.dtype, form)
+
+
+@functools.cache
+@torch.no_grad()
+def _tried(device: torch.device, dtype: torch.dtype, form: LogitForm) -> bool:
+    """Whether they give what torch's operations give."""
+    if device.type == RECORDED:
+        return True
+    draw = torch.Generator().manual_seed(0)
+    product = (8 * torch.randn(TRIED, generator=draw)).to(device, dtype)
+    columns = torch.tensor([7, 4999, 0], device=device)
+
+    def made() -> tuple[torch.Tensor, ...]:
+        fused = FusedLogits(product.clone(), form)
+        log_sums, chosen = fused.sums(columns)
+        return log_sums, chosen, fused.slopes(log_sums, columns, ignored=ELSEWHERE)
+
+    return are_right(made, _by_torch(product, columns, form), of="the loss")
+
+
+def _by_torch(
+    product: torch.Tensor, columns: torch.Tensor, form: LogitForm
+) -> tuple[torch.Tensor, ...]:
+    """Return log-sum-exp, the columns' logits, and the gradient with respect to the product."""
+    logits, slope = product.float() * form.scale, torch.full_like(product[0, 0].float(), form.scale)
+    if form.softcap is not None:
+        bent = torch.tanh(logits / form.softcap)
+        logits, slope = form.softcap * bent, form.scale * (1.0 - bent.square())
+    rows = torch.arange(len(columns), device=columns.device)
+    shares = logits.softmax(dim=1)
+    shares[rows, columns] -= 1.0
+    return logits.logsumexp(dim=1), logits[rows, columns], shares * slope
 
 
 class FusedLogits:

@@ -64,5 +64,8 @@ def _logits(product, scale, cap, capped: tl.constexpr):
     value = product.to(tl.float32) * scale
     if capped:
         bent = 2.0 * tl.sigmoid(2.0 * value / cap) - 1.0  # tanh
-        return cap * bent, scale * (1.0 - bent * bent)
-    return value, scale
+        value = cap * bent
+        slope = scale * (1.0 - bent * bent)
+    else:
+        slope = scale
+    return value, slope

@@ -22,7 +22,7 @@ from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
 from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
-from workflow.lib.model.layers.recurrences.tried_kernels import are_right, gradients_alone
+from workflow.lib.model.layers.tried_kernels import are_right, gradients_alone
 from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 64
