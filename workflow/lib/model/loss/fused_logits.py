@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from workflow.lib.model.layers import kernels
-from workflow.lib.model.layers.tried_kernels import are_right
+from workflow.lib.model.layers.fused_kernels.tried_kernels import are_right
 from workflow.lib.system.device_types import RECORDED
 
 ELSEWHERE = -1  # the column of a target that another process's slice of the vocabulary has

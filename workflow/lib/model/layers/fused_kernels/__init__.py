@@ -2,5 +2,5 @@
 adapter's part that is added to it, the activation, the norm.
 
 `low_rank` and `norm` start the kernels of `low_rank_code` and `norm_code`, and say what they
-compute. They know no linear.
+compute. They know no linear. `tried_kernels` holds kernels against torch before they are used.
 """

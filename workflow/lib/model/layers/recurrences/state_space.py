@@ -19,10 +19,10 @@ from torch import nn
 
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
+from workflow.lib.model.layers.fused_kernels.tried_kernels import are_right, gradients_alone
 from workflow.lib.model.layers.recurrences import space_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
 from workflow.lib.model.layers.recurrences.recomputed import recomputed
-from workflow.lib.model.layers.tried_kernels import are_right, gradients_alone
 from workflow.lib.system.device_types import RECORDED
 
 CHUNK = 128

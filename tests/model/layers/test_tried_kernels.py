@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from workflow.lib.model.layers.recurrences.tried_kernels import are_right, gradients_alone
+from workflow.lib.model.layers.fused_kernels.tried_kernels import are_right, gradients_alone
 
 
 def test_rounding_is_right_and_anything_else_is_not(caplog: pytest.LogCaptureFixture) -> None:
