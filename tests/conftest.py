@@ -63,7 +63,7 @@ LONGEST_FIRST = (
     "workflow/test_mixture_run.py",
     "workflow/test_multimodal_run.py",
     "project/test_resources.py",
-    "model/test_loss_scale.py",
+    "model/loss/test_loss_scale.py",
     "distributed/test_stop_signals.py",
     "stages/test_tokenize_restart.py",
     "stages/test_render_report.py",

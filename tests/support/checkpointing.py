@@ -14,7 +14,7 @@ from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import Resumed, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-STEPS, SAVED = 5, 3
+STEPS, SAVED = 4, 2
 CONFIG = RunConfig(
     lora=LoraSettings(r=3, dropout=0.1),
     train=TrainConfig(

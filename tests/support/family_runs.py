@@ -3,11 +3,12 @@ them.
 
 The engine's run is the product's own: plan, processes, start-up checks, packed rows, the sharded
 adapter as it is saved. The reference has one process, plain linears with the dequantized weights,
-and one document at a time.
+and each document by itself.
 """
 
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S
@@ -40,7 +42,7 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, short_hash, write_json
 from workflow.lib.training.batches import stored_batch
-from workflow.lib.training.build import Numerics, build_training_model
+from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.expert_load import expert_load, routed_rows
 from workflow.lib.training.startup_checks import startup_checks
@@ -54,21 +56,23 @@ LENGTHS = {
 """Tokens of the documents of each row: longer and shorter than convolutions and windows."""
 
 
+MICRO_BATCHES = {"packed": 4, "unpacked": 2}
+"""Rows of one, if the processes have so many: packed rows at once, unpacked ones in several."""
+
+
 def family_store(rows: str) -> TokenStore:
     """Return four rows of random tokens, 70% of them trained, in the documents of `LENGTHS`."""
     draw = np.random.default_rng(5)
     lengths = LENGTHS[rows]
     positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths])
     ids = draw.integers(3, VOCAB, size=positions.shape)
-    heldout_mask = np.ones(20, dtype=bool)
-    heldout_mask[[0, 7]] = False
     arrays = {
         "train.input_ids.npy": ids.astype(np.uint32),
         "train.loss_mask.npy": (draw.random(ids.shape) < 0.7) & (positions > 0),
         "train.position_ids.npy": positions.astype(np.int32),
-        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=20, dtype=np.uint32),
-        "heldout.loss_mask.npy": heldout_mask,
-        "heldout.offsets.npy": np.array([0, 7, 20]),
+        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=13, dtype=np.uint32),
+        "heldout.loss_mask.npy": np.arange(13) > 0,
+        "heldout.offsets.npy": np.array([0, 13]),
     }
     return TokenStore(manifest={"seq_len": SEQ_LEN, "vocab_size": VOCAB}, arrays=arrays)
 
@@ -92,10 +96,15 @@ def make_bases(folder: Path) -> Path:
 
 
 def run_families(
-    folder: Path, target: str, families: Sequence[str] = tuple(FAMILIES), *, fused: bool = True
+    folder: Path,
+    target: str | None,
+    families: Sequence[str] = tuple(FAMILIES),
+    *,
+    fused: bool = True,
 ) -> dict[str, Any]:
-    """Compute losses and gradients of families in this group of processes, and leave the adapter in
-    `target` beside the base. A family that fails gives its traceback in their place.
+    """Compute losses and gradients of families in this group of processes, the gradients on its
+    first process, and leave the adapter in `target` beside the base, if it has a name. A family
+    that fails gives its traceback in their place.
     """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -107,7 +116,7 @@ def run_families(
     return found
 
 
-def run_family(folder: Path, world: World, target: str, *, fused: bool) -> dict[str, Any]:
+def run_family(folder: Path, world: World, target: str | None, *, fused: bool) -> dict[str, Any]:
     """Return one family's losses and gradients by kind of rows, and its start-up checks."""
     base, number = folder / "nf4", [*FAMILIES].index(folder.name)
     config = RunConfig(
@@ -125,15 +134,23 @@ def run_family(folder: Path, world: World, target: str, *, fused: bool) -> dict[
     randomize_(model.training)
     packed = family_store("packed")
     checks = [c.passed for c in startup_checks(model, packed, base, world)]
-    found = {rows: _gradients(model.training, family_store(rows), world) for rows in LENGTHS}
+    found = {
+        rows: _gradients(model.training, family_store(rows), world, micro_batch=size)
+        for rows, size in MICRO_BATCHES.items()
+    }
     load = expert_load(model.training, world)
-    (folder / target / "shards").mkdir(parents=True, exist_ok=True)
-    save_sharded(model.training, folder / target / "shards", world=world)
-    logits = trained_logits(model.training, packed, device=world.device)
-    if world.is_main:
-        save_logits(logits, folder / target / "parity.safetensors")
-        write_json(folder / target / "adapter_config.json", model.adapter_config())
+    if target is not None:
+        _save(model, folder / target, packed, world)
     return {"checks": checks, "fused": dict(model.fused), "load": load, **found}
+
+
+def _save(model: TrainingModel, target: Path, store: TokenStore, world: World) -> None:
+    (target / "shards").mkdir(parents=True, exist_ok=True)
+    save_sharded(model.training, target / "shards", world=world)
+    logits = trained_logits(model.training, store, device=world.device)
+    if world.is_main:
+        save_logits(logits, target / "parity.safetensors")
+        write_json(target / "adapter_config.json", model.adapter_config())
 
 
 @torch.no_grad()
@@ -146,21 +163,24 @@ def randomize_(training: torch.nn.Module) -> None:
         local(param).copy_(whole[start:stop])
 
 
-def _gradients(training: Any, store: TokenStore, world: World) -> dict[str, Any]:
-    """Return the summed loss of all rows and its gradients, two rows a micro-batch."""
+def _gradients(
+    training: Any, store: TokenStore, world: World, *, micro_batch: int
+) -> dict[str, Any]:
+    """Return the summed loss of all rows and its gradients."""
     training.train()
     for experts in experts_of(training):
         experts.routed = None
     total, num_rows = torch.zeros(()), len(store.input_ids)
-    for first in range(0, num_rows, 2 * world.size):
-        start = first + 2 * world.rank
-        rows = np.arange(start, start + 2) % num_rows
+    size = micro_batch if world.size == 1 else 2
+    for first in range(0, num_rows, size * world.size):
+        start = first + size * world.rank
+        rows = np.arange(start, start + size) % num_rows
         loss = training(stored_batch(store, rows)) * float(start < num_rows)  # all have the same
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
     params = trainable_parameters(training)
-    gradients = {name: _full(param.grad) for name, param in params.items()}
+    gradients = _gathered({name: param.grad for name, param in params.items()}, world)
     training.zero_grad()
     shares = [layer / layer.sum() for layer in routed_rows(training, world)]
     return {"loss": float(total), "gradients": gradients, "experts": shares}
@@ -170,17 +190,29 @@ def experts_of(model: torch.nn.Module) -> list[FusedExperts]:
     return [module for module in model.modules() if isinstance(module, FusedExperts)]
 
 
-def _full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+def _gathered(tensors: dict[str, Any], world: World) -> dict[str, torch.Tensor]:
+    """Return whole tensors on the first process, by one collective for all of them."""
+    mine = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+    slices: list[Any] = [None] * world.size
+    dist.gather_object(mine, slices if world.is_main else None)
+    if not world.is_main:
+        return {}
+    return {
+        name: torch.cat([one[name] for one in slices])
+        if isinstance(tensor, DTensor)
+        else mine[name]
+        for name, tensor in tensors.items()
+    }
 
 
+@cache
 def names_of(run: Path) -> StackNames:
     """Return PEFT's names of the adapter in a run's folder."""
     original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
     return exported_names(original, read_sharded_adapter(run / "shards"))
 
 
+@cache
 def exported(run: Path) -> Path:
     """Write the adapter of a run's folder as PEFT does; return its folder."""
     original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
@@ -221,8 +253,8 @@ def in_float64(model: PeftModel) -> PeftModel:
 
 
 def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
-    """Return the summed loss, its gradients, and the experts chosen in each layer, one document
-    at a time.
+    """Return the summed loss, its gradients, and the experts chosen in each layer, documents
+    of one length at a time.
     """
     routed: list[list[torch.Tensor]] = []
     hooks = []
@@ -232,14 +264,13 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
         routed.append(chosen)
     total = torch.zeros(())
     for ids, mask in _documents(store):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        targets = mask.nonzero().flatten()
+        logits = model(input_ids=ids, use_cache=False).logits
         total = total + torch.nn.functional.cross_entropy(
-            logits[targets - 1], ids[targets], reduction="sum"
+            logits[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]], reduction="sum"
         )
     total.backward()
     params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: _full(param.grad) for name, param in params.items()}
+    gradients = {name: param.grad.detach().clone() for name, param in params.items()}
     model.zero_grad()
     for hook in hooks:
         hook.remove()
@@ -247,14 +278,19 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
 
 
 def _documents(store: TokenStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return ids and masks of the documents in the store's rows that have a trained token."""
-    documents = []
+    """Return ids and masks (documents, length) of the documents in the store's rows that have a
+    trained token.
+    """
+    by_length: dict[int, list[tuple[Any, Any]]] = {}
     for ids, mask, positions in zip(
         store.input_ids, store.loss_mask, store.position_ids, strict=True
     ):
         starts = np.flatnonzero(positions == 0)
         for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
             if mask[start:stop].any():
-                one = torch.from_numpy(ids[start:stop].astype(np.int64))
-                documents.append((one, torch.from_numpy(mask[start:stop])))
-    return documents
+                one = (ids[start:stop].astype(np.int64), mask[start:stop])
+                by_length.setdefault(stop - start, []).append(one)
+    return [
+        (torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(masks)))
+        for ids, masks in (zip(*documents, strict=True) for documents in by_length.values())
+    ]

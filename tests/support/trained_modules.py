@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import TIMEOUT_S
 from tests.support.models import random_store
@@ -17,6 +19,7 @@ from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import local
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.build import Numerics, build_training_model
@@ -24,7 +27,7 @@ from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.startup_checks import startup_checks
 
-STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 3, 12, 13, 23, 0.5
+STEPS, BATCH, ROWS, SEQ_LEN, CLIP = 2, 12, 13, 23, 0.5
 CPU = torch.device("cpu")
 KINDS = {
     "head": ["lm_head"],
@@ -61,10 +64,30 @@ def full(tensor: Any) -> torch.Tensor:
     return whole.detach().clone()
 
 
+def all_full(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return whole tensors, each from the slices of this process's copy, by one collective."""
+    slices: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(slices, {name: local(x.detach()) for name, x in tensors.items()})
+    found = {}
+    for name, tensor in tensors.items():
+        ranks = [dist.get_rank()]
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            ranks = mesh.mesh[tuple(mesh.get_coordinate()[:-1])].tolist()
+        found[name] = torch.cat([slices[rank][name] for rank in ranks])
+    return found
+
+
 def take(
-    model: Any, optimizer: Any, world: World, *, first: int = 0, count: int = STEPS
+    model: Any,
+    optimizer: Any,
+    world: World,
+    *,
+    first: int = 0,
+    num_steps: int = STEPS,
+    count: int | None = None,
 ) -> list[Any]:
-    """Make up to `count` steps of two micro-batches, from step `first` on."""
+    """Make the steps of a run from step `first` on, at most `count`, of two micro-batches each."""
     found = Trainer(
         model.training,
         optimizer,
@@ -72,7 +95,7 @@ def take(
         TRAIN,
         micro_batch_size=BATCH // world.size // 2,
         world=world,
-    ).steps(first_step=first, num_steps=STEPS)
+    ).steps(first_step=first, num_steps=num_steps)
     return list(islice(found, count))
 
 
@@ -86,11 +109,11 @@ def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, An
     model = build(base, kind, world)
     checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
     params = trainable_parameters(model.training)
-    initial = {name: full(p) for name, p in params.items()}
+    initial = all_full(params)
     optimizer = make_optimizer(model.training, TRAIN)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
     )
     metrics = take(model, optimizer, world)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +132,7 @@ def train_one(base: Path, kind: str, folder: Path, world: World) -> dict[str, An
         "losses": [m.loss for m in metrics],
         "norms": [m.grad_norm for m in metrics],
         "gradients": gradients,
-        "weights": {name: full(p) for name, p in params.items()},
+        "weights": all_full(params),
     }
 
 

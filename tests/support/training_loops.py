@@ -12,7 +12,7 @@ from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-STEPS, BATCH, ROWS, SEQ_LEN = 4, 6, 13, 31
+STEPS, BATCH, ROWS, SEQ_LEN = 3, 6, 13, 31
 CLIP = 0.05
 LEARNING_RATE = 1e-2
 

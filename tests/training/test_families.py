@@ -3,6 +3,7 @@ packed documents and without, on one process and two; what is exported is read b
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
@@ -50,6 +52,7 @@ from workflow.lib.model.layers.shared_input import VALUES
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
@@ -72,14 +75,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
     """Losses and gradients by number of processes and family."""
-    runs = {n: run_distributed(run_families, folder, f"of-{n}", world_size=n) for n in (1, 2)}
-    return {n: results[0] for n, results in runs.items()}
+    targets = {1: None, 2: "of-2"}
+    return {
+        n: run_distributed(run_families, folder, target, world_size=n)[0]
+        for n, target in targets.items()
+    }
+
+
+@cache
+def stock_64(folder: Path) -> PeftModel:
+    """Return the stock model of a family in fp64, with the exported adapter; never change it."""
+    return in_float64(stock_model(folder, exported(folder / "of-2")))
 
 
 @cache
 def stock(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the stock model of a family with the exported adapter computes in fp64."""
-    model = in_float64(stock_model(folder, exported(folder / "of-2")))
+    """Return what that computes."""
+    model = stock_64(folder)
     return {rows: stock_gradients(model, family_store(rows)) for rows in LENGTHS}
 
 
@@ -140,7 +152,7 @@ def test_shared_experts_train_the_same(
 ) -> None:
     of_family(found, "glm4_moe", 2)
     run = partial(run_families, fused=fused)
-    results = run_distributed(run, folder, "other", ("glm4_moe",), world_size=processes)
+    results = run_distributed(run, folder, None, ("glm4_moe",), world_size=processes)
     ours = results[0]["glm4_moe"]
     assert not isinstance(ours, str), ours
     assert all(ours["checks"])
@@ -161,11 +173,15 @@ def test_every_value_that_linears_share_is_taken(folder: Path, family: str) -> N
     assert all(not getattr(x, VALUES)[0] for x in inputs)
 
 
+@cache
+def unsharded(base: Path) -> CausalLMForTraining:
+    return adapted(base, attention=attention_of(base), r=2).eval()
+
+
 @pytest.fixture
 def checked(folder: Path, family: str) -> Callable[[str], Check]:
     """The start-up check of a family's model on one process, for packed or unpacked rows."""
-    base = folder / family / "nf4"
-    training = adapted(base, attention=attention_of(base), r=2).eval()
+    training = unsharded(folder / family / "nf4")
     world: Any = SimpleNamespace(device=CPU)
     return lambda rows: check_attention(training, family_store(rows), world)
 
@@ -265,7 +281,7 @@ def test_stock_transformers_reloads_the_merged_model(
         tmp_path / "merged", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(report.values())
-    theirs = stock_model(place, exported(run)).merge_and_unload().state_dict()
+    theirs = deepcopy(stock_64(place)).merge_and_unload().state_dict()
     ours = merged.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():

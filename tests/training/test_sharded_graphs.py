@@ -5,6 +5,7 @@ itself.
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from tests.support.models import random_store
 from tests.support.plans import make_plan
 from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, full, settings
 from workflow.lib.distributed import vocabulary_parallel
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local
+from workflow.lib.model.training_module import CausalLMForTraining
+from workflow.lib.settings.config import RunConfig
 from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import Trainer, make_optimizer
 from workflow.lib.training.micro_batch_graphs import MicroBatchGraphs
 
-PROCESSES, NUM_STEPS = 2, STEPS + 2
+PROCESSES = 2
 KINDS: dict[str, dict[str, Any]] = {
     "sharded": {},
     "weights kept to backward": {"reshard_after_forward": False},
@@ -30,66 +33,72 @@ KINDS: dict[str, dict[str, Any]] = {
     "replicas": {"shard_size": 1},
     "activations on the host": {"offload_activations": True, "offload_window_bytes": 4096},
 }
+BREAKS = ("breaks off in forward", "breaks off in backward")
+# Kind -> with which captures it is trained.
+WAYS = {
+    "sharded": ("plain", "graphed", "one cannot capture", *BREAKS),
+    "weights kept to backward": ("plain", "graphed", *BREAKS),
+    "embedding on the host": ("plain", "graphed", *BREAKS),
+    "replicas": ("plain", "graphed"),
+    "activations on the host": ("plain", "graphed"),
+}
 
 
-def trained(
-    base: Path, levers: dict[str, Any], graphed: bool, failing: int, breaks: str | None
-) -> dict[str, Any]:
-    """Train in this process; failing: the rank that cannot capture; breaks: where all captures
-    break off, `forward` or `backward`.
-    """
+def trained(training: CausalLMForTraining, world: World, config: RunConfig, way: str) -> Any:
+    """Train a fresh model in one of `WAYS`; return what can be compared."""
     asked, ask = [0], vocabulary_parallel.largest_count
 
     def counted(count: int) -> int:
         asked[0] += 1
         return ask(count)
 
-    vocabulary_parallel.largest_count = counted  # this process ends with the call
-    config, plan = settings(max_grad_norm=CLIP, max_steps=NUM_STEPS), make_plan(**levers)
-    shard_size = levers.get("shard_size")
-    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
-        numerics = Numerics(torch.float32, "sdpa")
-        training = build_training_model(base, config, plan, world, numerics=numerics).training
-        captures: Any = Captures(fails=world.rank == failing)
-        if breaks is not None:
-            layer = training.peft_model.get_base_model().model.layers[1]
-            captures = BreaksOff(training, layer, backward=breaks == "backward")
-        graphs = MicroBatchGraphs(training, world, lambda: captures) if graphed else None
-        store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-        optimizer = make_optimizer(training, config.train)
-        trainer = Trainer(training, optimizer, store, config.train, 1, world, graphs)
-        steps = list(trainer.steps(first_step=0, num_steps=NUM_STEPS))
-        weights = {name: full(param) for name, param in trainable_parameters(training).items()}
+    captures: Any = Captures(fails=way == "one cannot capture" and world.rank == 1)
+    if way in BREAKS:
+        layer = training.peft_model.get_base_model().model.layers[1]  # type: ignore[operator]
+        captures = BreaksOff(training, layer, backward=way == "breaks off in backward")
+    graphs = None if way == "plain" else MicroBatchGraphs(training, world, lambda: captures)
+    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
+    optimizer = make_optimizer(training, config.train)
+    trainer = Trainer(training, optimizer, store, config.train, 1, world, graphs)
+    with patch.object(vocabulary_parallel, "largest_count", counted):
+        steps = list(trainer.steps(first_step=0, num_steps=STEPS))
     return {
         "losses": [metrics.loss for metrics in steps],
         "norms": [metrics.grad_norm for metrics in steps],
-        "weights": weights,
+        "weights": {name: full(param) for name, param in trainable_parameters(training).items()},
         "counts": (captures.count, captures.replays),
         "asked": asked[0],
         "off": trainer.graphs_off,
     }
 
 
-def run(
-    base: Path, kind: str, *, graphed: bool, failing: int = -1, breaks: str | None = None
-) -> list[dict[str, Any]]:
-    arguments = (base, KINDS[kind], graphed, failing, breaks)
-    return run_distributed(trained, *arguments, world_size=PROCESSES)
+def train_all(base: Path, kind: str) -> dict[str, Any]:
+    """Train in all ways of a kind, in this process."""
+    levers = KINDS[kind]
+    config, plan = settings(max_grad_norm=CLIP), make_plan(**levers)
+    found, numerics = {}, Numerics(torch.float32, "sdpa")
+    shard_size = levers.get("shard_size")
+    with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
+        for way in WAYS[kind]:
+            model = build_training_model(base, config, plan, world, numerics=numerics)
+            found[way] = trained(model.training, world, config, way)
+    return found
 
 
 @cache
-def run_plain(base: Path, kind: str) -> list[dict[str, Any]]:
-    """Train without graphs; one run for all tests that compare with it."""
-    return run(base, kind, graphed=False)
+def runs(base: Path, kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what every process found, for each way; made once for all tests that look at it."""
+    results = run_distributed(train_all, base, kind, world_size=PROCESSES)
+    return {way: [result[way] for result in results] for way in WAYS[kind]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind: str) -> None:
     """Their rows have other documents and other numbers of trained tokens, and layouts suit all."""
-    plain, replayed = run_plain(base, kind), run(base, kind, graphed=True)
+    plain, replayed = (runs(base, kind)[way] for way in ("plain", "graphed"))
     counts = [result["counts"] for result in replayed]
     assert counts[0] == counts[1]
-    assert counts[0][1] > STEPS
+    assert counts[0][1] > 4
     for one, other in zip(plain, replayed, strict=True):
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-5)
         assert one["norms"] == pytest.approx(other["norms"], rel=1e-4)
@@ -98,27 +107,26 @@ def test_processes_replay_the_run_that_they_make_without_graphs(base: Path, kind
 
 def test_within_a_graph_no_process_asks_the_others(base: Path) -> None:
     """They would wait for one that cannot capture and has gone on."""
-    plain, replayed = run_plain(base, "sharded"), run(base, "sharded", graphed=True)
+    plain, replayed = (runs(base, "sharded")[way] for way in ("plain", "graphed"))
     assert plain[0]["asked"] > 0 == replayed[0]["asked"]
 
 
 def test_one_process_that_cannot_capture_ends_the_graphs_of_all(base: Path) -> None:
-    failed = run(base, "sharded", graphed=True, failing=1)
+    plain, failed = (runs(base, "sharded")[way] for way in ("plain", "one cannot capture"))
     assert [result["off"] for result in failed] == [
         "operation not permitted when stream is capturing"
     ] * PROCESSES
     assert all(result["counts"] == (1, 0) for result in failed)
-    plain = run_plain(base, "sharded")
     assert plain[0]["losses"] == pytest.approx(failed[0]["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "weights kept to backward", "embedding on the host"])
-@pytest.mark.parametrize("breaks", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if BREAKS[0] in WAYS[kind]])
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_capture_that_breaks_off_within_the_layers_is_forgotten(
     base: Path, kind: str, breaks: str
 ) -> None:
     """Some layers are gathered then, and others' gradients under way."""
-    plain, broken = run_plain(base, kind), run(base, kind, graphed=True, breaks=breaks)
+    plain, broken = (runs(base, kind)[way] for way in ("plain", breaks))
     assert all(result["counts"] == (1, 0) and result["off"] for result in broken)
     assert plain[0]["losses"] == pytest.approx(broken[0]["losses"], rel=1e-5)
     torch.testing.assert_close(plain[0]["weights"], broken[0]["weights"], rtol=1e-3, atol=1e-5)

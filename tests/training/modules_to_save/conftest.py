@@ -11,5 +11,5 @@ from tests.support.models import quantized, tiny_llama
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the test module, with a tiny Llama in `original`, quantized in `nf4`."""
     folder = tmp_path_factory.mktemp("modules")
-    quantized(tiny_llama(folder / "original", pad_token_id=5), folder / "nf4")
+    quantized(tiny_llama(folder / "original", num_hidden_layers=2, pad_token_id=5), folder / "nf4")
     return folder

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -15,16 +14,16 @@ from tests.support.trained_modules import (
     CPU,
     ROWS,
     SEQ_LEN,
-    STEPS,
     TRAIN,
     WEIGHT_TOLERANCE,
+    all_full,
     build,
     export,
     full,
     take,
     train_kinds,
 )
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.sharded_models import load_sharded_adapter
 from workflow.lib.export.stock_models import load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
@@ -67,35 +66,68 @@ def test_sharded_evaluation_takes_the_trained_modules(
         torch.testing.assert_close(off, plain, rtol=1e-4, atol=1e-4)
 
 
-def resumed(base: Path, folder: Path, count: int, optimizer_kind: str) -> dict[str, Any]:
-    """Continue the checkpoint in `folder`, if there is one, by up to `count` steps, and save
-    one.
-    """
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = build(base, "both", world)
-        train = TRAIN.model_copy(update={"optimizer": optimizer_kind})
-        optimizer = make_optimizer(model.training, train)
-        found = resume_(folder, model.training, optimizer, identity="x", world=world)
-        taken = take(model, optimizer, world, first=found.step, count=count)
+OPTIMIZERS = ("adamw", "adamw_8bit")
+RESUMED_STEPS = 3  # the third loss is the first that a resumed moment has a part in
+
+
+def steps_from(
+    base: Path,
+    folder: Path,
+    world: World,
+    *,
+    kind: str,
+    count: int | None = None,
+    save: bool = False,
+) -> dict[str, Any]:
+    """Continue the checkpoint in `folder`, if there is one, by at most `count` steps."""
+    model = build(base, "both", world)
+    train = TRAIN.model_copy(update={"optimizer": kind})
+    optimizer = make_optimizer(model.training, train)
+    found = resume_(folder, model.training, optimizer, identity="x", world=world)
+    taken = take(model, optimizer, world, first=found.step, num_steps=RESUMED_STEPS, count=count)
+    if save:
         writer = CheckpointWriter(folder, keep=9, identity="x", world=world)
         with writer.finishing():
             writer.save(model.training, optimizer, step=found.step + len(taken))
-        weights = {name: full(p) for name, p in trainable_parameters(model.training).items()}
-        return {"step": found.step, "losses": [m.loss for m in taken], "weights": weights}
+    weights = all_full(trainable_parameters(model.training))
+    return {"step": found.step, "losses": [m.loss for m in taken], "weights": weights}
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
-def test_resumed_run_is_the_uninterrupted_one(folder: Path, tmp_path: Path, kind: str) -> None:
+def whole_and_interrupted(base: Path, folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
+    """Return by optimizer the steps of a run, and those after the first one when it is resumed."""
+    found = {}
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        for kind in OPTIMIZERS:
+            whole = steps_from(base, folder / "none", world, kind=kind)
+            steps_from(base, folder / kind, world, kind=kind, count=1, save=True)
+            found[kind] = (whole, steps_from(base, folder / kind, world, kind=kind))
+    return found
+
+
+def only_resumed(base: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {kind: steps_from(base, folder / kind, world, kind=kind) for kind in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
+    """By optimizer: a run of three processes, and its resumed steps of three and of two."""
+    base, saved = folder / "nf4", folder / "resumed"
+    of_three = run_distributed(whole_and_interrupted, base, saved, world_size=3)[0]
+    of_two = run_distributed(only_resumed, base, saved, world_size=2)[0]
+    return {kind: (*of_three[kind], of_two[kind]) for kind in OPTIMIZERS}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_resumed_run_is_the_uninterrupted_one(
+    runs: dict[str, tuple[dict[str, Any], ...]], kind: str
+) -> None:
     """Bit by bit with as many processes as before; with another number as close as that number
     itself, or as moments of 8 bits are to themselves when they are quantized anew.
     """
-    base, saved = folder / "nf4", tmp_path / "saved"
-    whole = run_distributed(resumed, base, tmp_path / "none", STEPS, kind, world_size=3)[0]
-    run_distributed(resumed, base, saved, 1, kind, world_size=3)
-    copytree(saved, tmp_path / "of two")
-    again = run_distributed(resumed, base, saved, STEPS, kind, world_size=3)[0]
-    other = run_distributed(resumed, base, tmp_path / "of two", STEPS, kind, world_size=2)[0]
+    whole, again, other = runs[kind]
     assert (whole["step"], again["step"], other["step"]) == (0, 1, 1)
+    assert len(again["losses"]) == RESUMED_STEPS - 1
     assert again["losses"] == whole["losses"][1:]
     for name, tensor in whole["weights"].items():
         assert torch.equal(tensor, again["weights"][name])
@@ -123,29 +155,41 @@ def test_replicas_train_the_same_modules(folder: Path, alone: tuple[Path, dict[s
         assert all(torch.equal(found[0][name], t) for name, t in weights.items())
 
 
-def in_sixteen_bits(base: Path, dtype: torch.dtype) -> dict[str, Any]:
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def in_sixteen_bits(base: Path) -> dict[torch.dtype, dict[str, Any]]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        model = build(base, "both", world, compute_dtype=dtype)
-        checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
-        optimizer = make_optimizer(model.training, TRAIN)
-        metrics = take(model, optimizer, world)
-        params = trainable_parameters(model.training)
-        return {
-            "checks": [check.passed for check in checks], "losses": [m.loss for m in metrics],
-            "types": {p.dtype for p in params.values()}, "norms": [m.grad_norm for m in metrics],
-        }  # fmt: skip
+        return {dtype: train_in(dtype, base, world) for dtype in SIXTEEN_BITS}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def train_in(dtype: torch.dtype, base: Path, world: World) -> dict[str, Any]:
+    model = build(base, "both", world, compute_dtype=dtype)
+    checks = startup_checks(model, random_store(rows=ROWS, seq_len=SEQ_LEN), base, world)
+    optimizer = make_optimizer(model.training, TRAIN)
+    metrics = take(model, optimizer, world)
+    params = trainable_parameters(model.training)
+    return {
+        "checks": [check.passed for check in checks], "losses": [m.loss for m in metrics],
+        "types": {p.dtype for p in params.values()}, "norms": [m.grad_norm for m in metrics],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda p: f"{p} processes")
+def rounded(request: pytest.FixtureRequest, folder: Path) -> list[dict[torch.dtype, Any]]:
+    return run_distributed(in_sixteen_bits, folder / "nf4", world_size=request.param)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
 def test_masters_of_sixteen_bit_runs_are_fp32(
-    folder: Path, alone: tuple[Path, dict[str, Any]], dtype: torch.dtype, processes: int
+    rounded: list[dict[torch.dtype, Any]], alone: tuple[Path, dict[str, Any]], dtype: torch.dtype
 ) -> None:
     """And losses and the first norm those of fp32 to the types' rounding (8 and 11 bits of
     mantissa).
     """
     expected = alone[1]
-    for found in run_distributed(in_sixteen_bits, folder / "nf4", dtype, world_size=processes):
+    for process in rounded:
+        found = process[dtype]
         assert found["checks"]
         assert all(found["checks"])
         assert found["types"] == {torch.float32}

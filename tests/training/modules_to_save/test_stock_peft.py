@@ -142,11 +142,9 @@ def test_run_is_that_of_stock_peft(
         assert moved > 20 * WEIGHT_TOLERANCE["atol"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_peft(
-    tmp_path: Path, processes: int
-) -> None:
-    """Gemma 3 with a head of its own."""
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Gemma 3 with a head of its own, in `original` and quantized in `nf4`."""
     settings = AutoConfig.for_model(
         "gemma3_text",
         hidden_size=64,
@@ -161,12 +159,23 @@ def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_p
         tie_word_embeddings=False,
         final_logit_softcapping=3.0,
     )
+    folder = tmp_path_factory.mktemp("capped")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "original")
-    base = quantized(tmp_path / "original", tmp_path / "nf4")
-    arguments = (base, tmp_path / "run", 8, ["both"])
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder / "original")
+    quantized(folder / "original", folder / "nf4")
+    return folder
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_peft(
+    capped: Path, references: dict[str, Any], processes: int
+) -> None:
+    arguments = (capped / "nf4", capped / f"of-{processes}", 8, ["both"])
     for ours in run_distributed(train_kinds, *arguments, world_size=processes):
-        theirs = stock(base, "both", ours["both"]["initial"])
+        initial = ours["both"]["initial"]
+        theirs = references.get("capped") or references.setdefault(
+            "capped", stock(capped / "nf4", "both", initial)
+        )
         assert ours["both"]["checks"] == [True] * 5
         torch.testing.assert_close(ours["both"]["losses"], theirs["losses"], rtol=2e-5, atol=0)
         for one, other in zip(ours["both"]["gradients"], theirs["gradients"], strict=True):

@@ -43,27 +43,35 @@ IDS = torch.arange(3, 40)[None]
 MODELS = 8  # at most: that a rounding decides something in each of so many is unlikely
 
 
-@pytest.fixture(scope="module", params=[*MIXTURES, *MORE_MIXTURES])
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family: a mixture, its NF4 base, and a run that trains experts, linears and routers."""
+    found = {}
+    for family in (*MIXTURES, *MORE_MIXTURES):
+        found[family] = tmp_path_factory.mktemp(family)
+        quantized(tiny_mixture(family, found[family] / "original"), found[family] / "nf4")
+    run_distributed(train_and_save, found, torch.float32, world_size=1)
+    return found
+
+
+@pytest.fixture(params=[*MIXTURES, *MORE_MIXTURES])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture, its NF4 base, and a run that trains experts, linears and routers."""
-    folder = tmp_path_factory.mktemp(family)
-    quantized(tiny_mixture(family, folder / "original"), folder / "nf4")
-    run_distributed(train_and_save, family, folder, torch.float32, world_size=1)
-    return folder
+@pytest.fixture
+def folder(family: str, folders: dict[str, Path]) -> Path:
+    return folders[family]
 
 
-def train_and_save(family: str, folder: Path, dtype: torch.dtype) -> None:
-    settings = config(family, target_modules="all-linear")
+def train_and_save(folders: dict[str, Path], dtype: torch.dtype) -> None:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        train(
-            folder / "nf4", settings, single_documents(), world,
-            folder=folder / f"run-{dtype}", dtype=dtype,
-        )  # fmt: skip
+        for family, folder in folders.items():
+            settings = config(family, target_modules="all-linear")
+            train(
+                folder / "nf4", settings, single_documents(), world,
+                folder=folder / f"run-{dtype}", dtype=dtype,
+            )  # fmt: skip
 
 
 def exported(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> StackNames:
@@ -109,7 +117,7 @@ def test_routers_trained_in_bfloat16_are_served_as_trained(family: str, tmp_path
         folder = tmp_path / str(seed)
         tiny_mixture(family, folder / "original", dtype=torch.bfloat16, seed=seed)
         quantized(folder / "original", folder / "nf4")
-        run_distributed(train_and_save, family, folder, torch.bfloat16, world_size=1)
+        run_distributed(train_and_save, {family: folder}, torch.bfloat16, world_size=1)
         parity = check_reload(folder, folder / "adapter", torch.bfloat16)
         assert parity.identical_values
         if parity.passed:

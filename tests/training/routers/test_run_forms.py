@@ -43,24 +43,45 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized(tiny_mixture(FAMILY, folder / "original"), folder / "nf4")
 
 
-def run(
-    base: Path,
-    *,
-    processes: int = 1,
-    micro_batches: int = 2,
-    train: dict[str, Any] | None = None,
-    **plan: Any,
-) -> list[dict[str, Any]]:
-    settings = config(FAMILY, train=TRAIN | (train or {}), target_modules="all-linear")
+def run(base: Path, *, processes: int, **plan: Any) -> list[dict[str, Any]]:
+    settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-    return run_distributed(
-        train_in_process, base, settings, store, micro_batches, plan, world_size=processes
+    return run_distributed(train_in_process, base, settings, store, 2, plan, world_size=processes)
+
+
+def run_alone(base: Path) -> dict[str, dict[str, Any]]:
+    """Runs of one process, by what they do otherwise than the run that is to be had again."""
+    store, captures = random_store(rows=ROWS, seq_len=SEQ_LEN), Captures()
+    settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
+    no_balance = config(
+        FAMILY, train=TRAIN | {"router_aux_loss_coef": 0.0}, target_modules="all-linear"
     )
+
+    def graphs(training: Any, world: Any) -> MicroBatchGraphs:
+        return MicroBatchGraphs(training, world, lambda: captures)
+
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        found = {
+            "nothing": train(base, settings, store, world, micro_batches=2),
+            "recomputed": train(
+                base, settings, store, world,
+                micro_batches=2, plan={"activation_checkpointing": True},
+            ),
+            "graphed": train(base, settings, store, world, micro_batches=2, graphs=graphs),
+            "no balance": train(base, no_balance, store, world, micro_batches=2),
+        }  # fmt: skip
+    found["graphed"]["replays"] = captures.replays
+    return found
 
 
 @pytest.fixture(scope="module")
-def alone(base: Path) -> dict[str, Any]:
-    return run(base)[0]
+def of_one(base: Path) -> dict[str, dict[str, Any]]:
+    return dict(run_distributed(run_alone, base, world_size=1)[0])
+
+
+@pytest.fixture(scope="module")
+def alone(of_one: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return of_one["nothing"]
 
 
 @pytest.mark.parametrize(
@@ -84,35 +105,22 @@ def test_any_number_of_processes_makes_the_same_run(
         torch.testing.assert_close(process["weights"], alone["weights"], **WEIGHT_TOLERANCE)
 
 
-def test_recomputed_layers_are_counted_once(base: Path, alone: dict[str, Any]) -> None:
-    (recomputed,) = run(base, activation_checkpointing=True)
+def test_recomputed_layers_are_counted_once(of_one: dict[str, dict[str, Any]]) -> None:
+    alone, recomputed = of_one["nothing"], of_one["recomputed"]
     assert recomputed["balance"] == pytest.approx(alone["balance"], rel=1e-6)
     torch.testing.assert_close(recomputed["gradients"], alone["gradients"], **TOLERANCE)
 
 
-def test_graphs_replay_the_run_that_is_made_without(base: Path, alone: dict[str, Any]) -> None:
-    (graphed,) = run_distributed(train_by_graphs, base, world_size=1)
+def test_graphs_replay_the_run_that_is_made_without(of_one: dict[str, dict[str, Any]]) -> None:
+    alone, graphed = of_one["nothing"], of_one["graphed"]
     assert graphed["replays"] > 0
     assert graphed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert graphed["balance"] == pytest.approx(alone["balance"], rel=1e-5)
     torch.testing.assert_close(graphed["weights"], alone["weights"], **WEIGHT_TOLERANCE)
 
 
-def train_by_graphs(base: Path) -> dict[str, Any]:
-    captures = Captures()
-    settings = config(FAMILY, train=TRAIN, target_modules="all-linear")
-    store = random_store(rows=ROWS, seq_len=SEQ_LEN)
-
-    def graphs(training: Any, world: Any) -> MicroBatchGraphs:
-        return MicroBatchGraphs(training, world, lambda: captures)
-
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        result = train(base, settings, store, world, micro_batches=2, graphs=graphs)
-    return result | {"replays": captures.replays}
-
-
-def test_reported_loss_is_without_the_balance(base: Path, alone: dict[str, Any]) -> None:
-    (plain,) = run(base, train={"router_aux_loss_coef": 0.0})
+def test_reported_loss_is_without_the_balance(of_one: dict[str, dict[str, Any]]) -> None:
+    alone, plain = of_one["nothing"], of_one["no balance"]
     assert plain["losses"][0] == pytest.approx(alone["losses"][0], rel=1e-6)
     assert plain["balance"] == [None, None]
     name = next(name for name in plain["initial"] if router(FAMILY) in name)

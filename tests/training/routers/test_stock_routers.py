@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.mixtures import MIXTURES, MORE_MIXTURES, tiny_mixture
 from tests.support.models import quantized
 from tests.support.router_runs import (
@@ -19,25 +19,44 @@ from tests.support.router_runs import (
     router,
     single_documents,
     stock,
-    train_in_process,
+    train,
 )
+from workflow.lib.distributed.world import process_group
 
 UNBALANCED = {"glm4_moe", "deepseek_v3"}  # families without such a loss
 # fp32 on both sides, sums in another order
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 
 
-@pytest.fixture(scope="module", params=[*MIXTURES, *MORE_MIXTURES])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+FAMILIES = (*MIXTURES, *MORE_MIXTURES)
 
 
 @pytest.fixture(scope="module")
-def base(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its config.json has the coefficient."""
-    folder = tmp_path_factory.mktemp(family)
-    changes = {} if family in UNBALANCED else {"router_aux_loss_coef": COEFFICIENT}
-    return quantized(tiny_mixture(family, folder / "original", **changes), folder / "nf4")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family; each config.json has the coefficient."""
+    found = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        changes = {} if family in UNBALANCED else {"router_aux_loss_coef": COEFFICIENT}
+        original = tiny_mixture(family, folder / "original", **changes)
+        found[family] = quantized(original, folder / "nf4")
+    return found
+
+
+def train_families(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {
+            family: train(
+                base, config(family, train={"max_grad_norm": None}), single_documents(), world
+            )
+            for family, base in bases.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def trained(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    (runs,) = run_distributed(train_families, bases, world_size=1)
+    return dict(runs)
 
 
 def stock_step(base: Path, family: str, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -60,16 +79,16 @@ def stock_step(base: Path, family: str, initial: dict[str, torch.Tensor]) -> dic
     }
 
 
-def test_step_is_that_of_stock_peft_with_output_router_logits(family: str, base: Path) -> None:
-    settings = config(family, train={"max_grad_norm": None})
-    (ours,) = run_distributed(
-        train_in_process, base, settings, single_documents(), 1, {}, world_size=1
-    )
-    theirs = stock_step(base, family, ours["initial"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_is_that_of_stock_peft_with_output_router_logits(
+    family: str, bases: dict[str, Path], trained: dict[str, dict[str, Any]]
+) -> None:
+    ours = trained[family]
+    theirs = stock_step(bases[family], family, ours["initial"])
     total = ours["losses"][0] + COEFFICIENT * (ours["balance"][0] or 0.0)
     assert total == pytest.approx(theirs["loss"], rel=2e-5)
     assert ours["balance"][0] == (theirs["balance"] and pytest.approx(theirs["balance"], rel=1e-4))
-    trained = [name for name in ours["initial"] if f".{router(family)}." in name]
-    assert trained
+    routers = [name for name in ours["initial"] if f".{router(family)}." in name]
+    assert routers
     torch.testing.assert_close(ours["gradients"][0], theirs["gradients"], **TOLERANCE)
-    assert all(ours["gradients"][0][name].any() for name in trained)
+    assert all(ours["gradients"][0][name].any() for name in routers)
