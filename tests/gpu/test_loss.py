@@ -9,7 +9,7 @@ from torch import nn
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.loss.chunked_loss import IGNORED, LinearCrossEntropy, OutputHead
-from workflow.lib.model.loss.fused_logits import ELSEWHERE, FusedLogits, LogitForm
+from workflow.lib.model.loss.fused_logits import ELSEWHERE, FusedLogits, LogitForm, usable
 from workflow.lib.model.loss.head_product import aligned
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ FORMS = {
 
 
 @pytest.fixture(autouse=True)
-def usable() -> None:
+def kernels_run() -> None:
     """Needs a GPU and Triton: a machine of ours without them is set up wrongly."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -69,6 +69,7 @@ def test_loss_and_gradients_are_those_without_kernels(form: LogitForm, trains_he
     hidden = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(VOCAB, (rows,), device="cuda")
     targets[5:50] = IGNORED
+    assert usable(hidden, form)
     results = []
     for fused in (True, False):
         states = hidden.clone().requires_grad_()

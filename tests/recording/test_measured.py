@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.measurements import MARKS, PAGE, all_lines, counts, line_of, row
+from tests.support.measurements import (
+    MARKS,
+    PAGE,
+    all_lines,
+    counts,
+    line_of,
+    measured_lines,
+    row,
+)
 from tests.support.preflight_examples import setup
 from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
@@ -43,6 +51,23 @@ def test_recorded_memory_is_what_was_measured(
     assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
     page = PAGE.read_text(encoding="utf-8")
     assert line_of(found) in page, "run python -m tests.support.measurements"
+
+
+FUSED_LOSS = {
+    line["case"]: line
+    for line in measured_lines("recorded/families-and-loss_1xh200_2026-11-26.jsonl")
+    if (line["setup"] or {}).get("fused_loss")
+}
+
+
+@pytest.mark.parametrize(("case", "error"), [("smollm3_fused", 0.001), ("gemma3_fused", 0.004)])
+def test_recorded_memory_with_a_loss_by_kernels_is_what_was_measured(
+    process: RecordingProcess, case: str, error: float
+) -> None:
+    found = row(FUSED_LOSS[case], process)
+    assert found.setup.fused_loss
+    assert abs(found.allocated_error) < error
+    assert abs(found.reserved_error) < LARGEST_RESERVED_ERROR
 
 
 GEMMA_2_27B = {
