@@ -13,7 +13,7 @@ import pytest
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.finished import CONFIG, STEPS, arguments, finetune, finished, prepare
 from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
@@ -21,26 +21,38 @@ from workflow.lib.system.files import read_json, read_jsonl
 from workflow.lib.training.checkpoint import saved_steps
 
 
-def asked(number: int) -> dict[str, Any]:
+def asked_by_each(numbers: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    """What `asked` returns, for each signal in turn."""
+    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
+        return {number: asked(number, world) for number in numbers}
+
+
+def asked(number: int, world: World) -> dict[str, Any]:
     """Process 1 alone gets a signal, between the second and the third question."""
     before = signal.SIG_DFL
     signal.signal(number, before)  # who started the tests may have had SIGHUP ignored
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        with StopRequest() as stop:
-            answers = [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
-            if world.rank == 1:
-                os.kill(os.getpid(), number)
-                while not stop.asked:  # any thread may be given it, at any time
-                    time.sleep(0.01)
-            answers += [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
-        return {"answers": answers, "restored": signal.getsignal(number) is before}
+    with StopRequest() as stop:
+        answers = [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+        if world.rank == 1:
+            os.kill(os.getpid(), number)
+            while not stop.asked:  # any thread may be given it, at any time
+                time.sleep(0.01)
+        answers += [on_any([stop.asked, False], group=world.io_group) for _ in range(2)]
+    return {"answers": answers, "restored": signal.getsignal(number) is before}
+
+
+@pytest.fixture(scope="module")
+def decisions() -> list[dict[int, dict[str, Any]]]:
+    return run_distributed(asked_by_each, SIGNALS, world_size=2)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signal_to_one_process_is_one_decision_of_all(number: int) -> None:
-    for result in run_distributed(asked, number, world_size=2):
+def test_signal_to_one_process_is_one_decision_of_all(
+    decisions: list[dict[int, dict[str, Any]]], number: int
+) -> None:
+    for process in decisions:
         no, yes = [False, False], [True, False]
-        assert result == {"answers": [no, no, yes, yes], "restored": True}
+        assert process[number] == {"answers": [no, no, yes, yes], "restored": True}
 
 
 def test_signal_that_is_ignored_stays_ignored() -> None:

@@ -89,7 +89,7 @@ def make_settings(folder: Path) -> EvaluateConfig:
     task_file(folder / "tasks", "writes", template=WRITE)
     local = task_file(folder / "tasks", "local")
     asked = {"tasks": ("local", "writes"), "samples": 3, "max_new_tokens": 5}
-    return local.model_copy(update={**asked, "sample_temperature": 0.7, "batch_size": 3})
+    return local.model_copy(update={**asked, "sample_temperature": 0.7, "batch_size": 6})
 
 
 def evaluate(

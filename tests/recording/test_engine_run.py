@@ -33,7 +33,12 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 ALONE = {"processes": 1}
+UNFUSED = {"fused_layers": False}
 KEPT = {"activation_checkpointing": False}
+GRAPHS = {"cuda_graphs": True}
+OFFLOADED = {"offload_activations": True}
+WITH_TABLES = {"trains_head": True, "trains_embedding": True}
+SOME_OF_THREE = {"processes": 3, "activation_checkpointing": 2}
 FEW = {"targets": ("q_proj", "v_proj")}
 FLOAT8 = {"saved_activations": "float8"}
 CLOSE = 0.03
@@ -72,67 +77,72 @@ def shape() -> ModelShape:
     return describe_config(LLAMA, origin=Path("model"))
 
 
-def recorded(process: RecordingProcess, levers: Setup) -> Tape:
-    window = offload_window(shape(), levers)
-    return process.record(Request(LLAMA, levers, window, checked=False))
+class Tapes:
+    """Recordings of the process, each kept for all tests that ask for it."""
+
+    def __init__(self, process: RecordingProcess) -> None:
+        self._process = process
+        self._kept: dict[str, Tape] = {}
+
+    def made(self, levers: Setup) -> Tape:
+        window = offload_window(shape(), levers)
+        return self._process.record(Request(LLAMA, levers, window, checked=False))
+
+    def of(self, levers: Setup) -> Tape:
+        key = repr(levers)
+        if key not in self._kept:
+            self._kept[key] = self.made(levers)
+        return self._kept[key]
+
+
+@pytest.fixture(scope="module")
+def tapes(process: RecordingProcess) -> Tapes:
+    return Tapes(process)
 
 
 @pytest.mark.parametrize(
     "levers",
     [
         {},
-        {"fused_layers": False},
-        {"fused_layers": False, "activation_checkpointing": False},
-        {"fused_layers": False, "activation_checkpointing": 3},
-        {"fused_layers": False, "processes": 8},
-        {"fused_layers": False, "accumulates": True},
-        {"fused_layers": False, "attention": "sdpa"},
-        {"fused_layers": False, "offload_embedding": True},
-        {"fused_layers": False, "double_quant": False},
-        {"fused_layers": False, "trains_head": True},
-        {"fused_layers": False, "trains_embedding": True},
+        WITH_TABLES,
+        OFFLOADED | {"reshard_after_forward": False},
+        UNFUSED | KEPT,
+        UNFUSED | {"activation_checkpointing": 3, "attention": "sdpa", "trains_head": True},
+        UNFUSED | {"processes": 8, "trains_embedding": True},
+        UNFUSED | {"accumulates": True, "offload_embedding": True, "double_quant": False},
         ALONE,
         ALONE | KEPT,
         ALONE | {"activation_checkpointing": 2},
-        ALONE | {"fused_layers": False},
-        ALONE | {"cuda_graphs": True},
-        ALONE | {"attention": "sdpa"},
+        ALONE | UNFUSED | {"double_quant": False},
+        ALONE | KEPT | GRAPHS,
+        ALONE | {"attention": "sdpa", "optimizer": "adamw_8bit"},
         ALONE | {"attention": "eager"},
-        ALONE | {"double_quant": False},
         ALONE | {"dora": True},
         ALONE | {"dropout": True},
         ALONE | {"offload_layers": 2},
-        ALONE | {"trains_head": True, "trains_embedding": True, "accumulates": True},
-        ALONE | {"optimizer": "adamw_8bit"},
+        ALONE | WITH_TABLES | {"accumulates": True},
         ALONE | FEW,
-        {"cuda_graphs": True},
-        {"cuda_graphs": True, "offload_embedding": True, "accumulates": True},
-        {"cuda_graphs": True, "offload_activations": True},
-        KEPT | {"cuda_graphs": True, "offload_activations": 4},
-        {"processes": 3, "activation_checkpointing": 2},
-        {"processes": 4, "replicas": 2},
+        GRAPHS | {"offload_embedding": True, "accumulates": True},
+        GRAPHS | OFFLOADED,
+        KEPT | GRAPHS | {"offload_activations": 4},
+        SOME_OF_THREE,
+        {"processes": 4, "replicas": 2, "accumulates": True, "offload_embedding": True},
         {"processes": 2, "replicas": 2},
         {"processes": 16},
-        {"offload_activations": True},
-        {"reshard_after_forward": False},
-        {"accumulates": True, "offload_embedding": True},
         {"offload_layers": 1},
         {"products": "float8"},
         ALONE | {"products": "int8"},
         ALONE | KEPT | FLOAT8,
-        ALONE | KEPT | FLOAT8 | {"fused_layers": False},
+        ALONE | KEPT | FLOAT8 | UNFUSED,
         ALONE | KEPT | FLOAT8 | {"attention": "sdpa"},
         FLOAT8 | {"activation_checkpointing": 8, "offload_activations": 4},
-        {"trains_head": True, "trains_embedding": True},
     ],
     ids=str,
 )
-def test_closed_form_says_what_the_engine_asks_for(
-    process: RecordingProcess, levers: dict[str, Any]
-) -> None:
+def test_closed_form_says_what_the_engine_asks_for(tapes: Tapes, levers: dict[str, Any]) -> None:
     """And every tensor is released but those that stay, and has a term that is explained."""
     asked = chosen(**levers)
-    tape = recorded(process, asked)
+    tape = tapes.of(asked)
     found = replay(tape)
     above = predict(shape(), asked).peak_bytes / found.allocated_bytes - 1
     assert -CLOSE < above < (MOST if levers in LOOSE else CLOSE)
@@ -154,19 +164,17 @@ def left(tape: Tape) -> set[int]:
     return there
 
 
-def test_tensors_are_named_by_the_code_that_makes_them(process: RecordingProcess) -> None:
-    levers = {"offload_layers": 2, "offload_activations": 4, "accumulates": True}
-    named = {*recorded(process, chosen(**levers, trains_embedding=True)).terms}
-    assert {*MAKERS.values()} <= named
+def test_tensors_are_named_by_the_code_that_makes_them(tapes: Tapes) -> None:
+    """With each of them in one of two recordings."""
+    recorded = (WITH_TABLES, GRAPHS | OFFLOADED)
+    assert {*MAKERS.values()} <= {term for x in recorded for term in tapes.of(chosen(**x)).terms}
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_captured_micro_batch_takes_memory_of_its_own(
-    process: RecordingProcess, accumulates: bool
-) -> None:
+def test_captured_micro_batch_takes_memory_of_its_own(tapes: Tapes, accumulates: bool) -> None:
     """It is the second one; its activations are all in a pool of their own, and none is left."""
-    asked = chosen(**ALONE | KEPT, cuda_graphs=True, accumulates=accumulates)
-    tape = recorded(process, asked)
+    asked = chosen(**ALONE | KEPT | GRAPHS, accumulates=accumulates)
+    tape = tapes.of(asked)
     begin = tape.events.index(EMPTY_CACHE)
     assert tape.events.count(EMPTY_CACHE) == 1
     assert tape.events[:begin].count("forward") == tape.events[begin:].count("forward") == 1
@@ -178,9 +186,9 @@ def test_captured_micro_batch_takes_memory_of_its_own(
     assert not {tape.terms[x] for x in left(tape)} & {"saved_activations", "adapter_casts"}
 
 
-def test_recording_is_the_same_each_time(process: RecordingProcess) -> None:
+def test_recording_is_the_same_each_time(tapes: Tapes) -> None:
     """Down to the order of events: nothing in it is left to how threads take turns."""
-    asked = chosen(processes=3, activation_checkpointing=2)
-    first, second = (recorded(process, asked) for _ in range(2))
+    asked = chosen(**SOME_OF_THREE)
+    first, second = tapes.of(asked), tapes.made(asked)
     assert [*first.events] == [*second.events]
     assert [*first.sizes] == [*second.sizes]

@@ -1,5 +1,6 @@
 """Trained routers and their load-balancing loss, as a recording of the engine finds them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,18 @@ TRAINED = {"routers": ("mlp.gate",)}
 BALANCED = {"balances_routers": True}
 
 
-def recorded(process: RecordingProcess, levers: Setup) -> Tape:
-    return process.record(Request(MIXTURE, levers, None, checked=False))
+@pytest.fixture(scope="module")
+def recorded(process: RecordingProcess) -> Callable[[Setup], Tape]:
+    """Record a set-up, for all tests that ask for it."""
+    kept: dict[str, Tape] = {}
+
+    def tape(levers: Setup) -> Tape:
+        key = repr(levers)
+        if key not in kept:
+            kept[key] = process.record(Request(MIXTURE, levers, None, checked=False))
+        return kept[key]
+
+    return tape
 
 
 def term(tape: Tape, name: str) -> int:
@@ -55,10 +66,10 @@ def term(tape: Tape, name: str) -> int:
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them(
-    process: RecordingProcess, processes: int
+    recorded: Callable[[Setup], Tape], processes: int
 ) -> None:
     frozen, trained = (chosen(processes=processes, **x) for x in ({}, TRAINED))
-    tapes = [recorded(process, levers) for levers in (frozen, trained)]
+    tapes = [recorded(levers) for levers in (frozen, trained)]
     forms = [stored_terms(SHAPE, levers) for levers in (frozen, trained)]
     for name, copies in (("lora_weights", 1), ("adam_moments", 2)):
         expected = copies * LAYERS * ROUTER // processes
@@ -68,9 +79,11 @@ def test_masters_and_moments_of_routers_are_recorded_as_the_closed_form_has_them
 
 
 @pytest.mark.parametrize("every", [True, False])
-def test_balance_keeps_a_layers_logits_at_most(process: RecordingProcess, every: bool) -> None:
+def test_balance_keeps_a_layers_logits_at_most(
+    recorded: Callable[[Setup], Tape], every: bool
+) -> None:
     plain, balanced = (
-        replay(recorded(process, chosen(activation_checkpointing=every, **TRAINED, **levers)))
+        replay(recorded(chosen(activation_checkpointing=every, **TRAINED, **levers)))
         for levers in ({}, BALANCED)
     )
     more = balanced.allocated_bytes - plain.allocated_bytes
@@ -79,7 +92,7 @@ def test_balance_keeps_a_layers_logits_at_most(process: RecordingProcess, every:
     assert layers * logits * (not every) <= more <= (layers + 12) * logits
 
 
-def test_estimate_is_near_the_recording(process: RecordingProcess) -> None:
+def test_estimate_is_near_the_recording(recorded: Callable[[Setup], Tape]) -> None:
     levers = chosen(**TRAINED, **BALANCED)
-    estimate, measured = predict(SHAPE, levers).peak_bytes, replay(recorded(process, levers))
+    estimate, measured = predict(SHAPE, levers).peak_bytes, replay(recorded(levers))
     assert estimate == pytest.approx(measured.allocated_bytes, rel=0.15)

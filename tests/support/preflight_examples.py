@@ -1,10 +1,9 @@
 """Model shapes and tiny checkpoints for the tests of preflight; nothing here needs torch."""
 
 import json
-import sys
 from collections.abc import Callable
+from cProfile import Profile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -208,16 +207,6 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 def num_calls(do: Callable[[], object]) -> int:
     """Return how many functions of Python a call runs: its work, however busy the machine is."""
-    count = 0
-
-    def see(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        do()
-    finally:
-        sys.setprofile(before)
-    return count
+    profile = Profile(builtins=False)
+    profile.runcall(do)
+    return sum(entry.callcount for entry in profile.getstats())

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True, "alpha": 6.0},
     "patterns": {
         "target_modules": r"model\.layers\.[02]\..*(q_proj|v_proj|mlp\.\w+_proj)",
-        "rank_pattern": {"q_proj": 7, r"layers\.2\.mlp\.\w+": 3},
+        "rank_pattern": {"q_proj": 7, r"layers\.2\.mlp\.\w+": 5},
         "alpha_pattern": {"down_proj": 21.0},
         "use_rslora": True,
     },
@@ -173,12 +173,12 @@ def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dic
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     quantized(tiny_llama(folder / "original", attention_bias=True, **sizes), folder / "nf4")
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 3, 5], ids=lambda n: f"{n} processes")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n} processes")
 def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[str, Any]]:
     target = folder / f"of-{request.param}"
     results = run_distributed(train_kinds, folder / "nf4", target, world_size=request.param)
@@ -204,7 +204,7 @@ def test_losses_and_gradients_are_those_of_stock_peft(
     for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
     assert {t.shape[0] for n, t in ours["initial"].items() if ".lora_A." in n} == (
-        {4} if kind == "dora" else {3, 4, 7}
+        {4} if kind == "dora" else {4, 5, 7}
     )
 
 

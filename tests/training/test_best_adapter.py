@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.finished import CONFIG, PLAN, STEPS, arguments, finetune, prepare
+from tests.support.finished import CONFIG, PLAN, arguments, finetune, prepare
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
@@ -24,9 +24,15 @@ from workflow.lib.system.files import read_json, read_jsonl
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
 from workflow.lib.training.build import Numerics, build_training_model
 
-BEST = CONFIG.train.model_dump() | {"evaluate_every_steps": 2, "select": "best"}
+STEPS = 5
+BEST = CONFIG.train.model_dump() | {
+    "max_steps": STEPS,
+    "evaluate_every_steps": 2,
+    "select": "best",
+}
 SELECTING = RunConfig(lora=CONFIG.lora, train=TrainConfig(**BEST))
-MEASURED = [2, 4, 6, 7]  # every second step, and the last
+SHORT = PLAN.model_copy(update={"num_steps": STEPS})
+MEASURED = [2, 4, 5]  # every second step, and the last
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stage that has selected its best adapter, in two processes."""
     folder = tmp_path_factory.mktemp("selection") / "run"
     prepare(folder)
-    run_distributed(finetune, arguments(folder), SELECTING, world_size=2)
+    run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
     return folder
 
 
@@ -67,8 +73,9 @@ def test_run_that_keeps_gathered_weights_after_forward_is_the_same(
     run: Path, tmp_path: Path
 ) -> None:
     """The held-out loss has no backward that would free them. Checkpoints and results follow it."""
-    prepare(tmp_path)
-    plan = PLAN.model_copy(update={"reshard_after_forward": False})
+    inputs = shutil.ignore_patterns("finetune", "checkpoints")
+    shutil.copytree(run, tmp_path, ignore=inputs, dirs_exist_ok=True)
+    plan = SHORT.model_copy(update={"reshard_after_forward": False})
     run_distributed(finetune, arguments(tmp_path), SELECTING, plan, world_size=2)
     assert heldout_by_step(tmp_path) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (tmp_path, run))
@@ -81,7 +88,7 @@ def test_run_that_was_killed_selects_the_same_adapter(run: Path, tmp_path: Path)
     shutil.copytree(run, folder)
     shutil.rmtree(checkpoints(folder) / f"step-{STEPS:08d}")
     shutil.rmtree(folder / "finetune")
-    run_distributed(finetune, arguments(folder), SELECTING, world_size=2)
+    run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
     assert read_json(folder / "finetune" / "summary.json")["resumed_from_steps"] == [4]
     assert heldout_by_step(folder) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (folder, run))
@@ -94,7 +101,7 @@ def test_best_adapter_that_is_gone_stops_the_run(run: Path, tmp_path: Path) -> N
     for kept in checkpoints(folder).glob("best-*"):
         shutil.rmtree(kept)
     with pytest.raises(AssertionError, match=r"lowest held-out loss, is not in .* train\.select"):
-        run_distributed(finetune, arguments(folder), SELECTING, world_size=2)
+        run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
 
 
 def continued(base: Path, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.plans import make_plan
 from tests.support.training_loops import BATCH, CLIP, STEPS, loop, settings, trainer
-from workflow.lib.distributed.world import process_group
+from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.layers.adapter_dropout import dropped as dropped_of
 from workflow.lib.model.layers.lora_linear import FusedLoraLinear
 from workflow.lib.model.lora import trainable_parameters
@@ -21,24 +21,48 @@ from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.loop import check_step
 
 
-def messages(base: Path) -> dict[str, str]:
-    found = {}
+def runs(base: Path, reshard_after_forward: tuple[bool, ...]) -> dict[str, Any]:
+    """Be a process of all runs of this module over one group: their results by name and setting."""
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        for name, fill in (("nan", math.nan), ("zero", 0.0)):
-            try:
-                next(loop(base, world, fill=fill))
-            except UserError as error:
-                found[name] = str(error)
+        return {
+            "filled": messages(base, world) if world.size == 1 else None,
+            "forward": {each: poisoned(base, each, world) for each in reshard_after_forward},
+            "backward": {
+                each: poisoned_in_backward(base, each, world) for each in reshard_after_forward
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def found(base: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each process of the runs found, by the number of processes."""
+    variants = {1: (True,), 2: (True, False)}
+    return {
+        processes: run_distributed(runs, base, reshard, world_size=processes)
+        for processes, reshard in variants.items()
+    }
+
+
+def messages(base: Path, world: World) -> dict[str, str]:
+    found = {}
+    for name, fill in (("nan", math.nan), ("zero", 0.0)):
+        try:
+            next(loop(base, world, fill=fill))
+        except UserError as error:
+            found[name] = str(error)
     return found
 
 
-def test_run_that_cannot_go_well_stops_at_its_first_such_step(base: Path) -> None:
-    (found,) = run_distributed(messages, base, world_size=1)
-    assert found["nan"].startswith(
+def test_run_that_cannot_go_well_stops_at_its_first_such_step(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    (process,) = found[1]
+    told = process["filled"]
+    assert told["nan"].startswith(
         "step 1: loss = nan, gradient norm = nan: training has diverged (first in "
     )
-    assert found["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
-    assert "data.loss_on" in found["zero"]
+    assert told["zero"].startswith("step 1: the gradient norm is exactly 0 (loss = ")
+    assert "data.loss_on" in told["zero"]
 
 
 def test_gradient_that_vanishes_after_an_update_blames_the_rate() -> None:
@@ -65,28 +89,25 @@ def test_healthy_step_passes() -> None:
     check_step(2.0, 1e-30, step=0)
 
 
-def poisoned(base: Path, reshard_after_forward: bool) -> str:
+def poisoned(base: Path, reshard_after_forward: bool, world: World) -> str:
     """Be a process of a run whose adapter of one layer has become infinite."""
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = settings()
-        plan = make_plan(reshard_after_forward=reshard_after_forward)
-        build = {"numerics": Numerics(torch.float32, "sdpa")}
-        training = build_training_model(base, config, plan, world, **build).training
-        before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
-        for name, param in trainable_parameters(training).items():
-            if ".layers.1.mlp.up_proj.lora_B" in name:
-                with torch.no_grad():
-                    local(param).fill_(math.inf)
-                    before[name] = local(param).clone()
-        loop = trainer(training, config, world, micro_batch_size=1).steps(
-            first_step=0, num_steps=STEPS
-        )
-        try:
-            next(loop)
-        except UserError as error:
-            after = {n: local(p) for n, p in trainable_parameters(training).items()}
-            assert all(torch.equal(after[n], before[n]) for n in before), "nothing was updated"
-            return str(error)
+    config = settings()
+    plan = make_plan(reshard_after_forward=reshard_after_forward)
+    build = {"numerics": Numerics(torch.float32, "sdpa")}
+    training = build_training_model(base, config, plan, world, **build).training
+    before = {n: local(p).clone() for n, p in trainable_parameters(training).items()}
+    for name, param in trainable_parameters(training).items():
+        if ".layers.1.mlp.up_proj.lora_B" in name:
+            with torch.no_grad():
+                local(param).fill_(math.inf)
+                before[name] = local(param).clone()
+    loop = trainer(training, config, world, micro_batch_size=1).steps(first_step=0, num_steps=STEPS)
+    try:
+        next(loop)
+    except UserError as error:
+        after = {n: local(p) for n, p in trainable_parameters(training).items()}
+        assert all(torch.equal(after[n], before[n]) for n in before), "nothing was updated"
+        return str(error)
     return "no error"
 
 
@@ -97,9 +118,10 @@ PROCESSES_AND_RESHARD = pytest.mark.parametrize(
 
 @PROCESSES_AND_RESHARD
 def test_divergence_names_layer_rows_and_process(
-    base: Path, processes: int, reshard_after_forward: bool
+    found: dict[int, list[dict[str, Any]]], processes: int, reshard_after_forward: bool
 ) -> None:
-    for message in run_distributed(poisoned, base, reshard_after_forward, world_size=processes):
+    for process in found[processes]:
+        message = process["forward"][reshard_after_forward]
         assert message.startswith("step 1: loss = nan")
         assert re.search(
             r"first in \S*layers\.1\.mlp\S*, forward, rows \[\d+\] of the tokens, process 0\)",
@@ -114,7 +136,7 @@ def mask(module: FusedLoraLinear, x: torch.Tensor) -> torch.Tensor:
     return dropped_of(torch.ones_like(x[0]), draw) == 0
 
 
-def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, Any]:
+def poisoned_in_backward(base: Path, reshard_after_forward: bool, world: World) -> dict[str, Any]:
     """Be a process of a run where one feature behind a feed-forward has NaN as its gradient."""
 
     def poison(module: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -122,41 +144,41 @@ def poisoned_in_backward(base: Path, reshard_after_forward: bool) -> dict[str, A
             output.register_hook(lambda grad: grad.index_fill(-1, torch.tensor(79), math.nan))
 
     dropped: list[torch.Tensor] = []
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        config = settings(dropout=0.3, max_grad_norm=CLIP)
-        changes = {
-            "reshard_after_forward": reshard_after_forward,
-            "activation_checkpointing": False,
-        }
-        build = {"numerics": Numerics(torch.float32, "sdpa")}
-        training = build_training_model(base, config, make_plan(**changes), world, **build).training
-        (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
-        layer.mlp.register_forward_hook(poison)
-        layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda module, inputs: dropped.append(mask(module, *inputs))
-        )
-        loop = trainer(training, config, world, micro_batch_size=1).steps(
-            first_step=0, num_steps=STEPS
-        )
-        with pytest.raises(UserError) as caught:
-            next(loop)
+    config = settings(dropout=0.3, max_grad_norm=CLIP)
+    changes = {
+        "reshard_after_forward": reshard_after_forward,
+        "activation_checkpointing": False,
+    }
+    build = {"numerics": Numerics(torch.float32, "sdpa")}
+    training = build_training_model(base, config, make_plan(**changes), world, **build).training
+    (layer,) = (m for n, m in training.named_modules() if n.endswith("layers.1"))
+    layer.mlp.register_forward_hook(poison)
+    layer.self_attn.o_proj.register_forward_pre_hook(
+        lambda module, inputs: dropped.append(mask(module, *inputs))
+    )
+    loop = trainer(training, config, world, micro_batch_size=1).steps(first_step=0, num_steps=STEPS)
+    with pytest.raises(UserError) as caught:
+        next(loop)
     passes = BATCH // world.size
     return {"message": str(caught.value), "taken": dropped[:passes], "searched": dropped[passes:]}
 
 
 @PROCESSES_AND_RESHARD
 def test_divergence_in_backward_names_the_layer_where_it_began(
-    base: Path, processes: int, reshard_after_forward: bool
+    found: dict[int, list[dict[str, Any]]], processes: int, reshard_after_forward: bool
 ) -> None:
     """Not the last layer, which clipping by NaN would spoil. One process alone has row 79 of B."""
-    arguments = (poisoned_in_backward, base, reshard_after_forward)
-    for result in run_distributed(*arguments, world_size=processes):
+    for process in found[processes]:
+        result = process["backward"][reshard_after_forward]
         name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
         assert f"training has diverged (first in the gradient of {name})" in result["message"]
 
 
-def test_search_for_the_origin_drops_what_the_step_dropped(base: Path) -> None:
-    (result,) = run_distributed(poisoned_in_backward, base, True, world_size=1)
+def test_search_for_the_origin_drops_what_the_step_dropped(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    (process,) = found[1]
+    result = process["backward"][True]
     assert len(result["taken"]) == len(result["searched"]) == BATCH
     assert all(map(torch.equal, result["taken"], result["searched"]))
     assert not torch.equal(result["taken"][0], result["taken"][1])

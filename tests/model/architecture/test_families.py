@@ -75,18 +75,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Fused modules of a model of 3 layers; Gemma has four norms a layer, with 1 + w, and Gemma 3 two
+# Fused modules of a model of 2 layers; Gemma has four norms a layer, with 1 + w, and Gemma 3 two
 # more of heads.
-PLAIN = {"norms": 6, "projections": 3, "rotations": 3, "feed_forwards": 3}
+PLAIN = {"norms": 4, "projections": 2, "rotations": 2, "feed_forwards": 2}
 FUSED = {
     "llama": PLAIN,
     "mistral": PLAIN,
     "qwen2": PLAIN,
-    "qwen3": PLAIN | {"norms": 12},
-    "gemma2": PLAIN | {"norms": 12},
-    "gemma3_text": PLAIN | {"norms": 18},
-    "phi3": {"norms": 6, "attentions": 3, "feed_forwards": 3},
-    "olmo2": PLAIN | {"norms": 12},
+    "qwen3": PLAIN | {"norms": 8},
+    "gemma2": PLAIN | {"norms": 8},
+    "gemma3_text": PLAIN | {"norms": 12},
+    "phi3": {"norms": 4, "attentions": 2, "feed_forwards": 2},
+    "olmo2": PLAIN | {"norms": 8},
 }
 
 
@@ -97,7 +97,7 @@ def base_of(case: str, folder: Path) -> Path:
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 192,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
