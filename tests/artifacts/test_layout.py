@@ -144,6 +144,7 @@ OTHER_TRAIN_VALUES: dict[str, dict[str, Any]] = {
     "hang_seconds": {"hang_seconds": 7.0},
     "deterministic": {"deterministic": True},
     "log_every_steps": {"log_every_steps": 5},
+    "fused_loss": {"fused_loss": False},
     "saved_activations": {"saved_activations": "float8"},
     "products": {"products": "int8"},
     "products_in": {"products_in": "backward"},
