@@ -38,8 +38,8 @@ def test_remedies_name_every_setting_that_helps() -> None:
     assert named == {
         "train.micro_batch_size", "train.activation_checkpointing", "data.seq_len", "hardware.gpus",
         "lora.r", "quantize.double_quant", "lora.dropout", "hardware.reshard_after_forward",
-        "train.fused_layers", "train.fused_loss", "hardware.offload_activations", "hardware.offload_embedding",
-        "hardware.offload_layers", "train.optimizer",
+        "train.fused_layers", "train.fused_loss", "hardware.offload_activations",
+        "hardware.offload_embedding", "hardware.offload_layers", "train.optimizer",
     }  # fmt: skip
 
 
