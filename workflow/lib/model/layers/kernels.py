@@ -3,8 +3,9 @@ memory, in one.
 
 Triton comes with PyTorch's CUDA and ROCm builds; it needs a C compiler and a folder for its cache.
 `usable` tries it once. Where it cannot be used, and on the CPU, the callers (`nf4_linear`,
-`fused_feed_forward`, `rotary.heads`, `adapter_dropout`, `dora`, `grouped_products`) take the
-operations of bitsandbytes and PyTorch. Values are computed in fp32 and rounded once.
+`fused_feed_forward`, `fused_logits`, `rotary.heads`, `adapter_dropout`, `dora`,
+`grouped_products`) take the operations of bitsandbytes and PyTorch. Values are computed in fp32 and
+rounded once.
 """
 
 import functools
