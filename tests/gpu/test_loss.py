@@ -8,8 +8,14 @@ from torch import nn
 
 from workflow.lib.model.architecture.vocabulary_slices import CHUNK_ROWS
 from workflow.lib.model.layers import kernels
-from workflow.lib.model.loss.chunked_loss import IGNORED, LinearCrossEntropy, OutputHead
-from workflow.lib.model.loss.fused_logits import ELSEWHERE, FusedLogits, LogitForm, usable
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead
+from workflow.lib.model.loss.fused_logits import (
+    ELSEWHERE,
+    IGNORED,
+    FusedLogits,
+    LogitForm,
+    usable,
+)
 from workflow.lib.model.loss.head_product import aligned
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +56,7 @@ def test_sums_and_slopes_are_autograds(dtype: torch.dtype, vocab: int, form: Log
     fused = FusedLogits(aligned(7, vocab, product).copy_(product), form)
     found = fused.sums(columns)
     torch.testing.assert_close(found, (sums.float(), chosen.float()), rtol=1e-5, atol=1e-5)
-    slopes = fused.slopes(found[0], columns, ignored=IGNORED)
+    slopes = fused.slopes(found[0], columns)
     assert slopes.dtype == dtype
     torch.testing.assert_close(slopes, leaf.grad.to(dtype), rtol=2**-7, atol=1e-6)
 

@@ -10,7 +10,8 @@ All functions that communicate are collective over `group`, the processes that s
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,13 +26,8 @@ from workflow.lib.model.architecture.vocabulary_slices import (
     vocabulary_slices,
 )
 from workflow.lib.model.host_embedding import look_up_elsewhere_, other_tables
-from workflow.lib.model.loss.chunked_loss import (
-    IGNORED,
-    LinearCrossEntropy,
-    OutputHead,
-    TrainedHead,
-)
-from workflow.lib.model.loss.fused_logits import ELSEWHERE
+from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, OutputHead, TrainedHead
+from workflow.lib.model.loss.fused_logits import ELSEWHERE, IGNORED, FusedLogits
 from workflow.lib.model.loss.head_product import head_product
 from workflow.lib.model.nf4_model import local, local_range
 from workflow.lib.model.training_module import CausalLMForTraining
@@ -208,8 +204,7 @@ class SlicedCrossEntropy(LinearCrossEntropy):
         loss = losses[group.rank() * count :][:count].sum()
         if not torch.is_grad_enabled():
             return loss, None
-        grad = part.gradient(log_sums)
-        grad = grad.float()  # of this slice; added up in fp32
+        grad = part.gradient(log_sums).float()  # of this slice; added up in fp32
         own_grad = torch.empty_like(grad[:count])
         REDUCE_SCATTER(own_grad, grad, group=group)
         return loss, own_grad[: len(hidden[rows])]
@@ -247,57 +242,59 @@ class _TargetColumns:
             probabilities.scatter_add_(1, self._columns, -ones)
 
 
-class _StoredPart:
+@dataclass
+class _Part:
+    """What the logits of a slice are made from: states (rows, hidden), and the head of `loss`."""
+
+    loss: SlicedCrossEntropy
+    states: torch.Tensor
+    columns: _TargetColumns
+    trained: TrainedHead | None
+
+
+class _StoredPart(_Part):
     """The logits of a slice, in fp32, which become their own gradients."""
 
-    def __init__(
-        self,
-        loss: SlicedCrossEntropy,
-        states: torch.Tensor,
-        columns: _TargetColumns,
-        trained: TrainedHead | None,
-    ) -> None:
-        self._states, self._columns, self._trained = states, columns, trained
-        self._leaf, self._logits = loss.leaf_and_logits(states, trained)
+    @cached_property
+    def _leaf_and_logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.loss.leaf_and_logits(self.states, self.trained)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-sum-exp over the slice, and the target's logit if it is there, else 0; (rows,)
         fp32.
         """
-        logits = self._logits.detach()
-        return logits.logsumexp(dim=1), self._columns.chosen(logits)
+        logits = self._leaf_and_logits[1].detach()
+        return logits.logsumexp(dim=1), self.columns.chosen(logits)
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
         """Return what the slice adds to the gradient of the states (rows, hidden); log_sums: over
         the whole vocabulary.
         """
-        slope = self._logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
-        self._columns.subtract_one_(slope)
-        slope.masked_fill_(self._columns.ignored[:, None], 0.0)
-        part = torch.autograd.grad(self._logits, self._leaf, slope)[0]
-        return part if self._trained is None else self._trained.backward(self._states, part)
+        leaf, logits = self._leaf_and_logits
+        slope = logits.detach().sub_(log_sums[:, None]).exp_()  # autograd keeps no logits
+        self.columns.subtract_one_(slope)
+        slope.masked_fill_(self.columns.ignored[:, None], 0.0)
+        (of_leaf,) = torch.autograd.grad(logits, leaf, slope)
+        return of_leaf if self.trained is None else self.trained.backward(self.states, of_leaf)
 
 
-class _FusedPart:
+class _FusedPart(_Part):
     """The same by kernels."""
 
-    def __init__(
-        self,
-        loss: SlicedCrossEntropy,
-        states: torch.Tensor,
-        columns: _TargetColumns,
-        trained: TrainedHead | None,
-    ) -> None:
-        self._loss, self._states, self._trained = loss, states, trained
-        self._numbers = columns.numbers()
-        self._logits = loss.fused_logits(states, trained)
+    @cached_property
+    def _logits(self) -> FusedLogits:
+        return self.loss.fused_logits(self.states, self.trained)
+
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        return self.columns.numbers()
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._logits.sums(self._numbers)
 
     def gradient(self, log_sums: torch.Tensor) -> torch.Tensor:
-        slopes = self._logits.slopes(log_sums, self._numbers, ignored=IGNORED)
-        return self._loss.states_gradient(slopes, self._states, self._trained)
+        slopes = self._logits.slopes(log_sums, self._numbers)
+        return self.loss.states_gradient(slopes, self.states, self.trained)
 
 
 def _over_slices(

@@ -76,8 +76,7 @@ def _by_mesh(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of gradients that are cut alike (). Collective: each process has its shards'.
 
-    Of the shards alone: torch's own norm of what is cut takes as long for a thousand of them as a
-    forward pass.
+    Of the shards alone: torch's own norm of DTensors took a sixth of a recording of 62 layers.
     """
     own = get_total_norm([local(gradient) for gradient in gradients])
     first = gradients[0]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from workflow.lib.model.architecture.vocabulary_slices import GRADIENT_ROWS, chunk_rows
-from workflow.lib.model.loss.fused_logits import FusedLogits, LogitForm, usable
+from workflow.lib.model.loss.fused_logits import IGNORED, FusedLogits, LogitForm, usable
 from workflow.lib.model.loss.head_product import (
     frozen_logits,
     head_product,
@@ -25,8 +25,6 @@ from workflow.lib.model.loss.head_product import (
     with_aligned_rows,
 )
 from workflow.lib.model.trained_modules import trained_parts
-
-IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class LinearCrossEntropy(nn.Module):
         loss = (log_sums - chosen).masked_fill(targets == IGNORED, 0.0).sum()
         if not torch.is_grad_enabled():
             return loss, None
-        slopes = logits.slopes(log_sums, targets, ignored=IGNORED)
+        slopes = logits.slopes(log_sums, targets)
         return loss, self.states_gradient(slopes, states, trained)
 
 

@@ -12,6 +12,7 @@ from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.fused_kernels.tried_kernels import are_right
 from workflow.lib.system.device_types import RECORDED
 
+IGNORED = -100  # the target of a row that is only padding; torch's cross_entropy leaves it out
 ELSEWHERE = -1  # the column of a target that another process's slice of the vocabulary has
 ELEMENTS = 4096  # of a row that a program has at a time
 WARPS = 8
@@ -47,7 +48,7 @@ def _tried(device: torch.device, dtype: torch.dtype, form: LogitForm) -> bool:
     def made() -> tuple[torch.Tensor, ...]:
         fused = FusedLogits(product.clone(), form)
         log_sums, chosen = fused.sums(columns)
-        return log_sums, chosen, fused.slopes(log_sums, columns, ignored=ELSEWHERE)
+        return log_sums, chosen, fused.slopes(log_sums, columns)
 
     return are_right(made, _by_torch(product, columns, form), of="the loss")
 
@@ -86,17 +87,15 @@ class FusedLogits:
         self._launch("logit_sums", (rows,), log_sums, chosen, self._product, columns)
         return log_sums, chosen
 
-    def slopes(
-        self, log_sums: torch.Tensor, columns: torch.Tensor, *, ignored: int
-    ) -> torch.Tensor:
+    def slopes(self, log_sums: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Return the gradient (rows, vocab) of the sum of log_sums - chosen with respect to the
-        product, in its place; 0 where the column is `ignored`.
+        product, in its place; 0 where the column is `IGNORED`.
 
         log_sums: (rows,), over the whole vocabulary.
         """
         rows, vocab = self._product.shape
         grid = (rows, -(-vocab // ELEMENTS))
-        self._launch("logits_to_slopes", grid, self._product, log_sums, columns, ignored=ignored)
+        self._launch("logits_to_slopes", grid, self._product, log_sums, columns, ignored=IGNORED)
         return self._product
 
     def _launch(
