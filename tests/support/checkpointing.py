@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.support.gathering import full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World
@@ -22,11 +23,6 @@ CONFIG = RunConfig(
     ),
 )
 IDENTITY = "0123456789ab-cdef01234567"
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
 
 
 def whole_of(local: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, VOCAB, tiny_family
+from tests.support.gathering import all_full
 from tests.support.models import quantized
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -180,29 +180,15 @@ def _gradients(
         total += loss.detach()
     dist.all_reduce(total)
     params = trainable_parameters(training)
-    gradients = _gathered({name: param.grad for name, param in params.items()}, world)
+    gradients = all_full({name: param.grad for name, param in params.items()})
     training.zero_grad()
     shares = [layer / layer.sum() for layer in routed_rows(training, world)]
+    gradients = gradients if world.is_main else {}
     return {"loss": float(total), "gradients": gradients, "experts": shares}
 
 
 def experts_of(model: torch.nn.Module) -> list[FusedExperts]:
     return [module for module in model.modules() if isinstance(module, FusedExperts)]
-
-
-def _gathered(tensors: dict[str, Any], world: World) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the first process, by one collective for all of them."""
-    mine = {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
-    slices: list[Any] = [None] * world.size
-    dist.gather_object(mine, slices if world.is_main else None)
-    if not world.is_main:
-        return {}
-    return {
-        name: torch.cat([one[name] for one in slices])
-        if isinstance(tensor, DTensor)
-        else mine[name]
-        for name, tensor in tensors.items()
-    }
 
 
 @cache

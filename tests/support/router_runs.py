@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support.distributed import TIMEOUT_S
+from tests.support.gathering import full
 from tests.support.models import VOCAB, random_store
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -70,11 +71,6 @@ def real_tokens(store: TokenStore, rows: Any) -> torch.Tensor:
         if not store.loss_mask[row, starts[-1] :].any():
             real[number, starts[-1] :] = 0
     return real
-
-
-def full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
 
 
 def train_in_process(

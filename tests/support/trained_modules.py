@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import TIMEOUT_S
+from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
@@ -19,7 +18,6 @@ from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.model.architecture import vocabulary_slices
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import local
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.build import Numerics, build_training_model
@@ -57,25 +55,6 @@ def build(
     numerics = Numerics(compute_dtype, "sdpa")
     plan = make_plan(activation_checkpointing=2)
     return build_training_model(base, config(kind), plan, world, numerics=numerics)
-
-
-def full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
-
-
-def all_full(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return whole tensors, each from the slices of this process's copy, by one collective."""
-    slices: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(slices, {name: local(x.detach()) for name, x in tensors.items()})
-    found = {}
-    for name, tensor in tensors.items():
-        ranks = [dist.get_rank()]
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            ranks = mesh.mesh[tuple(mesh.get_coordinate()[:-1])].tolist()
-        found[name] = torch.cat([slices[rank][name] for rank in ranks])
-    return found
 
 
 def take(

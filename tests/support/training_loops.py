@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.support.models import adapted, random_store
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
@@ -29,11 +27,6 @@ def settings(*, dropout: float = 0.0, use_dora: bool = False, **train: Any) -> R
             )
         ),
     )
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
 
 
 def trainer(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpointing import IDENTITY, SAVED, Run, full
+from tests.support.checkpointing import IDENTITY, SAVED, Run
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import full
 from tests.support.models import adapted, write_shards
 from workflow.lib.distributed.sharded_files import INDEX, read_index, read_whole
 from workflow.lib.distributed.world import process_group

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import full
 from tests.support.models import quantized, random_store, tiny_gemma2
 from tests.support.plans import make_plan
-from tests.support.training_loops import full
 from workflow.lib.distributed.world import process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig

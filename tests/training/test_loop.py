@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import full
 from tests.support.models import VOCAB, adapted, random_store
 from tests.support.plans import make_plan
 from tests.support.training_loops import (
@@ -20,7 +21,6 @@ from tests.support.training_loops import (
     ROWS,
     SEQ_LEN,
     STEPS,
-    full,
     loop,
     settings,
 )

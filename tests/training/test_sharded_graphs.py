@@ -12,9 +12,10 @@ import torch
 
 from tests.support.captures import BreaksOff, Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
-from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, full, settings
+from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, settings
 from workflow.lib.distributed import vocabulary_parallel
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters

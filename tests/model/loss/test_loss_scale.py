@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
-from tests.support.training_loops import STEPS, full, settings
+from tests.support.training_loops import STEPS, settings
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import INITIAL, SMALLEST, STEPS_UNTIL_DOUBLED, LossScale

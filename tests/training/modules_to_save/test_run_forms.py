@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full, full
 from tests.support.models import random_store
 from tests.support.trained_modules import (
     CPU,
@@ -16,10 +17,8 @@ from tests.support.trained_modules import (
     SEQ_LEN,
     TRAIN,
     WEIGHT_TOLERANCE,
-    all_full,
     build,
     export,
-    full,
     take,
     train_kinds,
 )

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
+from tests.support.gathering import full
 from tests.support.models import VOCAB, quantized, random_store
 from tests.support.trained_modules import (
     BATCH,
@@ -24,7 +25,6 @@ from tests.support.trained_modules import (
     WEIGHT_TOLERANCE,
     config,
     export,
-    full,
     train_kinds,
 )
 from workflow.lib.export.adapter_files import merged_tensors, read_sharded_adapter
