@@ -210,8 +210,8 @@ class TrainConfig(Section):
     faster and keep less for backward; layers that compute otherwise stay as they are. Only rounding
     differs."""
     fused_loss: bool = True
-    """On a GPU, compute the loss by kernels that store no logits in fp32, which is faster and takes
-    less memory, up to 0.6 GiB. Only rounding differs."""
+    """On a GPU, compute the loss by kernels that store no logits in fp32. This is faster and takes
+    up to 0.6 GiB less memory, 0.9 where the model soft-caps its logits. Only rounding differs."""
     evaluate_every_steps: int | None = Field(None, ge=1, le=10**9)
     """Optimizer steps between measurements of the held-out loss, also made after the last step;
     null = none."""
