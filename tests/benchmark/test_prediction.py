@@ -7,7 +7,7 @@ import pytest
 
 from workflow.lib.benchmark import prediction
 from workflow.lib.benchmark.cases import Request, requests
-from workflow.lib.benchmark.prediction import Prepared, prepare
+from workflow.lib.benchmark.prediction import Prepared, prepare, products_of
 from workflow.lib.planning.machine import imagined_machine
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.replay import replay
@@ -90,3 +90,13 @@ def test_cap_bounds_what_is_predicted_to_be_reserved(process: recordings.Recordi
 
 def test_other_software_is_not_predicted(process: recordings.RecordingProcess) -> None:
     assert prepared(process, "trl_fsdp2").predicted is None
+
+
+@pytest.mark.parametrize("model", ["openai/gpt-oss-120b", "zai-org/GLM-4.5-Air", "Qwen/Qwen3-8B"])
+def test_products_are_those_of_the_experts_that_a_token_goes_to(model: str) -> None:
+    """All experts of gpt-oss-120b as one product would take 11 GiB for 8,192 tokens."""
+    shape = prepare(request_of("flash", model=model), num_gpus=2).shape
+    sizes = products_of(shape)
+    used = sum(out * into * count for out, into, count in sizes)
+    assert used == shape.total(lambda layer: layer.used_weights)
+    assert max(out for out, _, _ in sizes) <= max(4 * shape.hidden_size, 16384)

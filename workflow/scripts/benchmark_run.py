@@ -37,7 +37,12 @@ from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.benchmark.cases import Request, requests
 from workflow.lib.benchmark.measure import OUT_OF_MEMORY, Job, measure
-from workflow.lib.benchmark.prediction import Prepared, model_flops_per_token, prepare
+from workflow.lib.benchmark.prediction import (
+    Prepared,
+    model_flops_per_token,
+    prepare,
+    products_of,
+)
 from workflow.lib.benchmark.random_base import write_random_base
 from workflow.lib.benchmark.time_limit import TimeLimit
 from workflow.lib.recording.recording_process import recording_process
@@ -275,11 +280,7 @@ def job_of(args: argparse.Namespace, prepared: Prepared, *, scratch: Path) -> Jo
         profile=sizes.profile,
         checkpoint_pairs=sizes.checkpoint_pairs,
         scratch=str(scratch),
-        products=[
-            [linear.out_features, linear.in_features, shape.counts[number]]
-            for number, kind in enumerate(shape.kinds)
-            for linear in kind.linears
-        ],
+        products=products_of(shape),
         peer=None if prepared.request.peer is None else dict(prepared.request.peer),
         timeout_s=args.case_timeout_s,
     )

@@ -92,7 +92,7 @@ class Job:
     scratch: str
     """A folder to be made, for checkpoints."""
     products: list[list[int]]
-    """Linears of the model as [out_features, in_features, how many]."""
+    """What a token is multiplied by, as [out_features, in_features, how many]."""
     peer: dict[str, Any] | None
     timeout_s: float
     """What a collective, loading or the first step may take until it counts as hung."""
@@ -131,6 +131,13 @@ class Observed:
     checkpoint: CheckpointCost | None = None
     """What a checkpoint costs; None if that was not asked for."""
     checks: list[Check] = field(default_factory=list)
+
+    def start_setup(self) -> None:
+        """Count peaks anew: those of products that were timed, and of the case before, are no
+        part.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
 
     def start_training(self) -> None:
         """Note the peak of what came before, and count anew."""
@@ -221,6 +228,7 @@ def _train(
         documents=job.documents,
         vocab_size=job.vocab_size,
     )
+    seen.start_setup()
     model = _load(job, config, world, seen, dtype)
     if job.check_bytes:
         seen.checks = startup_checks(model, store, Path(job.base), world)

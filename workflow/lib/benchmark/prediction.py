@@ -158,3 +158,14 @@ def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) ->
     attention = 3 * document * shape.total(lambda layer: layer.query_width + layer.value_width)
     weights = shape.total(lambda layer: layer.used_weights)
     return 4.0 * (weights + shape.vocab_size * shape.hidden_size) + attention
+
+
+def products_of(shape: ModelShape) -> list[list[int]]:
+    """Return what a token of the decoder layers is multiplied by, as [out_features, in_features, how
+    many]: of a stack, as many of its experts as a token goes to.
+    """
+    return [
+        [linear.out_features // linear.experts, linear.in_features, count * kind.rows(linear)]
+        for kind, count in ((shape.kinds[number], count) for number, count in shape.counts.items())
+        for linear in kind.linears
+    ]
