@@ -272,6 +272,51 @@ FAMILIES: dict[str, FamilyCase] = {
             "attention_multiplier": 0.3,
         },
     ),
+    "afmoe": FamilyCase(
+        "masks of packed rows that know no documents, gated attention",
+        ALTERNATING
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 80,
+            "num_dense_layers": 1,
+        },
+    ),
+    "granitemoehybrid": FamilyCase(
+        "Mamba 2, a shared expert beside experts published under other names",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "jamba": FamilyCase(
+        "Mamba, whose layers ask whether their weights are quantized",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_dt_rank": 6,
+        },
+    ),
+    "zaya": FamilyCase(
+        "convolutions that make queries, keys and values",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 80,
+            "layer_types": ["hybrid", "hybrid_sliding"],
+            "sliding_window": WINDOW,
+        },
+    ),
     "deepseek_v3": FamilyCase("experts in groups, latent attention", ROUTED_IN_GROUPS | LATENT),
     "qwen3_5_moe_text": FamilyCase(
         "Gated DeltaNet, a gated shared expert",
@@ -295,7 +340,14 @@ FAMILIES: dict[str, FamilyCase] = {
 }
 
 RECURRENT = ("qwen3_5_text", "olmo_hybrid", "lfm2", "falcon_h1", "nemotron_h")
-RECURRENT_EXPERTS = ("nemotron_h_moe", "qwen3_5_moe_text", "qwen3_next")
+RECURRENT_EXPERTS = (
+    "nemotron_h_moe",
+    "granitemoehybrid",
+    "jamba",
+    "zaya",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
 EXPERTS = (
     "gemma4_moe",
     "nemotron_h_moe",
@@ -306,6 +358,10 @@ EXPERTS = (
     "glm4_moe",
     "glm4_moe_lite",
     "granitemoe",
+    "afmoe",
+    "granitemoehybrid",
+    "jamba",
+    "zaya",
     "deepseek_v3",
     "qwen3_5_moe_text",
     "qwen3_next",
@@ -314,12 +370,17 @@ EXPERTS = (
 
 
 def tiny_family(family: str, folder: Path, *, vocab_size: int = VOCAB) -> Path:
-    """Save the tiny model of a family to `folder`, its norms and biases off their initial values;
-    return `folder`.
-    """
-    torch.manual_seed(0)
+    """Save the tiny model of a family to `folder`; return `folder`."""
     config = FAMILIES[family].config(family)
     config.get_text_config().vocab_size = vocab_size
+    return tiny_model(config, folder)
+
+
+def tiny_model(config: Any, folder: Path) -> Path:
+    """Save a random model to `folder`, its norms and biases off their initial values; return
+    `folder`.
+    """
+    torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):

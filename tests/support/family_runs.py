@@ -37,7 +37,13 @@ from workflow.lib.model.backends import (
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.model.nf4_model import build_on_meta, local, local_range, read_specs
+from workflow.lib.model.nf4_model import (
+    build_on_meta,
+    local,
+    local_range,
+    read_specs,
+    say_quantized_,
+)
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.system.files import read_json, short_hash, write_json
@@ -110,15 +116,22 @@ def run_families(
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for family in families:
             try:
-                found[family] = run_family(folder / family, world, target, fused=fused)
+                number = [*FAMILIES].index(family)
+                found[family] = run_family(
+                    folder / family, world, target, fused=fused, number=number
+                )
             except Exception:
                 found[family] = traceback.format_exc()
     return found
 
 
-def run_family(folder: Path, world: World, target: str | None, *, fused: bool) -> dict[str, Any]:
-    """Return one family's losses and gradients by kind of rows, and its start-up checks."""
-    base, number = folder / "nf4", [*FAMILIES].index(folder.name)
+def run_family(
+    folder: Path, world: World, target: str | None, *, fused: bool, number: int
+) -> dict[str, Any]:
+    """Return one family's losses and gradients by kind of rows, and its start-up checks; number:
+    decides the levers of memory.
+    """
+    base = folder / "nf4"
     config = RunConfig(
         lora=LoraSettings(r=3), train=TrainConfig(global_batch_size=4, fused_layers=fused)
     )
@@ -180,7 +193,7 @@ def _gradients(
         total += loss.detach()
     dist.all_reduce(total)
     params = trainable_parameters(training)
-    gradients = all_full({name: param.grad for name, param in params.items()})
+    gradients = all_full({n: param.grad for n, param in params.items() if param.grad is not None})
     training.zero_grad()
     shares = [layer / layer.sum() for layer in routed_rows(training, world)]
     gradients = gradients if world.is_main else {}
@@ -219,6 +232,7 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
         attn_implementation=stock_attention(folder / "nf4"),
     )
     stacks = expert_stacks(model)
+    say_quantized_(model)
     with CheckpointReader(folder / "nf4") as reader, torch.no_grad():
         for path in read_specs(reader):
             weight = dequantized_weight(reader, path)
@@ -256,7 +270,7 @@ def stock_gradients(model: PeftModel, store: TokenStore) -> dict[str, Any]:
         )
     total.backward()
     params = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: param.grad.detach().clone() for name, param in params.items()}
+    gradients = {n: p.grad.detach().clone() for n, p in params.items() if p.grad is not None}
     model.zero_grad()
     for hook in hooks:
         hook.remove()

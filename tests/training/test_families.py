@@ -44,6 +44,7 @@ from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import training_module
+from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
@@ -158,6 +159,15 @@ def test_shared_experts_train_the_same(
     assert all(ours["checks"])
     assert bool(ours["fused"]) is fused
     assert_equals_stock(ours, folder / "glm4_moe")
+
+
+@every_family
+def test_checkpoint_is_described(folder: Path, family: str) -> None:
+    """By the names under which Transformers writes it, as it was published."""
+    shape = describe_folder(folder / family / "original")
+    config = FAMILIES[family].config(family).get_text_config()
+    assert (shape.family, shape.source_dtype) == (config.model_type, "F32")
+    assert shape.num_layers == config.num_hidden_layers
 
 
 @every_family

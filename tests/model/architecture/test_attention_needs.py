@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
+    GPTJConfig,
     GptOssConfig,
     Llama4Config,
     LlamaConfig,
@@ -16,8 +19,13 @@ from transformers import (
     Qwen3Config,
     SeedOssConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from workflow.lib.model.architecture.attention_needs import attention_needs
+from workflow.lib.model.architecture.attention_needs import (
+    WITH_SINKS,
+    WITHOUT_SDPA,
+    attention_needs,
+)
 from workflow.lib.model.backends import read_attention_needs
 from workflow.lib.system.compute_choice import AttentionNeeds
 
@@ -26,11 +34,12 @@ NEEDS = [
     (Qwen3Config(attention_dropout=0.1), AttentionNeeds(dropout=0.1)),
     (Gemma2Config(), AttentionNeeds(softcap=True, head_dim=256, value_dim=256)),
     (Gemma3Config(), AttentionNeeds(head_dim=256, value_dim=256)),
-    (GptOssConfig(), AttentionNeeds(sinks=True, head_dim=64, value_dim=64)),
+    (GptOssConfig(), AttentionNeeds(sinks=True, masks_of_rows=True, head_dim=64, value_dim=64)),
     (Llama4Config(), AttentionNeeds(chunks=True)),
     (NemotronConfig(), AttentionNeeds(masked=True)),
     (DeepseekV3Config(), AttentionNeeds(head_dim=192, value_dim=128)),
     (SeedOssConfig(), AttentionNeeds(dropout=0.1, head_dim=128, value_dim=128)),
+    (GPTJConfig(), AttentionNeeds(eager_alone=True, no_sdpa=True, head_dim=0, value_dim=0)),
 ]
 
 
@@ -54,3 +63,19 @@ def test_what_a_config_leaves_out_is_what_its_class_says(
 def test_config_that_says_little_is_read(config: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert not read_attention_needs(tmp_path).softcap
+
+
+SOFT_CAPPED = {"gemma2", "vaultgemma"}
+NO_DECODERS = {
+    *("big_bird", "bigbird_pegasus", "cpmant", "git", "got_ocr2", "megatron-bert", "mvp"),
+    *("openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "trocr", "xlm", "xlnet"),
+}
+
+
+def test_classes_that_rule_sdpa_out_are_known() -> None:
+    classes = {
+        family: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]]
+        for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NO_DECODERS
+    }
+    ruled_out = {family for family, kind in classes.items() if not kind._supports_sdpa}
+    assert ruled_out - WITH_SINKS - SOFT_CAPPED == WITHOUT_SDPA

@@ -161,8 +161,8 @@ def model_flops_per_token(shape: ModelShape, *, seq_len: int, documents: int) ->
 
 
 def products_of(shape: ModelShape) -> list[list[int]]:
-    """Return what a token of the decoder layers is multiplied by, as [out_features, in_features, how
-    many]: of a stack, as many of its experts as a token goes to.
+    """Return what a token of the decoder layers is multiplied by, as [out_features, in_features,
+    how many]: of a stack, as many of its experts as a token goes to.
     """
     return [
         [linear.out_features // linear.experts, linear.in_features, count * kind.rows(linear)]

@@ -106,10 +106,10 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json` by which stock PEFT builds the adapter.
 
-    config: of the training; adapter: names in training. That of a model without experts stays.
+    config: of the training; adapter: names in training. That of a family without experts stays.
     """
     stacks = expert_stacks(model)
-    if not stacks:
+    if not names_of_experts(model) and not stacks:  # of a mixture all layers may be dense
         return dict(config)
     adapted = adapted_paths(adapter)
     linears = adapted - stacks.keys()

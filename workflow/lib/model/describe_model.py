@@ -25,6 +25,7 @@ from workflow.lib.model.architecture.config_file import (
     read_config,
     refuse_quantized,
     text_part,
+    with_infinities,
 )
 from workflow.lib.model.architecture.model_shape import Linear, ModelShape
 from workflow.lib.model.decoder_layers import decoder_layers
@@ -33,14 +34,16 @@ from workflow.lib.model.description.layer_kinds import described_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
-from workflow.lib.model.nf4_model import build_config_on_meta
+from workflow.lib.model.nf4_model import build_config_on_meta, say_quantized_
+from workflow.lib.model.published.converted_reader import ModuleNames
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 
 # Sizes that a config.json must say itself: the class's own would be another model's.
+WIDTH = "intermediate_size"
 NEEDED = (
     "hidden_size",
-    "intermediate_size",
+    WIDTH,
     "num_hidden_layers",
     "num_attention_heads",
     "vocab_size",
@@ -49,7 +52,7 @@ NEEDED = (
 # What may say it in the place of such a size: a list, or a string, of layers; the width of experts.
 IN_PLACE_OF = {
     "num_hidden_layers": ("layers_block_type", "hybrid_override_pattern"),
-    "intermediate_size": ("moe_intermediate_size",),
+    WIDTH: ("moe_intermediate_size",),
 }
 NEEDED_OF_PART = NEEDED[:3]  # published multimodal models leave the others to the class
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
@@ -101,6 +104,7 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
         with _quiet_transformers():
             built = _decoder_config(config, part, origin)
             model = build_config_on_meta(built, dtype=torch.bfloat16)
+            say_quantized_(model)
     except UserError:
         raise
     except UNBUILDABLE as error:
@@ -167,6 +171,8 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
     for key in NEEDED if part is config else NEEDED_OF_PART:
         if any(part.get(name) for name in IN_PLACE_OF.get(key, ())):
             continue
+        if key == WIDTH and key not in aliases and not hasattr(inner, key):
+            continue  # of OPT it is `ffn_dim`, and GPT-J takes four times the hidden size
         _check_size(key, part.get(key, part.get(aliases.get(key, key))), origin)
     heads, hidden = part.get("num_attention_heads"), part.get("hidden_size")
     if part.get("head_dim") is None and heads and hidden and heads > hidden:
@@ -174,7 +180,7 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
             f"{origin}: num_attention_heads = {heads}: must be at most hidden_size = {hidden}. "
             "Give the config.json that belongs to the checkpoint (model.source)."
         )
-    whole = kind.from_dict(config)
+    whole = kind.from_dict(with_infinities(config))
     built: PretrainedConfig = whole.get_text_config(decoder=True)
     if built is not whole and "tie_word_embeddings" not in part:
         built.tie_word_embeddings = whole.tie_word_embeddings
@@ -206,6 +212,7 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
             "its decoder layers take several streams of hidden states, which is not supported. "
             "Choose another model.source."
         )
+    _check_names(model)
     described = described_layers(model, layers)
     kinds = list(dict.fromkeys(described))
     return ModelShape(
@@ -225,6 +232,19 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
     )
+
+
+def _check_names(model: PreTrainedModel) -> None:
+    """Raise `UserError` if an adapter would be lost on its way to stock PEFT."""
+    names = ModuleNames(model)
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        if isinstance(module, torch.nn.Linear) and names.loaded_as(name) != name:
+            raise UserError(
+                f"PEFT would not find an adapter on {path} again: Transformers "
+                f"{transformers.__version__} has {names.loaded_as(name)} in its table of published "
+                "names. Choose another model.source."
+            )
 
 
 def _paths(model: PreTrainedModel) -> dict[str, str]:
@@ -249,7 +269,7 @@ def _parent(path: str) -> str:
 
 
 def _tied(model: PreTrainedModel) -> bool:
-    return bool(model.config.tie_word_embeddings)
+    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:

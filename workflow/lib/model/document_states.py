@@ -50,9 +50,25 @@ class OneByOne:
             told = {name: divide(y, n) for name, y in named.items()}
             with self.adapters.rows_as(starts[n], tokens=documents.tokens):
                 outputs.append(family(x, *given, **told))
-        if isinstance(outputs[0], tuple):
-            return documents.together([x for x, *_ in outputs], rows), *outputs[0][1:]
+        return _joined(documents, outputs, inputs, rows)
+
+
+def _joined(
+    documents: Documents,
+    outputs: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    rows: torch.Size,
+) -> Any:
+    """Return in packed rows what a layer made of each group of documents: all that has the tokens
+    of its input; of anything else (a cache, None) the first.
+    """
+    if isinstance(outputs[0], tuple):
+        parts = zip(*outputs, strict=True)
+        return tuple(_joined(documents, part, inputs, rows) for part in parts)
+    tokens = [x.shape[:2] for x in inputs]
+    if [x.shape[:2] for x in outputs if isinstance(x, torch.Tensor)] == tokens:
         return documents.together(outputs, rows)
+    return outputs[0]
 
 
 def _divided(documents: Documents, layer: str, tokens: int, value: Any, number: int) -> Any:

@@ -59,7 +59,7 @@ class Documents:
         parts = at_places.split([count * length for count, length in self.shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def together(self, parts: list[torch.Tensor], rows: torch.Size) -> torch.Tensor:
+    def together(self, parts: Sequence[torch.Tensor], rows: torch.Size) -> torch.Tensor:
         """Return what was made of each group as packed rows (*rows, ...)."""
         whole = torch.cat([part.flatten(0, 1) for part in parts]) if len(parts) > 1 else parts[0]
         if self.order is not None:

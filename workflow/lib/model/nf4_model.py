@@ -128,7 +128,16 @@ def replace_linears_(
     rotate_by_document_(model)
     model.requires_grad_(False)
     model.config.get_text_config().use_cache = model.config.use_cache = False
+    say_quantized_(model)
     return model
+
+
+def say_quantized_(model: PreTrainedModel) -> None:
+    """Let a family's code know that its modules alone read their weights, as Transformers does when
+    it loads quantized ones: Jamba's asks for it.
+    """
+    for config in (model.config, model.config.get_text_config()):
+        config._is_quantized = True
 
 
 def _linear_at(model: nn.Module, path: str, shape: tuple[int, int]) -> nn.Linear:

@@ -11,6 +11,7 @@ from workflow.lib.system.errors import setting_error
 
 FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
 FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
+OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
 
 
@@ -31,6 +32,12 @@ class AttentionNeeds:
     """Share of attention weights that training drops."""
     masked: bool = False
     """Its layers tell their attention nothing of documents but the mask."""
+    masks_of_rows: bool = False
+    """Its masks of packed rows leave out where documents begin."""
+    eager_alone: bool = False
+    """Its layers compute all scores themselves: no other implementation serves it."""
+    no_sdpa: bool = False
+    """Its class rules sdpa out."""
 
     def varlen_lack(self) -> str | None:
         """Return what varlen cannot do of it; None for nothing."""
@@ -41,16 +48,20 @@ class AttentionNeeds:
                 f"it wants values as wide as keys, and this model's are {self.value_dim} and "
                 f"{self.head_dim}"
             )
-        return self.sinks_or_chunks() or self.flex_lack()
+        return self.flash_lack() or self.flex_lack()
 
-    def sinks_or_chunks(self) -> str | None:
-        """Return which of them it has, as what an implementation cannot do; None for neither."""
+    def flash_lack(self) -> str | None:
+        """Return what FlashAttention cannot do of it, whoever calls it; None for nothing."""
+        if self.eager_alone:
+            return OWN_SCORES
         if self.sinks:
             return "it has no attention sinks, as this model has"
         return "it has no chunks, as this model's attention has" if self.chunks else None
 
     def flex_lack(self) -> str | None:
         """Return what flex cannot do of it; None for nothing."""
+        if self.eager_alone:
+            return OWN_SCORES
         if self.masked:
             return "it gets no mask, and this model's layers tell of documents by nothing else"
         if self.dropout > 0:
@@ -152,12 +163,12 @@ def automatic_attention(
     On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
     package is, else for training varlen, and flex for what these cannot do. Else it is what stock
     Transformers has: sdpa, or eager for soft-capped scores and sinks, which sdpa ignores. Training
-    takes flex for sinks everywhere: gpt-oss makes its masks without positions (Transformers 5.23),
-    so that in packed rows they leave out where documents begin.
+    takes flex everywhere for sinks, and for a family whose masks would let packed documents see
+    each other.
     """
     if cuda and bfloat16 and compute_dtype != "float32":
         # Transformers hands it the cap, and pads narrow values.
-        packs = needs.sinks_or_chunks() is None and not (training and needs.masked)
+        packs = needs.flash_lack() is None and not (training and needs.masked)
         if flash_package and packs:
             return AttentionChoice(FLASH, "its package is installed")
         if training:
@@ -166,8 +177,10 @@ def automatic_attention(
                 return AttentionChoice(VARLEN, "the fastest that this model can have here")
             if needs.flex_lack() is None:
                 return AttentionChoice(FLEX, f"not varlen: {lack}")
-    if training and needs.sinks and needs.flex_lack() is None:
-        return AttentionChoice(FLEX, "the masks of gpt-oss let packed documents see each other")
+    if training and (needs.sinks or needs.masks_of_rows) and needs.flex_lack() is None:
+        return AttentionChoice(FLEX, "the family's masks let packed documents see each other")
     if needs.softcap or needs.sinks:
         return AttentionChoice("eager", "sdpa has no soft-capped scores and no attention sinks")
+    if needs.no_sdpa:
+        return AttentionChoice("eager", "this model's class rules sdpa out")
     return AttentionChoice("sdpa", "the fastest of stock Transformers here")

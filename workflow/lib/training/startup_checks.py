@@ -21,6 +21,7 @@ from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.compute_choice import FLEX
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import TrainingModel
@@ -209,13 +210,14 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
             grown = _difference(ours, by_document(layers.routed))
     difference = max(layers.largest_difference(), at_end)
     if not (difference <= PACKED_TOLERANCE[ours.dtype] and grown <= GROWN_TOLERANCE):
+        stock = model.config._attn_implementation in ("sdpa", "eager")
         raise UserError(
             f"packed documents of {type(model).__name__} have other hidden states than each by "
             f"itself has by the family's own attention: in one layer they differ by "
             f"{difference:.2g} of what it adds, and after all layers by "
             f"{max(at_end, grown):.2g} of their size, so another model would be trained. Set "
-            "model.attention to sdpa or eager, or data.packing to false, or choose another "
-            "model.source."
+            f"model.attention to {FLEX if stock else 'sdpa or eager'}, or data.packing to false, "
+            "or choose another model.source."
         )
     recurrent = training.recurrent_layers
     one_by_one = f"; {recurrent} recurrent layers take documents one by one" if recurrent else ""

@@ -21,6 +21,18 @@ WITH_SINKS = frozenset(
 # Families whose layers hand none of a forward's arguments on to their attention (5.23). varlen and
 # flex say so of any other that does not.
 MASKED = frozenset({"nemotron", "stablelm"})
+# Families that make the masks of sdpa and eager without positions (5.23): in packed rows they leave
+# out where documents begin. The check before the first step refuses any other that does.
+MASKS_OF_ROWS = frozenset({"afmoe", "gpt_oss", "granitemoehybrid"})
+# Families whose layers compute all scores themselves, whatever function is asked for (5.23).
+EAGER_ALONE = frozenset(
+    {"bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "inkling2_text", "mpt", "xglm"}
+)
+# Those, and others whose class rules sdpa out, besides those with sinks or soft caps: some have no
+# attention at all.
+WITHOUT_SDPA = EAGER_ALONE | {
+    *("deepseek_v4", "falcon_mamba", "flint", "hy_v4", "mamba", "mamba2", "rwkv", "xlstm")
+}
 
 
 def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
@@ -36,6 +48,9 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
         value_dim=value_dim,
         dropout=float(config.get("attention_dropout") or 0.0),
         masked=config.get("model_type") in MASKED,
+        masks_of_rows=config.get("model_type") in MASKS_OF_ROWS,
+        eager_alone=config.get("model_type") in EAGER_ALONE,
+        no_sdpa=config.get("model_type") in WITHOUT_SDPA,
     )
 
 

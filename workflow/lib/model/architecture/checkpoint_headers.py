@@ -3,8 +3,8 @@ types, from the safetensors headers alone.
 
 A multimodal checkpoint keeps its decoder below a name of its own (`model.language_model.`), beside
 what is left alone. Experts are published in several ways (a tensor for each projection of each
-expert, or one for all), so of them the weights are counted, and `quantize_base` holds each name
-against Transformers' table.
+expert, or one for all), and some families under other names than Transformers gives the modules:
+of these the weights are counted, and `quantize_base` holds each name against Transformers' table.
 """
 
 import math
@@ -30,13 +30,41 @@ def with_checkpoint(shape: ModelShape, folder: Path) -> ModelShape:
     tensors = read_headers(folder)
     shape = replace(shape, prefix=_prefix(shape, tensors))
     _check_no_more_layers(shape, tensors, folder)
+    others = _other_names(shape, tensors)
     for name, size in expected_tensors(shape):
-        _check_tensor(tensors, name, size, folder=folder)
-    for number in range(shape.num_layers):
+        if name in tensors or not others:
+            _check_tensor(tensors, name, size, folder=folder)
+    for number in range(shape.num_layers if not others else 0):
         _check_experts(shape, number, tensors, folder)
     first = f"{shape.prefix}{layer_name(shape, 0, shape.layer(0).linears[0].path)}.weight"
-    dtype = tensors[first].dtype
+    dtype = tensors[first if first in tensors else others[0]].dtype
     return replace(shape, source_dtype=dtype if dtype in FLOAT_BYTES else "BF16")
+
+
+def _other_names(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names, the largest tensor's first, under which a decoder has weights that its
+    modules have under others; none if all have the modules' names, or if some are not there.
+
+    Of a decoder that is there, tensors that nobody expects by name have at least as many weights as
+    experts and the expected tensors that are missing.
+    """
+    expected = dict(expected_tensors(shape))
+    missing = sum(math.prod(size) for name, size in expected.items() if name not in tensors)
+    layers = [shape.layer(number) for number in range(shape.num_layers)]
+    experts = sum(x.num_weights for layer in layers for x in layer.linears if x.experts > 1)
+    others = {name: x for name, x in tensors.items() if name not in expected}
+    is_found = any(".experts." in name for name in others) or not experts
+    if missing == 0 and is_found:
+        return []
+    if any(x.dtype not in FLOAT_BYTES and not _is_decoded(n, tensors) for n, x in others.items()):
+        return []
+    if sum(_weights(name, x) for name, x in others.items()) < missing + experts:
+        return []
+    return sorted(others, key=lambda name: -_weights(name, others[name]))
+
+
+def _weights(name: str, tensor: TensorInfo) -> int:
+    return math.prod(tensor.shape) * (2 if name.endswith("_blocks") else 1)  # two codes a byte
 
 
 def layer_name(shape: ModelShape, number: int, path: str) -> str:
@@ -120,10 +148,7 @@ def _check_experts(
         if name.startswith(layer) and ".experts." in name and _is_weight(name, tensor)
     }
     expected = sum(linear.num_weights for linear in stacks)
-    found = sum(
-        math.prod(tensor.shape) * (2 if name.endswith("_blocks") else 1)  # two 4-bit codes a byte
-        for name, tensor in stored.items()
-    )
+    found = sum(_weights(name, tensor) for name, tensor in stored.items())
     if found != expected:
         raise UserError(
             f"{folder}: the experts of {layer.removesuffix('.')} have {found:,} weights in "

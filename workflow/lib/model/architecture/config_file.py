@@ -27,6 +27,7 @@ SHOWN_DIGITS = 20
 QUANTIZATION = "quantization_config"
 DECODED_FORMATS = ("fp8", "mxfp4")  # as Transformers calls them; read by `published.decoded_reader`
 TEXT_PART = "text_config"  # of a multimodal model
+INFINITE = "__float__"  # as Transformers 5 writes what JSON has no number for
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -43,8 +44,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_bounded(path: Path) -> dict[str, Any]:
     """Read any config.json, before a library builds lists of as many entries as it says.
 
-    Raises `UserError` if it is no JSON object, or a size in it, or in a model within it, is beyond
-    `LARGEST_SIZES`.
+    `Infinity` and `NaN`, which are no JSON, become what Transformers 5 writes in their place
+    (`with_infinities`). Raises `UserError` if it is no JSON object, or a size in it, or in a model
+    within it, is beyond `LARGEST_SIZES`.
     """
 
     def checked(content: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +56,8 @@ def read_bounded(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError(f"it is larger than {MAX_CONFIG_BYTES // 2**20} MiB")
-        config = json.loads(path.read_text(encoding="utf-8"), object_hook=checked)
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text, object_hook=checked, parse_constant=lambda x: {INFINITE: x})
     except UserError:  # a ValueError too
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -62,6 +65,19 @@ def read_bounded(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
     return config
+
+
+def with_infinities(content: Any) -> Any:
+    """Return the content of a config.json with the numbers that `{"__float__": "Infinity"}` means,
+    as Transformers does when it reads the file itself.
+    """
+    if isinstance(content, dict):
+        if content.keys() == {INFINITE}:
+            return float(content[INFINITE])
+        return {key: with_infinities(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [with_infinities(value) for value in content]
+    return content
 
 
 def check_bounds(content: Mapping[str, Any], path: Path) -> None:

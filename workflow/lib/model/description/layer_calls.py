@@ -212,7 +212,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """An attention function whose output has the shape of any other's; heads are dim 1."""
     module.workflow_recorder.attended(module, (query, key, value), told)
-    return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1]), None
+    output = query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])
+    return output.contiguous(), None  # of which some families ask for a view
 
 
 def _route(

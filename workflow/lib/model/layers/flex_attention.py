@@ -69,8 +69,8 @@ def flex_attention(
     query: (rows, heads, seq_len, head_dim); key, value: with key_value_heads, which divide heads,
     and value's own width. softcap: scores become softcap * tanh(scores / softcap). s_aux: (heads,),
     one more score of each query, which takes its share of the weights and has no value. Returns
-    (rows, seq_len, heads, value_dim) and no weights. Raises `UserError` if the model tells it to do
-    anything else.
+    (rows, seq_len, heads, value_dim), contiguous, and no weights. Raises `UserError` if the model
+    tells it to do anything else.
     """
     assert not dropout, "resolve_training_attention refuses attention dropout"
     bidirectional = True if is_causal is False else None
@@ -86,11 +86,12 @@ def flex_attention(
         "sinks": s_aux,
     }
     if query.device.type == "cpu":
-        return all_scores(query, key, value, packed_masks.first_keys(kind), **arguments), None
+        output = all_scores(query, key, value, packed_masks.first_keys(kind), **arguments)
+        return output.contiguous(), None
     mask = packed_masks.block_mask(kind)
     if query.device.type == RECORDED:
-        return allocate_like_kernel(query, key, value, s_aux), None
-    return _compiled()(query, key, value, mask, **arguments), None
+        return allocate_like_kernel(query, key, value, s_aux).contiguous(), None
+    return _compiled()(query, key, value, mask, **arguments).contiguous(), None
 
 
 @functools.cache

@@ -45,6 +45,12 @@ class ModuleNames:
         """
         return self.named(stored)[0]
 
+    def loaded_as(self, name: str) -> str:
+        """Return what PEFT takes the name of a linear's tensor for when it loads an adapter: by the
+        table alone.
+        """
+        return str(rename_source_key(name, self._renamings, [], self._prefix, self._places)[0])
+
     def named(self, stored: str) -> tuple[str, str | None]:
         """Return the same, and the pattern of the converter if the tensor is a part."""
         for renamings, converters in ((self._renamings, self.converters), ([], [])):

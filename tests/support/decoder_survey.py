@@ -1,0 +1,313 @@
+"""Every other decoder of the installed Transformers, tiny: is it taken, and does it train as stock
+does?
+
+`tests/support/families.py` has the families whose tiny models were made by hand. Here each further
+class that Transformers maps to a causal language model gets sizes by the names of its settings, and
+goes the same way: description, quantization, training by one process, the stock model. What is
+refused says why. `python -m tests.support.decoder_survey` takes about ten minutes of two cores and
+writes the lists of `workflow/docs/families.md` anew.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.families import (
+    FAMILIES,
+    LATENT,
+    MOE,
+    NEMOTRON_H,
+    ROUTED_IN_GROUPS,
+    SIZES,
+    VOCAB,
+    WINDOW,
+    tiny_model,
+)
+from tests.support.family_runs import (
+    LENGTHS,
+    exported,
+    family_store,
+    in_float64,
+    names_of,
+    run_family,
+    stock_gradients,
+    stock_model,
+)
+from tests.support.models import quantized
+from workflow.lib.distributed.world import process_group
+from workflow.lib.model.describe_model import describe_folder
+from workflow.lib.system.errors import UserError
+
+PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "families.md"
+MARKS = ("<!-- decoders: begin -->\n", "<!-- decoders: end -->")
+LOSS, GRADIENT = 2e-5, 1e-4  # as in tests/training/test_families.py
+TOGETHER = 2  # processes
+MOST_S = 300.0  # of a family
+ALONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+}
+# Settings by name, wherever a class has them.
+BY_NAME: dict[str, Any] = {
+    **{name: SIZES[name] for name in SIZES if name not in ("num_hidden_layers",)},
+    **dict.fromkeys(("d_model", "n_embd", "lru_width", "word_embed_proj_dim", "conv_dim"), 48),
+    **dict.fromkeys(("ffn_dim", "n_inner", "block_dim", "block_ff_dim", "ffn_hidden_size"), 80),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), 3),
+    **MOE,
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
+    **dict.fromkeys(("moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"), 2),
+    "moe_shared_expert_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": ROUTED_IN_GROUPS["first_k_dense_replace"],
+    "n_positions": 128,
+    "sliding_window": WINDOW,
+    "attention_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "rotary_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 3,
+    **NEMOTRON_H,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_headdim": 16,
+    "n_mamba_heads": 6,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 96,
+    "mamba_dt_rank": 8,
+    "mamba_n_groups": 1,
+    "mamba_ngroups": 1,
+    "mamba_chunk_size": 8,
+    "index_topk": 64,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB,
+    "laurel_rank": 8,
+    "swa_num_attention_heads": 3,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# What a class wants otherwise; None: nothing is said of it.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "layer_types": None},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+    "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+    "codegen": {"n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "falcon": {"head_dim": None},
+    "falcon_mamba": {"layer_types": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "layer_types": None,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "kimi_linear": {"qk_rope_head_dim": 8},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"layer_types": None},
+    "mamba2": {"layer_types": None, "num_heads": 6, "head_dim": 16},
+    "mimo_v2_flash": {"num_attention_heads": 4, "head_dim": 12, "v_head_dim": 12},
+    "zamba2": {"layer_types": None},
+    "zaya": {"num_experts_per_tok": 1},
+}
+AT_RANDOM = {"phimoe": "its router draws experts at random in training"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a class."""
+
+    family: str
+    outcome: str
+    """`as stock`, `refused` or `not tried`."""
+    why: str = ""
+
+
+def decoders() -> list[str]:
+    """Return the families that are looked at: causal language models that encode nothing, and that
+    have no line in the table of tests.
+    """
+    known = {case.model_type or family for family, case in FAMILIES.items()}
+    return [
+        name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in known and _decodes(name)
+    ]
+
+
+def _decodes(family: str) -> bool:
+    try:
+        config = AutoConfig.for_model(family)
+    except Exception:  # it has sizes without defaults, or parts in packages that are not here
+        return False
+    return not config.is_encoder_decoder and getattr(config, "is_decoder", None) is not False
+
+
+def tiny_config(family: str) -> Any:
+    """Return the configuration of a tiny model of a family, by the names of its settings."""
+    default = AutoConfig.for_model(family)
+    text = default.get_text_config()
+    sizes = {name: value for name, value in BY_NAME.items() if _has(text, name)}
+    if hasattr(text, "kv_lora_rank"):
+        sizes |= {name: value for name, value in LATENT.items() if _has(text, name)}
+    kinds = [*dict.fromkeys(getattr(text, "layer_types", None) or ())]
+    layers = max(2, len(kinds))
+    sizes |= {name: layers for name in LAYERS if _has(text, name)}
+    if kinds:
+        sizes["layer_types"] = (2 * kinds)[:layers]
+    sizes |= {name: 0.0 for name in dir(text) if _has(text, name) and _drops(text, name)}
+    sizes |= OTHERWISE.get(family, {})
+    told = {name: value for name, value in sizes.items() if value is not None}
+    if text is not default:
+        told = {"text_config": told, "tie_word_embeddings": told["tie_word_embeddings"]}
+    return AutoConfig.for_model(family, **told)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # each layer has its own, and the class says so by an error of its own
+        return False
+
+
+def _drops(config: Any, name: str) -> bool:
+    return ("dropout" in name or "pdrop" in name) and isinstance(getattr(config, name), float)
+
+
+def looked_at(family: str, number: int, folder: Path) -> Found:
+    """Take a tiny model of a family the way of every model; number: decides its levers."""
+    try:
+        tiny_model(tiny_config(family), folder / "original")
+    except Exception as error:
+        return Found(family, "not tried", f"{type(error).__name__}: {error}")
+    try:
+        describe_folder(folder / "original")
+        quantized(folder / "original", folder / "nf4")
+        with process_group("cpu", timeout_s=MOST_S) as world:
+            ours = run_family(folder, world, "of-1", fused=True, number=number)
+    except UserError as error:
+        return Found(family, "refused", str(error))
+    if family in AT_RANDOM:
+        return Found(family, "not compared", AT_RANDOM[family])
+    return _compared(family, ours, folder)
+
+
+def _compared(family: str, ours: dict[str, Any], folder: Path) -> Found:
+    stock = in_float64(stock_model(folder, exported(folder / "of-1")))
+    names = names_of(folder / "of-1")
+    for rows in LENGTHS:
+        theirs = stock_gradients(stock, family_store(rows))
+        gradients = {names.exported(n): x for n, x in ours[rows]["gradients"].items()}
+        off = abs(ours[rows]["loss"] / theirs["loss"] - 1)
+        if gradients.keys() != theirs["gradients"].keys():
+            return Found(family, "differs", "other adapters have gradients")
+        worst = max(
+            float((gradients[name] - x).abs().max() / x.abs().max().clamp(min=1e-30))
+            for name, x in theirs["gradients"].items()
+        )
+        if off > LOSS or worst > GRADIENT:
+            return Found(family, "differs", f"{rows}: loss by {off:.1g}, a gradient by {worst:.1g}")
+    return Found(family, "as stock")
+
+
+def survey(families: Iterable[str]) -> Iterator[Found]:
+    """Yield what becomes of families, each in a process of its own."""
+    waiting, running = list(zip(families, count(), strict=False)), {}
+    while waiting or running:
+        while waiting and len(running) < TOGETHER:
+            family, number = waiting.pop(0)
+            folder = Path(tempfile.mkdtemp())
+            running[_forked(family, number, folder)] = family, folder, time.monotonic() + MOST_S
+        time.sleep(0.05)
+        for pid, (family, folder, until) in [*running.items()]:
+            if time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+            elif os.waitpid(pid, os.WNOHANG) == (0, 0):
+                continue
+            del running[pid]
+            result = folder / "found.json"
+            yield (
+                Found(**json.loads(result.read_text()))
+                if result.is_file()
+                else Found(family, "crashed", f"no result within {MOST_S:.0f} s")
+            )
+            shutil.rmtree(folder)
+
+
+def _forked(family: str, number: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.environ.update(ALONE)
+        try:
+            found = looked_at(family, number, folder)
+        except Exception:
+            found = Found(family, "crashed", traceback.format_exc())
+        (folder / "found.json").write_text(json.dumps(asdict(found)))
+    finally:
+        os._exit(0)
+
+
+def lists(found: Iterable[Found]) -> str:
+    """Return the lists of the page."""
+    by_outcome: dict[str, list[Found]] = {}
+    for one in sorted(found, key=lambda one: one.family):
+        by_outcome.setdefault(one.outcome, []).append(one)
+    assert not {"crashed", "differs"} & by_outcome.keys(), by_outcome
+    taken = ", ".join(f"`{one.family}`" for one in by_outcome.pop("as stock"))
+    head = f"As the stock model trains, of Transformers {transformers.__version__}: {taken}.\n\n"
+    table = "| family | what became of it |\n|---|---|\n"
+    others = [one for some in by_outcome.values() for one in some]
+    return (
+        head + table + "".join(f"| `{x.family}` | {x.outcome}: {_brief(x.why)} |\n" for x in others)
+    )
+
+
+def _brief(why: str) -> str:
+    """Return a message without its place and its advice, in one line."""
+    text = " ".join(why.split())
+    text = text.rpartition("original/config.json")[2] if "original/config.json" in text else text
+    text = text.removeprefix(": ").partition(" Choose ")[0].partition(" Set ")[0]
+    return text.replace("|", "/")[:300]
+
+
+def written(page: str, found: Iterable[Found]) -> str:
+    """Return the page with the lists between its marks."""
+    before, rest = page.split(MARKS[0])
+    return before + MARKS[0] + lists(found) + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+if __name__ == "__main__":
+    results = []
+    for one in survey(sys.argv[1:] or decoders()):
+        print(one.family, one.outcome, one.why[-1500:], flush=True)
+        results.append(one)
+    if not sys.argv[1:]:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
