@@ -3,16 +3,20 @@ covered is refused by name.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.families import GEMMA4
+from tests.support.decoder_survey import tiny_config
+from tests.support.families import GEMMA4, MOE, tiny_model
 from tests.support.preflight_examples import TINY, tensor_shapes, write_checkpoint
 from workflow.lib.model.architecture.checkpoint_headers import expected_tensors
+from workflow.lib.model.architecture.config_file import read_config
 from workflow.lib.model.architecture.model_shape import ModelShape, shape_of_document
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.describe_model import describe_config, describe_folder
@@ -227,6 +231,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["does not describe a decoder", "`num_hidden_layers`", "Check model.source"],
     ),
     (SIZES | {"model_type": "bloom", "n_layer": 10**9}, ["n_layer = 1000000000: must be"]),
+    (
+        SIZES | {"model_type": "zamba", "num_hidden_layers": 12, "mamba_dt_rank": 8},
+        ["'zamba'", "decoder layers 2 and 7 share weights (model.layers.7.shared_transf"],
+    ),
+    (
+        SIZES | MOE | {"model_type": "laguna", "shared_expert_intermediate_size": 64},
+        ["'laguna'", "PEFT would not find an adapter on model.layers.1.mlp.shared_experts"],
+    ),
 ]
 
 
@@ -238,3 +250,33 @@ def test_what_is_not_covered_is_refused_by_name(config: dict[str, Any], parts: l
         describe_config(config, origin=Path("config.json"))
     for part in ("config.json", *parts):
         assert part in str(caught.value)
+
+
+def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path: Path) -> None:
+    """Hunyuan 3 calls its shared experts otherwise than Transformers does."""
+    tiny_model(tiny_config("hy_v3"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    linears = {f"{x}.weight" for x in describe_folder(tmp_path).linear_paths()}
+    assert linears - tensors.keys(), "all have the modules' names: nothing is tried"
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="has no tensor model"):
+        describe_folder(tmp_path)
+
+
+def test_infinity_is_read_however_it_is_written(tmp_path: Path) -> None:
+    """Transformers 5 writes an object in its place, and Python a word that is no JSON."""
+    config = SIZES | {
+        "model_type": "granitemoehybrid",
+        "mamba_n_heads": 10,
+        "mamba_d_head": 16,
+        "time_step_limit": [0.0, math.inf],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert '"time_step_limit": [0.0, Infinity]' in (tmp_path / "config.json").read_text()
+    read = read_config(tmp_path / "config.json")
+    assert read["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert describe_config(read, origin=tmp_path) == describe_config(
+        {k: v for k, v in config.items() if k != "time_step_limit"}, origin=tmp_path
+    )

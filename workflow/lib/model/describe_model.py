@@ -206,6 +206,7 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
     config: Any = model.config
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
+    _check_own_weights(model, layers=paths["layers"])
     layers = recorded_layers(model)
     if any(calls.hidden_dims != 3 for calls in layers):
         raise UserError(
@@ -232,6 +233,21 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
     )
+
+
+def _check_own_weights(model: PreTrainedModel, *, layers: str) -> None:
+    """Raise `UserError` if decoder layers have weights in common (Zamba): they are sharded one by
+    one.
+    """
+    owners: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name.startswith(f"{layers}."):
+            number = name.removeprefix(f"{layers}.").partition(".")[0]
+            if owners.setdefault(id(param), number) != number:
+                raise UserError(
+                    f"its decoder layers {owners[id(param)]} and {number} share weights ({name}), "
+                    "which is not supported. Choose another model.source."
+                )
 
 
 def _check_names(model: PreTrainedModel) -> None:
