@@ -27,8 +27,8 @@ class ModelConfig(Section):
     ] = "auto"
     """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed,
     else varlen (FlashAttention as built into torch), or flex (torch's flex_attention, compiled) for
-    what varlen cannot do, as soft-capped scores; on a CPU sdpa, or eager where sdpa would leave
-    something out. Evaluation takes sdpa or eager for varlen and flex."""
+    what varlen cannot do, as soft-capped scores; on a CPU sdpa, or eager or flex where sdpa would
+    leave something out. Evaluation takes sdpa or eager for varlen and flex."""
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of activations and matrix products; `auto` = bfloat16 on GPUs that have it (compute
     capability 8.0 and more), float16 with a scaled loss on older ones, float32 on CPUs (preflight
