@@ -10,6 +10,7 @@ writes the lists of `workflow/docs/families.md` anew.
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -123,20 +124,19 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "falcon_mamba": {"layer_types": None},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "layer_types": None,
-    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "kimi_linear": {"qk_rope_head_dim": 8},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "mamba": {"layer_types": None},
     "mamba2": {"layer_types": None, "num_heads": 6, "head_dim": 16},
     "mimo_v2_flash": {"num_attention_heads": 4, "head_dim": 12, "v_head_dim": 12},
-    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 2,
+    },
 }
 AT_RANDOM = {"phimoe": "its router draws experts at random in training"}
 
@@ -292,10 +292,9 @@ def lists(found: Iterable[Found]) -> str:
 
 def _brief(why: str) -> str:
     """Return a message without its place and its advice, in one line."""
-    text = " ".join(why.split())
-    text = text.rpartition("original/config.json")[2] if "original/config.json" in text else text
-    text = text.removeprefix(": ").partition(" Choose ")[0].partition(" Set ")[0]
-    return text.replace("|", "/")[:300]
+    text = re.sub(r"^/\S+ (model_type = '\S+': )?", "", " ".join(why.split()))
+    text = re.split(r" (?:Choose|Set|Check|Give) | The files do not", text)[0]
+    return text.replace("|", "/")[:400]
 
 
 def written(page: str, found: Iterable[Found]) -> str:

@@ -194,6 +194,10 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
 
 
 def _check_size(key: str, value: Any, origin: Path) -> None:
+    if isinstance(value, list) and value:  # one for each layer
+        for one in value:
+            _check_size(key, one, origin)
+        return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(
             f"{origin}: {key} = {value!r}: must be a whole number above 0. "
