@@ -48,10 +48,17 @@ def attention_needs(config: Mapping[str, Any]) -> AttentionNeeds:
         value_dim=value_dim,
         dropout=float(config.get("attention_dropout") or 0.0),
         masked=config.get("model_type") in MASKED,
-        masks_of_rows=config.get("model_type") in MASKS_OF_ROWS,
-        eager_alone=config.get("model_type") in EAGER_ALONE,
-        no_sdpa=config.get("model_type") in WITHOUT_SDPA,
+        **of_family(config.get("model_type")),
     )
+
+
+def of_family(family: str | None) -> dict[str, bool]:
+    """Return the needs that neither a config.json nor the layers of a description tell."""
+    return {
+        "masks_of_rows": family in MASKS_OF_ROWS,
+        "eager_alone": family in EAGER_ALONE,
+        "no_sdpa": family in WITHOUT_SDPA,
+    }
 
 
 def _widths(config: Mapping[str, Any]) -> tuple[int, int]:

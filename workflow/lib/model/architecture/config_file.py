@@ -83,7 +83,7 @@ def with_infinities(content: Any) -> Any:
 def check_bounds(content: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` if a size is beyond `LARGEST_SIZES`."""
     for key in content.keys() & LARGEST_SIZES.keys():
-        value = content[key]
+        value = with_infinities(content[key])
         if isinstance(value, int | float) and value > LARGEST_SIZES[key]:
             shown = str(value)
             shown = shown if len(shown) <= SHOWN_DIGITS else f"{shown[:SHOWN_DIGITS]}..."

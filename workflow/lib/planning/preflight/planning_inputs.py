@@ -11,7 +11,7 @@ from workflow.lib.model.architecture.adapter_targets import (
     adapter_ranks,
     modules_to_save,
 )
-from workflow.lib.model.architecture.attention_needs import EAGER_ALONE, MASKS_OF_ROWS, WITHOUT_SDPA
+from workflow.lib.model.architecture.attention_needs import of_family
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.routers import balance_coefficient
 from workflow.lib.planning.machine import Machine
@@ -149,9 +149,7 @@ def attention_needs(shape: ModelShape) -> AttentionNeeds:
         value_dim=shape.largest(lambda layer: layer.value_head),
         dropout=shape.attention_dropout,
         masked=shape.masked,
-        masks_of_rows=shape.family in MASKS_OF_ROWS,
-        eager_alone=shape.family in EAGER_ALONE,
-        no_sdpa=shape.family in WITHOUT_SDPA,
+        **of_family(shape.family),
     )
 
 
