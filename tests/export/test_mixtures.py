@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.support.families import FamilyCase
 from tests.support.mixtures import MIXTURES, tiny_mixture
 from tests.support.models import decoded_by_hand, quantized
 from workflow.lib.export.adapter_files import merged_tensors, save_adapter, write_merged
@@ -204,6 +205,20 @@ def test_exported_configuration_names_the_parameters(folder: Path, tmp_path: Pat
     assert sorted(path.removesuffix(".weight") for path in taken) == sorted(dense)
     assert "o_proj" in config["target_modules"]
     assert config["lora_dropout"] == 0.0
+
+
+def test_mixture_whose_layers_are_all_dense_names_parameters_too() -> None:
+    """PEFT would take `gate_proj` for the experts that this model has not."""
+    dense = FamilyCase("", {"mlp_only_layers": [0, 1]}, "qwen3_moe")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(dense.config("qwen3_moe"))
+    paths = [*quantizable_linears(model)]
+    trained = {"target_modules": paths, "rank_pattern": {}, "alpha_pattern": {}}
+    found = exported_config(trained, model, [f"{PREFIX}{path}.lora_A.weight" for path in paths])
+    feed_forward = {f"{path}.weight" for path in paths if ".mlp." in path}
+    assert len(feed_forward) == 6
+    assert {*found["target_parameters"]} == feed_forward
+    assert found["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
 def test_names_of_the_training_come_back_from_the_exported_files(

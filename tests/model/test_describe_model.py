@@ -219,6 +219,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["'gemma3n_text'", "several streams of hidden states"],
     ),
     (
+        SIZES | GEMMA4 | {"model_type": "gemma3n_text", "intermediate_size": [176, 0]},
+        ["intermediate_size = 0: must be a whole number above 0"],
+    ),
+    (
         SIZES | {"model_type": "llama", "vocab_size": None},
         ["vocab_size = None: must be a whole number above 0"],
     ),

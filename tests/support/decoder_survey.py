@@ -147,7 +147,9 @@ class Found:
 
     family: str
     outcome: str
-    """`as stock`, `refused` or `not tried`."""
+    """`as stock`, `refused`, `not tried`, `not compared`, and what no page may say: `crashed`,
+    `differs`.
+    """
     why: str = ""
 
 
@@ -246,18 +248,22 @@ def survey(families: Iterable[str]) -> Iterator[Found]:
             running[_forked(family, number, folder)] = family, folder, time.monotonic() + MOST_S
         time.sleep(0.05)
         for pid, (family, folder, until) in [*running.items()]:
-            if time.monotonic() > until:
+            late = time.monotonic() > until
+            if late:
                 os.kill(pid, signal.SIGKILL)
-            elif os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if os.waitpid(pid, 0 if late else os.WNOHANG) == (0, 0):
                 continue
             del running[pid]
-            result = folder / "found.json"
-            yield (
-                Found(**json.loads(result.read_text()))
-                if result.is_file()
-                else Found(family, "not tried", f"no result within {MOST_S:.0f} s")
-            )
+            yield _result(family, folder / "found.json", late=late)
             shutil.rmtree(folder)
+
+
+def _result(family: str, file: Path, *, late: bool) -> Found:
+    if file.is_file():
+        return Found(**json.loads(file.read_text()))
+    if late:
+        return Found(family, "not tried", f"no result within {MOST_S:.0f} s")
+    return Found(family, "crashed", "its process ended without a word")
 
 
 def _forked(family: str, number: int, folder: Path) -> int:

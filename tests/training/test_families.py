@@ -216,6 +216,13 @@ def test_start_up_check_finds_attention_to_the_document_before(
     assert checked("unpacked").passed
 
 
+def test_start_up_check_names_flex_where_masks_leave_out_documents(folder: Path) -> None:
+    training = adapted(folder / "afmoe" / "nf4", attention="sdpa", r=2).eval()
+    world: Any = SimpleNamespace(device=CPU)
+    with pytest.raises(UserError, match=r"Set model\.attention to flex, or data\.packing to false"):
+        check_attention(training, family_store("packed"), world)
+
+
 def rows_as_documents(position_ids: torch.Tensor) -> Documents:
     rows, tokens = position_ids.shape
     return documents_of([tokens] * rows)

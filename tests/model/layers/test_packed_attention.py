@@ -21,6 +21,7 @@ from workflow.lib.system.compute_choice import AttentionNeeds, automatic_attenti
 from workflow.lib.system.errors import UserError
 
 NOTHING, SOFTCAP = AttentionNeeds(), AttentionNeeds(softcap=True)
+EAGER_ALONE = AttentionNeeds(eager_alone=True, no_sdpa=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -47,9 +48,16 @@ def test_auto_in_fp32_is_sdpa_even_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "name"), [(SOFTCAP, "eager"), (AttentionNeeds(sinks=True), "flex")]
+    ("needs", "name"),
+    [
+        (SOFTCAP, "eager"),
+        (AttentionNeeds(sinks=True), "flex"),
+        (AttentionNeeds(masks_of_rows=True), "flex"),
+        (AttentionNeeds(no_sdpa=True), "eager"),
+        (EAGER_ALONE, "eager"),
+    ],
 )
-def test_auto_never_drops_soft_capping_or_sinks(needs: AttentionNeeds, name: str) -> None:
+def test_auto_is_not_sdpa_for_what_it_would_leave_out(needs: AttentionNeeds, name: str) -> None:
     assert resolved("auto", CPU, dtype=torch.float32, needs=needs) == name
     assert resolved("auto", dtype=torch.float32, needs=needs) == name
 
@@ -101,6 +109,21 @@ def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=True).name == "flex"
     assert automatic_attention(AttentionNeeds(sinks=True), **on, training=False).name == "eager"
     assert automatic_attention(AttentionNeeds(masked=True), **on, training=True).name == "sdpa"
+
+
+@pytest.mark.parametrize("flash_package", [False, True])
+def test_layers_with_scores_of_their_own_are_eager_everywhere(flash_package: bool) -> None:
+    on = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    for training in (False, True):
+        choice = automatic_attention(
+            EAGER_ALONE, **on, flash_package=flash_package, training=training
+        )
+        assert choice.name == "eager"
+    for name in ("varlen", "flex"):
+        with pytest.raises(UserError, match=f"'{name}': this model's layers compute their scores"):
+            resolved(name, needs=EAGER_ALONE)
+    with pytest.raises(UserError, match="'sdpa': the class of this model rules it out"):
+        resolved("sdpa", needs=EAGER_ALONE)
 
 
 @pytest.mark.parametrize(
