@@ -257,7 +257,7 @@ def test_what_is_not_covered_is_refused_by_name(config: dict[str, Any], parts: l
 
 
 def test_checkpoint_under_other_names_is_described_if_it_is_whole(tmp_path: Path) -> None:
-    """Hunyuan 3 calls its shared experts otherwise than Transformers does."""
+    """Checkpoints of `hy_v3` name shared experts otherwise than Transformers names the modules."""
     tiny_model(tiny_config("hy_v3"), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

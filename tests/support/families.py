@@ -273,7 +273,7 @@ FAMILIES: dict[str, FamilyCase] = {
         },
     ),
     "afmoe": FamilyCase(
-        "masks of packed rows that know no documents, gated attention",
+        "masks that leave out where documents begin, gated attention",
         ALTERNATING
         | {
             "num_experts": 5,
