@@ -12,7 +12,7 @@ from workflow.lib.model.layers.recurrences import (
     state_space,
 )
 from workflow.lib.model.layers.recurrences import short_convolution as short
-from workflow.lib.model.layers.recurrences.gated_delta_rule import by_torch
+from workflow.lib.model.layers.recurrences.gated_delta_rule import by_kernels, by_torch, gradients
 from workflow.lib.model.layers.recurrences.state_space import Steps
 
 
@@ -43,14 +43,15 @@ class Deltas(NamedTuple):
     value_heads: int
     key_width: int
     value_width: int
+    normalize: bool
 
 
 DELTAS = (
-    Deltas(2, 130, 2, 4, 32, 64),
-    Deltas(1, 100, 1, 3, 48, 80),
-    Deltas(2, 5, 1, 2, 24, 8),
-    Deltas(1, delta_kernels.CHUNK, 2, 2, 16, 32),
-    Deltas(1, 70, 1, 1, 256, 128),
+    Deltas(2, 130, 2, 4, 32, 64, normalize=True),
+    Deltas(1, 100, 1, 3, 48, 80, normalize=False),
+    Deltas(2, 5, 1, 2, 24, 8, normalize=True),
+    Deltas(1, delta_kernels.CHUNK, 2, 2, 16, 32, normalize=False),
+    Deltas(1, 70, 1, 1, 256, 128, normalize=True),
 )
 
 
@@ -64,22 +65,23 @@ def deltas(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     for case in DELTAS:
         if case.key_width > delta_kernels.MOST_KEYS[dtype.itemsize]:
             continue
-        rows, tokens, groups, heads, width, value_width = case
+        rows, tokens, groups, heads, width, value_width, normalize = case
         common = torch.randn(rows, 1, 2, groups, width, generator=draw)
         keys = torch.randn(rows, tokens, 2, groups, width, generator=draw) + 0.7 * common
-        both = nn.functional.normalize(keys, dim=-1).to(device, dtype)
+        both = (keys if normalize else nn.functional.normalize(keys, dim=-1)).to(device, dtype)
         value, grad = torch.randn(2, rows, tokens, heads, value_width, generator=draw)
         decay, rate = torch.rand(2, rows, tokens, heads, generator=draw)
         value, grad, rate = (x.to(device, dtype) for x in (value, grad, rate))
         others = (value, -decay.pow(4).to(device), rate)
         query, key = both.unbind(dim=2)
         leaves = [x.float().requires_grad_() for x in (query, key, *others)]
-        unscaled = leaves[0] * width**0.5
-        expected = by_torch(unscaled, *leaves[1:], normalize=False)
+        of_query, of_key, *of_others = leaves
+        expected = by_torch(of_query, of_key, *of_others, normalize=normalize)
         exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.float())]
+        given = (query, key, *others)
         made = [
-            delta_kernels.forward(query, key, *others),
-            *delta_kernels.backward(grad, query, key, *others),
+            by_kernels(*given, normalize=normalize),
+            *gradients(grad, *given, normalize=normalize),
         ]
         results += [x for pair in zip(made, exact, strict=True) for x in pair]
     return results

@@ -27,10 +27,14 @@ if kernels.INSTALLED:
 class Norm(Protocol):
     """What the node asks of a norm."""
 
-    weight: nn.Parameter
-    """(width,), frozen."""
-    bias: nn.Parameter | None
-    """(width,), frozen."""
+    @property
+    def weight(self) -> torch.Tensor:
+        """(width,), frozen."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(width,), frozen."""
+
     eps: float
     offset: float
     """What is added to the weight: 0 or 1."""

@@ -19,6 +19,7 @@ import torch
 
 from workflow.lib.model.layers import kernels
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
+from workflow.lib.model.layers.fused_kernels import norm
 from workflow.lib.model.layers.fused_kernels.tried_kernels import are_right, gradients_alone
 from workflow.lib.model.layers.recurrences import delta_kernels
 from workflow.lib.model.layers.recurrences.chunks import chunked, decays, joined
@@ -74,16 +75,18 @@ def _tried(
     query, key = torch.randn(2, 1, TRIED_TOKENS, 1, key_width, generator=draw)
     value, grad = torch.randn(2, 1, TRIED_TOKENS, share, value_width, generator=draw)
     decay, rate = torch.rand(2, 1, TRIED_TOKENS, share, generator=draw)
-    unit = (_direction(x) for x in (query, key))
-    query, key, value, grad, rate = (x.to(device, dtype) for x in (*unit, value, grad, rate))
-    given = [query, key, value, -decay.to(device), rate]
+    given = [x.to(device, dtype) for x in (query, key, value)]
+    given += [-decay.to(device), rate.to(device, dtype)]
+    grad = grad.to(device, dtype)
 
     def made() -> list[torch.Tensor]:
-        return [delta_kernels.forward(*given), *delta_kernels.backward(grad, *given)]
+        output = by_kernels(*given, normalize=True)
+        return [output, *gradients(grad, *given, normalize=True)]
 
     with gradients_alone():
         leaves = [x.float().requires_grad_() for x in given]
-        output = by_torch(leaves[0] * key_width**0.5, *leaves[1:], normalize=False)
+        query, key, *others = leaves
+        output = by_torch(query, key, *others, normalize=True)
     expected = [output, *torch.autograd.grad(output, leaves, grad.float())]
     return are_right(made, expected, of="the gated delta rule")
 
@@ -98,29 +101,58 @@ class _ByKernels(torch.autograd.Function):
         keep_exact(query, key, *others)
         ctx.save_for_backward(query, key, *others)
         ctx.normalize = normalize
-        return delta_kernels.forward(*_taken(query, key, normalize=normalize), *others)
+        return by_kernels(query, key, *others, normalize=normalize)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, *others = ctx.saved_tensors
-        given = [x.detach().requires_grad_() for x in (query, key)]
-        with torch.enable_grad():
-            taken = _taken(*given, normalize=ctx.normalize)
-        taken_values = [x.detach() for x in taken]
-        *of_taken, of_value, of_g, of_beta = delta_kernels.backward(
-            grads[0], *taken_values, *others
+        return None, *gradients(grads[0], *ctx.saved_tensors, normalize=ctx.normalize)
+
+
+def by_kernels(
+    query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, normalize: bool
+) -> torch.Tensor:
+    """Return what `gated_delta_rule` does, by kernels."""
+    if normalize:
+        of_queries, of_keys = _unit_norms(query)
+        return delta_kernels.forward(
+            norm.forward(query, of_queries), norm.forward(key, of_keys), *others
         )
-        return None, *torch.autograd.grad(taken, given, of_taken), of_value, of_g, of_beta
+    return delta_kernels.forward(query * query.shape[-1] ** -0.5, key, *others)
 
 
-def _taken(
-    query: torch.Tensor, key: torch.Tensor, *, normalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys as the rule takes them, in their type: scaled, and of length one."""
+def gradients(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *others: torch.Tensor,
+    normalize: bool,
+) -> list[torch.Tensor]:
+    """Return those of the rule's inputs, by kernels, for that of its output."""
+    if normalize:
+        of_queries, of_keys = _unit_norms(query)
+        taken = norm.forward(query, of_queries), norm.forward(key, of_keys)
+        of_query, of_key, *of_others = delta_kernels.backward(grad, *taken, *others)
+        of_query = norm.backward(of_query, query, of_queries)
+        return [of_query, norm.backward(of_key, key, of_keys), *of_others]
     scale = query.shape[-1] ** -0.5
-    if not normalize:
-        return query * scale, key
-    return (_direction(query) * scale).to(query.dtype), _direction(key).to(key.dtype)
+    of_query, *of_rest = delta_kernels.backward(grad, query * scale, key, *others)
+    return [of_query * scale, *of_rest]
+
+
+class _UnitNorm:
+    """x * length / sqrt(sum(x^2) + eps): an RMS norm whose weights are all alike."""
+
+    bias, offset, subtracts_mean = None, 0.0, False
+
+    def __init__(self, x: torch.Tensor, length: float) -> None:
+        width = x.shape[-1]
+        self.weight = x.new_full((width,), length * width**-0.5, dtype=torch.float32)
+        self.eps = NORM_EPS / width
+
+
+def _unit_norms(x: torch.Tensor) -> tuple[_UnitNorm, _UnitNorm]:
+    """Return those of queries like x, which are scaled too, and of keys."""
+    return _UnitNorm(x, x.shape[-1] ** -0.5), _UnitNorm(x, 1.0)
 
 
 def _direction(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +175,8 @@ def by_torch(
     of_values = (groups, value.shape[2] // groups)
     q, k = (chunked(x, CHUNK, (groups, 1)) for x in (query, key))
     v, log_decay, rate = (chunked(x, CHUNK, of_values) for x in (value, g, beta))
-    q, k = _taken(q, k, normalize=normalize)
+    q, k = (_direction(x) if normalize else x for x in (q, k))
+    q = q * key.shape[-1] ** -0.5
     sums = log_decay.cumsum(dim=-1)
     between, since, until = decays(sums), sums.exp(), (sums[..., -1:] - sums).exp()
     system = (k @ k.mT) * between * rate[..., None]
