@@ -12,8 +12,8 @@ from workflow.lib.artifacts.preflight_record import Estimate
 from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.timing.gpu_traffic import Traffic
-from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_time import (
+    EXPERT_WEIGHTS_SHARE,
     LOSS_SHARE,
     ROUNDING_LAUNCH_S,
     estimate,
@@ -21,6 +21,7 @@ from workflow.lib.planning.timing.step_time import (
     gpu_seconds,
     launch_seconds,
 )
+from workflow.lib.planning.timing.step_time import H200 as H200_CONSTANTS
 from workflow.lib.planning.timing.step_work import Work, micro_batch_work
 from workflow.lib.system.gpu_models import BY_NAME
 
@@ -73,7 +74,7 @@ def test_rounded_activations_halve_what_waits_and_are_read_and_written_twice() -
 
 def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
     """2 of 8: products 1.4 times as long as dense ones, of which recomputation spares the last; all
-    of them are decoded in each pass. Their adapters are bound by the rows that they read.
+    of them are decoded in each pass, and read. Their adapters are bound by the rows that they read.
     """
     shape, width = llama_70b(layers=1, vocab=32000), 8 * 512
     stacks = (Linear("e.gate_up_proj", 2 * width, 8192, 8), Linear("e.down_proj", 8 * 8192, 512, 8))
@@ -83,10 +84,26 @@ def test_work_of_experts_is_that_of_those_that_a_token_takes() -> None:
     work = micro_batch_work(replace(shape, kinds=(layer,)), chosen, trained_share=0.0)
     weights, down = 2 * 8192 * 8192 + 2 * 8192 * 1024, 8192 * 512
     used = 3 * 3 * 2 * down - 2 * down
-    assert work.product_flops == pytest.approx(100 * 2 * (3 * weights + 1.4 * used))
+    assert work.product_flops == pytest.approx(100 * 2 * 3 * weights)
+    assert work.expert_flops == pytest.approx(100 * 2 * 1.4 * used)
+    assert work.expert_weight_bytes == 2 * (3 * 8 * 3 * down - 8 * down)
     assert work.dequantized_bytes == 2.5 * (3 * (weights + 8 * 3 * down) - 8 * down)
     read = 2 * (3 * 512 + 2 * 8192)
     assert work.expert_adapter_bytes == 100 * chosen.compute_bytes * read
+
+
+@pytest.mark.parametrize(("rows", "bound"), [(64, "bytes"), (4096, "flops")])
+def test_products_of_few_rows_take_what_reading_experts_takes(rows: int, bound: str) -> None:
+    flops, read = rows * 2e9, 2e9
+    gpu = BY_NAME[H200]
+    with_experts = replace(WORK, expert_flops=flops, expert_weight_bytes=read)
+    seconds = {
+        "bytes": read / (gpu.bandwidth * EXPERT_WEIGHTS_SHARE),
+        "flops": flops / (gpu.flops * H200_CONSTANTS.product_share),
+    }
+    assert max(seconds, key=lambda name: seconds[name]) == bound
+    more_s = gpu_parts(with_experts, gpu)["products"] - gpu_parts(WORK, gpu)["products"]
+    assert more_s == pytest.approx(seconds[bound])
 
 
 def test_attention_work_counts_keys_and_values_by_their_widths() -> None:

@@ -68,6 +68,10 @@ BY_GPU = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}
 # Of the data sheet's memory bandwidth in the loss: on an H100 log-softmax and its gradient moved
 # 1.9 TB/s of 3.35, copies beside them more (profiled, November 2026).
 LOSS_SHARE = 0.65
+# Of the data sheet's memory bandwidth at which products with experts read their weights where each
+# has few rows: 4.2 GB in 2.1 to 2.5 ms (gpt-oss-120b, 128 rows), 2.1 GB in 1.2 (Qwen3-Next, 80), on
+# an H100 (November 2026).
+EXPERT_WEIGHTS_SHARE = 0.55
 # Of the data sheet's memory bandwidth in the products of experts' adapters: 12.2 GB in 9.7 ms in
 # the widths of Qwen3-30B-A3B on an H100 (profiled, November 2026).
 EXPERT_ADAPTER_SHARE = 0.37
@@ -111,8 +115,13 @@ def gpu_parts(
 ) -> Parts:
     """Seconds of a micro-batch on a GPU by what it does or waits for; their sum is the time."""
     gathered = constants.gather_traffic * traffic.gathered_bytes
+    product_flops_per_s = gpu.flops * constants.product_share
     parts = {
-        "products": work.product_flops / (gpu.flops * constants.product_share)
+        "products": work.product_flops / product_flops_per_s
+        + max(
+            work.expert_flops / product_flops_per_s,
+            work.expert_weight_bytes / (gpu.bandwidth * EXPERT_WEIGHTS_SHARE),
+        )
         + work.expert_adapter_bytes / (gpu.bandwidth * EXPERT_ADAPTER_SHARE),
         "attention": work.attention_flops / (gpu.flops * constants.attention_share),
         "dequantization": work.dequantized_bytes / (gpu.bandwidth * constants.dequantization_share),
@@ -190,7 +199,7 @@ def gpu_seconds(
 
 def cpu_seconds(work: Work, *, flops: float) -> float:
     """Seconds of a micro-batch in one CPU process that makes so many FLOP/s."""
-    return (work.product_flops + work.attention_flops) / flops
+    return (work.product_flops + work.expert_flops + work.attention_flops) / flops
 
 
 def estimate(

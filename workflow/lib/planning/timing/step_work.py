@@ -1,10 +1,10 @@
 """What one process does for one micro-batch, counted from shapes: FLOP, bytes that move, launches.
 
-Products with experts are counted as so many dense ones as take as long. Nothing here knows how fast
+Nothing here knows how fast
 a GPU is; `step_time` makes seconds of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from workflow.lib.model.architecture.model_shape import DecoderLayer, Linear, ModelShape
@@ -46,7 +46,7 @@ EXPERT_TRAFFIC = 0.6
 # scales (832 to 934). docs/time-model.md compares the engine's own.
 EIGHT_BIT_SPEED = {FLOAT8: 1.84, INT8: 1.27}
 # Of a weight that is decoded: half a byte read, two written; one for a product in 8 bits.
-DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 2.5, 1.5
+PACKED_BYTES, DEQUANTIZED_BYTES, EIGHT_BIT_BYTES = 0.5, 2.5, 1.5
 # Bytes that a logit moves in the loss, counted by the operations of `chunked_loss` in bf16: to fp32
 # (6), log-softmax (8), the gradient of the targets' values (4), that of log-softmax (12), back to
 # bf16 (6); soft-capping divides, takes tanh and multiplies (24), and again for the gradient (28).
@@ -65,6 +65,7 @@ class Work:
     """
 
     product_flops: float
+    """Without those of experts' frozen weights."""
     attention_flops: float
     dequantized_bytes: float
     kept_bytes: float
@@ -82,6 +83,11 @@ class Work:
     micro-batches; never if they are launched ahead."""
     dropped_bytes: float = 0
     """Moved for dropout's masked inputs, and the gradients of them."""
+    expert_flops: float = 0
+    """Of experts' frozen weights, as so many of dense products as take as long where each expert
+    has many rows."""
+    expert_weight_bytes: float = 0
+    """Decoded weights that these products read: what bounds them where rows are few."""
     expert_adapter_bytes: float = 0
     """Rows that the products of experts' adapters read: what bounds them, not FLOP."""
     looked_up_bytes: int = 0
@@ -121,13 +127,15 @@ def micro_batch_work(
     logits = t * trained_share * shape.vocab_size
     normed = shape.quantized_weights if setup.dora else 0
     recomputed_share = recomputed / layers
+    made = {"passes": passes, "recomputed": recomputed_share}
     rounding_passes = 2 * (layers - recomputed) * (setup.saved_activations != COMPUTE_DTYPE)
     return Work(
-        product_flops=t * _product_flops(shape, setup, passes=passes, recomputed=recomputed_share)
+        product_flops=t * _frozen_flops(shape, setup, grouped=False, **made)
+        + t * _adapter_flops(shape, setup, passes=passes)
         + 4 * logits * shape.hidden_size
         + 2 * setup.rank * normed,
         attention_flops=t * _attention_flops(shape, setup) * (passes - 1 + 2.5),
-        dequantized_bytes=_decoded_bytes(shape, setup, passes=passes, recomputed=recomputed_share)
+        dequantized_bytes=_decoded_bytes(shape, setup, _moved_to_decode, **made)
         + normed * DEQUANTIZED_BYTES,
         kept_bytes=layer_passes * _elementwise_bytes(shape, setup),
         layer_passes=layer_passes,
@@ -138,6 +146,8 @@ def micro_batch_work(
         / (setup.shards * micro_batches),
         pauses=0 if _launched_ahead(setup) else 1 / micro_batches,
         dropped_bytes=layer_passes * _dropped_bytes(shape, setup),
+        expert_flops=t * GROUPED_TIME * _frozen_flops(shape, setup, grouped=True, **made),
+        expert_weight_bytes=_decoded_bytes(shape, setup, _read_by_experts, **made),
         expert_adapter_bytes=t * setup.compute_bytes * _adapter_rows(shape, setup, passes=passes),
         looked_up_bytes=t * shape.hidden_size * setup.compute_bytes * setup.offload_embedding,
         rounded_bytes=rounding_passes * _rounded_bytes(shape, setup)
@@ -160,52 +170,72 @@ def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
     return CAPPED_LOGIT_BYTES if shape.logit_softcap else LOGIT_BYTES
 
 
-def _product_flops(shape: ModelShape, setup: Setup, *, passes: float, recomputed: float) -> float:
-    """Of decoder layers, a token: each frozen weight in forward, in recomputation less what that
-    spares, and once in backward (2 FLOP each); an adapter's weight twice in backward. Of experts
-    a token uses top_k; their adapters are counted by bytes.
+def _frozen_flops(
+    shape: ModelShape, setup: Setup, *, grouped: bool, passes: float, recomputed: float
+) -> float:
+    """Of decoder layers' frozen weights, a token: each in forward, in recomputation less what that
+    spares, and in backward (2 FLOP each), in 8 bits as so many in bf16 as take as long.
+
+    grouped: of experts, of which a token uses top_k, and not of all else.
     """
 
-    def weights(*, grouped: bool) -> float:
-        def used(layer: DecoderLayer, linears: Iterable[Linear]) -> int:
-            return sum(
-                x.num_weights // x.experts * layer.rows(x)
-                for x in linears
-                if (x.experts > 1) == grouped
-            )
+    def used(layer: DecoderLayer, linears: Iterable[Linear]) -> int:
+        return sum(
+            x.num_weights // x.experts * layer.rows(x)
+            for x in linears
+            if (x.experts > 1) == grouped
+        )
 
-        spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, setup)))
-        return passes * shape.total(lambda layer: used(layer, layer.linears)) - recomputed * spared
+    spared = shape.total(lambda layer: used(layer, _not_recomputed(layer, setup)))
+    weights = passes * shape.total(lambda layer: used(layer, layer.linears)) - recomputed * spared
+    if not grouped or setup.products == FLOAT8:
+        saved = 1 - 1 / EIGHT_BIT_SPEED.get(setup.products, 1)
+        weights *= 1 - saved * _eight_bit_share(setup, passes=passes)
+    return 2 * weights
 
-    dense, experts = weights(grouped=False), GROUPED_TIME * weights(grouped=True)
-    in_eight_bits = dense + experts * (setup.products == FLOAT8)
-    saved = _eight_bit_share(setup, passes=passes) * in_eight_bits
-    saved *= 1 - 1 / EIGHT_BIT_SPEED.get(setup.products, 1)
+
+def _adapter_flops(shape: ModelShape, setup: Setup, *, passes: float) -> float:
+    """Of the adapters of decoder layers, a token: each weight twice in backward. Those of experts
+    are counted by bytes.
+    """
     adapters = lora_parameters(shape, setup) - shape.total(lambda x: _expert_adapters(x, setup))
-    return 2 * (dense + experts - saved) + 2 * (passes + 1) * adapters
+    return 2 * (passes + 1) * adapters
 
 
-def _decoded_bytes(shape: ModelShape, setup: Setup, *, passes: float, recomputed: float) -> float:
-    """Moved to decode all weights, of all experts too, for each pass."""
+def _decoded_bytes(
+    shape: ModelShape,
+    setup: Setup,
+    bytes_of: Callable[[Linear, Setup, float], float],
+    *,
+    passes: float,
+    recomputed: float,
+) -> float:
+    """Moved for all weights, of all experts too, in all passes, where `bytes_of` says how much for
+    one weight in one.
+    """
 
-    def decoded(linears: Iterable[Linear]) -> float:
-        return sum(x.num_weights * _bytes_of_a_weight(x, setup, passes=passes) for x in linears)
+    def moved(linears: Iterable[Linear]) -> float:
+        return sum(x.num_weights * bytes_of(x, setup, passes) for x in linears)
 
     counts = shape.counts.items()
     kinds = ((count, shape.kinds[kind]) for kind, count in counts)
     return sum(
-        count
-        * (passes * decoded(layer.linears) - recomputed * decoded(_not_recomputed(layer, setup)))
+        count * (passes * moved(layer.linears) - recomputed * moved(_not_recomputed(layer, setup)))
         for count, layer in kinds
     )
 
 
-def _bytes_of_a_weight(linear: Linear, setup: Setup, *, passes: float) -> float:
-    """Moved to decode a weight, on average of its passes."""
+def _moved_to_decode(linear: Linear, setup: Setup, passes: float) -> float:
+    """On average of the passes."""
     if linear.experts > 1 and setup.products != FLOAT8:
         return DEQUANTIZED_BYTES
     in_eight_bits = _eight_bit_share(setup, passes=passes)
     return DEQUANTIZED_BYTES - (DEQUANTIZED_BYTES - EIGHT_BIT_BYTES) * in_eight_bits
+
+
+def _read_by_experts(linear: Linear, setup: Setup, passes: float) -> float:
+    """What was written to decode it; 0 for all but experts."""
+    return (linear.experts > 1) * (_moved_to_decode(linear, setup, passes) - PACKED_BYTES)
 
 
 def _eight_bit_share(setup: Setup, *, passes: float) -> float:
