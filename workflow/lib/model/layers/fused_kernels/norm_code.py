@@ -13,6 +13,9 @@ from workflow.lib.model.layers.eight_bits.triton_code import store_rounded
 def norm(
     out,
     x,
+    heads,
+    token_stride,
+    head_stride,
     weight,
     bias,
     copy,
@@ -29,10 +32,11 @@ def norm(
     size: tl.constexpr,
 ):
     """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
-    written.
+    written. x has so many heads a token, its tokens and heads these distances.
     """
     row, at, inside, column = _rows(num_rows, width, rows, size)
-    value = _deviation(x, at, inside, width, subtracts_mean)
+    place = _place(row, column, heads, token_stride, head_stride)
+    value = _deviation(x, place, inside, width, subtracts_mean)
     normal = value * _inverse_root(value, eps, width)[:, None]
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     value = normal * lengths[None, :]
@@ -49,6 +53,9 @@ def norm_backward(
     of_x,
     grad,
     x,
+    heads,
+    token_stride,
+    head_stride,
     weight,
     eps,
     num_rows,
@@ -58,9 +65,10 @@ def norm_backward(
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """The gradient of x."""
-    _, at, inside, column = _rows(num_rows, width, rows, size)
-    value = _deviation(x, at, inside, width, subtracts_mean)
+    """The gradient of x, which lies as for `norm`."""
+    row, at, inside, column = _rows(num_rows, width, rows, size)
+    place = _place(row, column, heads, token_stride, head_stride)
+    value = _deviation(x, place, inside, width, subtracts_mean)
     inverse = _inverse_root(value, eps, width)[:, None]
     normal = value * inverse
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
@@ -79,6 +87,12 @@ def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
     column = tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
     return row, row[:, None] * width + column[None, :], inside, column
+
+
+@triton.jit
+def _place(row, column, heads, token_stride, head_stride):
+    """Return where the columns of rows lie, which are the heads of tokens."""
+    return (row // heads * token_stride + row % heads * head_stride)[:, None] + column[None, :]
 
 
 @triton.jit
