@@ -280,11 +280,17 @@ def norms(*, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
         leaf = x.float().requires_grad_()
         expected = exact_norm(leaf, module)
         (of_x,) = torch.autograd.grad(expected, leaf, grad.float())
-        for given in (x, _part_of_wider(x)):
-            shape = given.shape
-            results += [norm.forward(given, module), expected.detach().view(shape)]
-            of_given = norm.backward(grad.view(shape), given, module)
-            results += [of_given, of_x.view(shape)]
+        results += [norm.forward(x, module), expected.detach()]
+        results += [norm.backward(grad, x, module), of_x]
+        wide, slope = (_part_of_wider(y) for y in (x, grad))
+        exact = [y.view(wide.shape) for y in (expected.detach(), of_x)]
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3)):  # heads of tokens, and tokens of heads
+            given, steep, *laid = (y.permute(order) for y in (wide, slope, *exact))
+            results += [norm.forward(given, module), laid[0]]
+            results += [norm.backward(steep, given, module), laid[1]]
+            dense = wide.contiguous().permute(order)
+            made = norm.forward(dense, module)
+            assert made.stride()[1:] == dense.stride()[1:]  # so nobody copies it
     return results
 
 

@@ -8,6 +8,7 @@ and 0.121.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -89,42 +90,47 @@ class _Normed(torch.autograd.Function):
 
 
 def forward(x: torch.Tensor, norm: Norm, copy: Rounded | None = None) -> torch.Tensor:
-    """Return the norm of x (..., width) by a kernel, which rounds it into `copy`, too; it is
-    contiguous.
-    """
-    x, *places = _placed(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Return the norm of x (..., width) by a kernel, which rounds it into `copy`, too."""
+    x = _readable(x)
+    out = torch.empty_like(x)
     if copy is None:
         written, most, block = (out, out), 0.0, 0  # pointers that are not used
     else:
         size = kernels.power_of_two(x.shape[-1])
         written, most, block = copy[:2], copy.form.largest, min(copy.form.block or size, size)
     bias = norm.weight if norm.bias is None else norm.bias  # a pointer that is not read, or
-    given = (x, *places, norm.weight, bias, *written)
+    given = (x, norm.weight, bias, *written, *_places(out, x))
     _launch("norm", out, *given, norm=norm, biased=norm.bias is not None, most=most, block=block)
     return out
 
 
 def backward(grad: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel; it is
-    contiguous.
-    """
-    x, *places = _placed(x)
-    of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch("norm_backward", of_x, grad.contiguous(), x, *places, norm.weight, norm=norm)
+    """Return the gradient of x (..., width) for that of the norm, `grad`, by a kernel."""
+    x, grad = _readable(x), _readable(grad)
+    of_x = torch.empty_like(x)
+    _launch("norm_backward", of_x, grad, x, norm.weight, *_places(of_x, grad, x), norm=norm)
     return of_x
 
 
-def _placed(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return x (..., heads, width), how many heads a token has, and the distances of tokens and of
-    heads: of a part of a wider tensor where it lies, and of any other one copied.
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., width) itself where its rows are heads of tokens at equal distances, as in a
+    part of a wider tensor; else a copy.
     """
-    if x.dim() > 2 and not x.is_contiguous() and x.stride(-1) == 1:
-        apart = x.stride()
-        tokens = range(x.dim() - 3)
-        if all(apart[i] == apart[i + 1] * x.shape[i + 1] or x.shape[i] == 1 for i in tokens):
-            return x, x.shape[-2], apart[-3], apart[-2]
-    return x.contiguous(), 1, x.shape[-1], 0
+    if x.dim() > 2 and x.stride(-1) == 1:
+        leading = [(size, x.stride(i)) for i, size in enumerate(x.shape[:-2]) if size > 1]
+        if all(far == size * near for (_, far), (size, near) in pairwise(leading)):
+            return x
+    return x.contiguous()
+
+
+def _places(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return how many heads a token has, and the distances of tokens and heads in each tensor; of
+    contiguous ones, whatever they are, one.
+    """
+    if all(x.is_contiguous() for x in tensors):
+        return 1, *(y for x in tensors for y in (x.shape[-1], 0))
+    tokens = max((i for i, size in enumerate(tensors[0].shape[:-2]) if size > 1), default=0)
+    return tensors[0].shape[-2], *(y for x in tensors for y in (x.stride(tokens), x.stride(-2)))
 
 
 def _launch(name: str, out: torch.Tensor, *given: Any, norm: Norm, **options: Any) -> None:

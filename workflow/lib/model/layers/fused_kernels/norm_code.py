@@ -13,13 +13,15 @@ from workflow.lib.model.layers.eight_bits.triton_code import store_rounded
 def norm(
     out,
     x,
-    heads,
-    token_stride,
-    head_stride,
     weight,
     bias,
     copy,
     scales,
+    heads,
+    out_token,
+    out_head,
+    x_token,
+    x_head,
     eps,
     num_rows,
     width,
@@ -32,18 +34,19 @@ def norm(
     size: tl.constexpr,
 ):
     """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
-    written. x has so many heads a token, its tokens and heads these distances.
+    written. Rows are heads of tokens, which have these distances.
     """
-    row, at, inside, column = _rows(num_rows, width, rows, size)
-    place = _place(row, column, heads, token_stride, head_stride)
-    value = _deviation(x, place, inside, width, subtracts_mean)
+    row, inside, column = _rows(num_rows, width, rows, size)
+    value = _deviation(
+        x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean
+    )
     normal = value * _inverse_root(value, eps, width)[:, None]
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     value = normal * lengths[None, :]
     if biased:
         value += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     value = value.to(out.dtype.element_ty)
-    tl.store(out + at, value, mask=inside)
+    tl.store(out + _place(row, column, heads, out_token, out_head), value, mask=inside)
     if block:
         store_rounded(copy, scales, value.to(tl.float32), row, num_rows, width, most, block)
 
@@ -53,10 +56,14 @@ def norm_backward(
     of_x,
     grad,
     x,
-    heads,
-    token_stride,
-    head_stride,
     weight,
+    heads,
+    out_token,
+    out_head,
+    grad_token,
+    grad_head,
+    x_token,
+    x_head,
     eps,
     num_rows,
     width,
@@ -65,40 +72,43 @@ def norm_backward(
     rows: tl.constexpr,
     size: tl.constexpr,
 ):
-    """The gradient of x, which lies as for `norm`."""
-    row, at, inside, column = _rows(num_rows, width, rows, size)
-    place = _place(row, column, heads, token_stride, head_stride)
-    value = _deviation(x, place, inside, width, subtracts_mean)
+    """The gradient of x; rows are as for `norm`."""
+    row, inside, column = _rows(num_rows, width, rows, size)
+    value = _deviation(
+        x + _place(row, column, heads, x_token, x_head), inside, width, subtracts_mean
+    )
     inverse = _inverse_root(value, eps, width)[:, None]
     normal = value * inverse
     lengths = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * lengths[None, :]
+    place = _place(row, column, heads, grad_token, grad_head)
+    slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) * lengths[None, :]
     mean = tl.sum(slope * normal, 1) / width
     if subtracts_mean:
         slope -= (tl.sum(slope, 1) / width)[:, None]
     value = (slope - normal * mean[:, None]) * inverse
-    tl.store(of_x + at, value.to(of_x.dtype.element_ty), mask=inside)
+    place = _place(row, column, heads, out_token, out_head)
+    tl.store(of_x + place, value.to(of_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rows(num_rows, width, rows: tl.constexpr, size: tl.constexpr):
-    """Return this program's rows, their places, which of them there are, and the columns."""
+    """Return this program's rows, which of them there are, and the columns."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, size)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    return row, row[:, None] * width + column[None, :], inside, column
+    return row, inside, column
 
 
 @triton.jit
 def _place(row, column, heads, token_stride, head_stride):
-    """Return where the columns of rows lie, which are the heads of tokens."""
+    """Return where the columns of rows lie, which are heads of tokens."""
     return (row // heads * token_stride + row % heads * head_stride)[:, None] + column[None, :]
 
 
 @triton.jit
-def _deviation(x, at, inside, width, subtracts_mean: tl.constexpr):
+def _deviation(x, inside, width, subtracts_mean: tl.constexpr):
     """Return rows of x in fp32, less their means if these are subtracted, 0 behind their end."""
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     if subtracts_mean:
         value = tl.where(inside, value - (tl.sum(value, 1) / width)[:, None], 0.0)
     return value
