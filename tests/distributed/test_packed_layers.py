@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.distributed.test_vocabulary_parallel import batch_of, fill_
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full
 from tests.support.models import quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World, process_group
@@ -25,7 +26,7 @@ from workflow.lib.training.build import Numerics, TrainingModel, build_training_
 from workflow.lib.training.micro_batch_graphs import forward_backward
 from workflow.lib.training.startup_checks import startup_checks
 
-LAYERS = 4
+LAYERS = 3
 # Recomputation, and how many layers are on the host with it.
 CASES = {False: (0, 2), True: (0, 1, 2), 3: (0, LAYERS)}
 WHOLE = "whole"  # instead of a count: none is on the host, and layers stay gathered after forward
@@ -70,17 +71,13 @@ def engine(base: Path, world: World, *, count: int | str, level: bool | int) -> 
     return {
         "checks": [check.passed for check in checks],
         "losses": losses,
-        "gradients": {name: whole(p.grad) for name, p in params.items()},
+        "gradients": all_full({name: p.grad for name, p in params.items()}),
         "most there": max(there),
         "left": sum(map(packed, waiting_layers(model))),
         "host_bytes": summed[0].item(),
         "bytes_read": summed[1].item(),
         "corrupted": corrupted(model, store, base, world) if packed_layers and damaged else "",
     }
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def packed(layer: nn.Module) -> bool:

@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.distributed.rendezvous import INTERFACE, loopback_store, use_loopback
 from workflow.lib.training.launch import Workers, launch_workers
 
@@ -19,8 +21,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_launcher_and_workers_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
-    launch_workers(Workers("tests.support.rendezvous_worker", [str(tmp_path)], processes=2))
+def test_launcher_and_workers_listen_on_the_loopback_interface_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are forked from a process that has imported their packages and listens nowhere."""
+    monkeypatch.setattr(sys, "executable", preloaded_python())
+    monkeypatch.setenv("HF_HUB_OFFLINE", SETTLED["HF_HUB_OFFLINE"])
+    arguments = [str(tmp_path), str(os.getpid())]
+    launch_workers(Workers("tests.support.rendezvous_worker", arguments, processes=2))
     listening = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert [set(addresses) for addresses in listening] == [{"127.0.0.1"}] * 2
     assert min(map(len, listening)) >= 2, "the launcher's store and the worker's gloo"

@@ -5,13 +5,15 @@ checkpoint.
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.finished import CONFIG, STEPS, arguments, finetune, finished, prepare
+from tests.support.finished import CONFIG, PLAN, arguments, finetune, finished, prepare
+from tests.support.models import tiny_llama
 from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
@@ -19,6 +21,9 @@ from workflow.lib.settings.config import LoraSettings
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, read_jsonl
 from workflow.lib.training.checkpoint import saved_steps
+
+FEW = 4  # steps
+SMALL = partial(tiny_llama, num_hidden_layers=2)
 
 
 def asked_by_each(numbers: tuple[int, ...]) -> dict[int, dict[str, Any]]:
@@ -111,31 +116,32 @@ def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path)
 
 
 def diverging(folder: Path) -> str:
-    """Be a worker of a run that checkpoints every step and meets a loss that is not finite in its
-    last.
+    """Be a worker of a run of `FEW` steps that checkpoints every step and meets a loss that is not
+    finite in its last.
     """
     from workflow.lib.training import loop
 
     original = loop.check_step
 
     def check(loss: float, norm: float, *, step: int, origin: str | None) -> None:
-        original(float("nan") if step + 1 == STEPS else loss, norm, step=step, origin=origin)
+        original(float("nan") if step + 1 == FEW else loss, norm, step=step, origin=origin)
 
     loop.check_step = check  # this process ends with the call
-    train = CONFIG.train.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 9})
+    every = {"checkpoint_every_steps": 1, "keep_checkpoints": 9, "max_steps": FEW}
+    train = CONFIG.train.model_copy(update=every)
     config = CONFIG.model_copy(update={"train": train, "lora": LoraSettings(r=2)})
     try:
-        finetune(arguments(folder), config)
+        finetune(arguments(folder), config, PLAN.model_copy(update={"num_steps": FEW}))
     except UserError as error:
         return str(error)
     return "no error"
 
 
 def test_diverging_run_keeps_the_checkpoint_that_was_being_written(tmp_path: Path) -> None:
-    prepare(tmp_path)
+    prepare(tmp_path, model=SMALL)
     messages = run_distributed(diverging, tmp_path, world_size=2)
-    assert all(message.startswith(f"step {STEPS}: loss = nan") for message in messages)
-    assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, STEPS))
+    assert all(message.startswith(f"step {FEW}: loss = nan") for message in messages)
+    assert saved_steps(arguments(tmp_path).checkpoints) == list(range(1, FEW))
 
 
 def reading_cut_tokens(folder: Path) -> str:
@@ -161,7 +167,7 @@ def reading_cut_tokens(folder: Path) -> str:
 
 
 def test_nothing_is_saved_of_steps_that_may_have_read_a_cut_file(tmp_path: Path) -> None:
-    prepare(tmp_path)
+    prepare(tmp_path, model=SMALL)
     messages = run_distributed(reading_cut_tokens, tmp_path, world_size=2)
     assert all("is damaged: train.input_ids.npy" in message for message in messages)
     assert saved_steps(arguments(tmp_path).checkpoints) == [1]

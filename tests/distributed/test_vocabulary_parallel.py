@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.vocabulary_parallel import (
@@ -155,7 +156,7 @@ def engine(base: Path, world: World, *, offload_embedding: bool) -> dict[str, An
         "checks": [check.passed for check in checks],
         "counted": model.num_parameters(),
         "loss": total,
-        "gradients": {name: p.grad.full_tensor() for name, p in params.items()},
+        "gradients": all_full({name: p.grad for name, p in params.items()}),
         "largest": mode.largest,
     }
 

@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.forked_stage import forked_stage
+from tests.support.preloaded_python import SETTLED, preloaded_python
 from tests.support.tiny_export import tiny_adapter
 from workflow.lib.data.encoding.tokenizer import load_tokenizer
 from workflow.lib.evaluation.lm_eval_tasks import load_tasks, run_tasks
@@ -82,10 +82,11 @@ def run_by_hand(folder: Path) -> None:
     options = ["--device", "cpu", "--batch_size", "8", "--limit", str(ITEMS)]
     output = ["--apply_chat_template", "--log_samples", "--output_path", f"{folder}/scores"]
     model_options = ["--model", "hf", "--model_args", model]
+    forked = [preloaded_python(), "-m", "tests.support.run_script"]
     done = subprocess.run(
-        [sys.executable, "-m", "lm_eval", "run", *model_options, *tasks, *options, *output],
+        [*forked, "-m", "lm_eval", "run", *model_options, *tasks, *options, *output],
         cwd=ROOT,
-        env=os.environ | OFFLINE | SINGLE_PROCESS | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | SETTLED | OFFLINE | SINGLE_PROCESS | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )

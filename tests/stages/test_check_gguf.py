@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.llama_cpp_model import VOCAB_SIZE, converters, save_spm_tokenizer
+from tests.support.llama_cpp_model import (
+    VOCAB_SIZE,
+    converters,
+    forked_converters,
+    save_spm_tokenizer,
+)
 from tests.support.models import random_llama
 from tests.support.tiny import tiny_tokenizer
 from tests.support.workflow_project import make_project
@@ -39,14 +44,20 @@ def test_model_that_can_be_converted_passes_and_leaves_nothing_else(model: Path)
 def test_tokenizer_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
     (model / "tokenizer.model").unlink()
     tiny_tokenizer(model)
-    with pytest.raises(UserError, match=r"(?s)^export\.gguf: .*pre-tokenizer.*leave out export\."):
+    with (
+        forked_converters(model.parent),
+        pytest.raises(UserError, match=r"(?s)^export\.gguf: .*pre-tokenizer.*leave out export\."),
+    ):
         check(model)
 
 
 def test_class_that_llama_cpp_does_not_know_is_refused(model: Path) -> None:
     config = read_json(model / "config.json")
     write_json(model / "config.json", config | {"architectures": ["OfTomorrowForCausalLM"]})
-    with pytest.raises(UserError, match=r"(?s)OfTomorrowForCausalLM is not supported.*newer"):
+    with (
+        forked_converters(model.parent),
+        pytest.raises(UserError, match=r"(?s)OfTomorrowForCausalLM is not supported.*newer"),
+    ):
         check(model)
 
 

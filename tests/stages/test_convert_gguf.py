@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.llama_cpp_model import converters, prepare, prepare_mixture
+from tests.support.llama_cpp_model import converters, forked_converters, prepare, prepare_mixture
 from tests.support.shared import made_once
 from tests.support.workflow_project import Project, make_project
 from workflow.lib.artifacts.gguf_record import GgufChecks, GgufFile
@@ -187,12 +187,16 @@ def test_modelfile_s_texts_have_to_write_the_ids_of_every_conversation() -> None
 
 @pytest.fixture(scope="module")
 def served(shared_folder: Path) -> Path:
-    """The stage's folder of both forms; skipped where the package index cannot be reached."""
+    """The stage's folder of both forms; skipped where the package index cannot be reached.
+
+    Its converters are forked; a mixture is converted as a user converts.
+    """
     llama_cpp = converters()
 
     def convert(folder: Path) -> None:
         prepare(folder)
-        write_gguf(folder, ["merged", "adapter"], llama_cpp=llama_cpp)
+        with forked_converters(folder):
+            write_gguf(folder, ["merged", "adapter"], llama_cpp=llama_cpp)
 
     return made_once(shared_folder / "gguf", convert) / "convert_gguf"
 

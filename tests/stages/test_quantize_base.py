@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ from workflow.lib.system.files import file_sha256, read_json
 
 
 def stage(model: Path, output: Path) -> subprocess.CompletedProcess[str]:
-    """Start the stage as Snakemake does."""
-    command = [sys.executable, "-m", "workflow.scripts.quantize_base"]
-    return subprocess.run([*command, *arguments(model, output)], capture_output=True, text=True)
+    return forked_stage("quantize_base", *arguments(model, output))
 
 
 def refused(model: Path, output: Path) -> str:

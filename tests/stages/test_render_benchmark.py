@@ -1,13 +1,12 @@
 """The benchmark's page: its numbers, ratios and causes are those of the rows."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import provenance
 from workflow.lib.artifacts.benchmark_record import BenchmarkRow
 from workflow.lib.benchmark.cases import CHOICE
@@ -140,12 +139,12 @@ def test_figure_has_a_row_per_measured_case() -> None:
 def test_command_publishes_page_and_figure(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "m.jsonl", [row.as_json() for row in ROWS])
     (tmp_path / "docs").mkdir()
-    command = [
-        *(sys.executable, "-m", "workflow.scripts.render_benchmark"),
+    done = forked_stage(
+        "render_benchmark",
         *("--measurements", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "page")),
         *("--publish", str(tmp_path / "docs")),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    )
+    assert done.returncode == 0, done.stderr
     name = page_name(ROWS)
     assert {path.name for path in (tmp_path / "docs").iterdir()} == {f"{name}.md", f"{name}.png"}
     assert (tmp_path / "docs" / f"{name}.png").stat().st_size < 300_000

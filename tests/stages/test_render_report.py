@@ -10,6 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from tests.support.browser import Visit, chromium, needs_chromium, visit
+from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import HOSTILE, edit, write_run
 from workflow.lib.system.files import read_jsonl
 
@@ -26,15 +27,14 @@ EVALUATE = {
 
 
 def render(root: Path, *names: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "workflow.scripts.render_report", "--config"]
     settings = {name: {"evaluate": EVALUATE} for name in names}
     config = {"report": {"title": "Report"}, "runs": settings}
-    command += [json.dumps(config), "--runs-dir", str(root / "runs")]
+    options = ["--config", json.dumps(config), "--runs-dir", str(root / "runs")]
     for name in names:
-        command += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
-    command += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
-    command += ["--figures", str(root / "figures"), "--log", str(root / "log" / "report.log")]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+        options += ["--run", name, "--tokens", f"{name}={root / 'tokens' / f'{name}-data'}"]
+    options += ["--output", str(root / "report.html"), "--comparison", str(root / "table.csv")]
+    options += ["--figures", str(root / "figures"), "--log", str(root / "log" / "report.log")]
+    return forked_stage("render_report", *options)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +77,11 @@ def test_mistake_of_the_user_is_one_message_and_no_page(tmp_path: Path) -> None:
 
 def test_tokens_option_without_folder_is_explained(tmp_path: Path) -> None:
     write_run(tmp_path, "demo", num_steps=3)
-    command = [
-        sys.executable,
-        "-m",
-        "workflow.scripts.render_report",
-        "--config",
-        '{"report": {}, "runs": {}}',
-    ]
-    command += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
+    options = ["--config", '{"report": {}, "runs": {}}']
+    options += ["--runs-dir", str(tmp_path / "runs"), "--run", "demo", "--tokens", "demo"]
     for name in ("output", "comparison", "figures"):
-        command += [f"--{name}", str(tmp_path / name)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+        options += [f"--{name}", str(tmp_path / name)]
+    done = forked_stage("render_report", *options)
     assert done.stderr == (
         "--tokens = 'demo': must be NAME=DIR. Give a run and its tokens folder.\n"
     )

@@ -1,13 +1,12 @@
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import evaluation
 from tests.support.workflow_project import Finished, Project, executed, make_project
 from workflow.lib.artifacts.evaluation_record import Evaluation
@@ -16,7 +15,6 @@ from workflow.lib.report.verdict import Measured
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import canonical_json, write_json
 
-ROOT = Path(__file__).parents[2]
 TUNED = evaluation(
     "demo", "tuned"
 )  # gains 1.475 [1.371, 1.580] of loss and 0.362 [0.302, 0.421] of acc
@@ -91,15 +89,8 @@ def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
     write_json(evaluations / "base.json", evaluation("demo", "base"))
     config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
     arguments = ["--config", canonical_json(config), "--runs-dir", str(folder / "runs")]
-    command = [sys.executable, "-m", "workflow.scripts.require_gain", *arguments]
     output = ["--output", str(folder / "requirements.json")]
-    return subprocess.run(
-        [*command, *output],
-        cwd=ROOT,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-    )
+    return forked_stage("require_gain", *arguments, *output)
 
 
 def test_stage_writes_its_verdicts_if_all_are_met(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.tokenizing import NUM_TRAIN, SEQ_LEN, Stage, documents_of, rows, save_rows
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import Row
@@ -172,8 +173,8 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 1800) -> None:
 
 
 def command(stage: Stage, **settings: Any) -> subprocess.CompletedProcess[str]:
-    line = stage.command_line(**settings)
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    _, _, _, *options = stage.command_line(**settings)  # without `python -m` and the module
+    return forked_stage("tokenize_dataset", *options)
 
 
 def test_command_logs_the_derived_facts(stage: Stage) -> None:

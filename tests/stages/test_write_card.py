@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import edit, write_run
 
 
@@ -22,9 +22,8 @@ def write_card(root: Path, **data: Any) -> subprocess.CompletedProcess[str]:
         "evaluation": run / "evaluate_run",
         "output": root / "README.md",
     }
-    command = [sys.executable, "-m", "workflow.scripts.write_card"]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    parts = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return forked_stage("write_card", *parts)
 
 
 @pytest.mark.parametrize(

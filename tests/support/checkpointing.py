@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.gathering import full
+from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import World
@@ -15,7 +15,7 @@ from workflow.lib.training.build import Numerics, build_training_model
 from workflow.lib.training.checkpoint import Resumed, resume_
 from workflow.lib.training.loop import Trainer, make_optimizer
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED = 3, 1
 CONFIG = RunConfig(
     lora=LoraSettings(r=3, dropout=0.1),
     train=TrainConfig(
@@ -58,8 +58,8 @@ class Run:
 
     def state(self) -> dict[str, torch.Tensor]:
         params = trainable_parameters(self.training)
-        found = {name: full(p) for name, p in params.items()}
+        sharded: dict[str, torch.Tensor | None] = {**params}
         for name, param in params.items():
             for key, piece in self.optimizer.pieces(name, rank=self.world.rank).items():
-                found[f"{name}.{key}"] = full(whole_of(piece.local, like=param))
-        return found | {"step": self.optimizer.count.clone()}
+                sharded[f"{name}.{key}"] = whole_of(piece.local, like=param)
+        return all_full(sharded) | {"step": self.optimizer.count.clone()}

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, VOCAB, tiny_family
@@ -29,13 +30,17 @@ from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
 from workflow.lib.export.stored_weights import dequantized_weight
+from workflow.lib.model import training_module
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_attention,
     resolve_training_attention,
 )
+from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.fused_experts import FusedExperts
 from workflow.lib.model.layers.expert_stacks import expert_stacks, experts_modules
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+from workflow.lib.model.layers.shared_input import VALUES
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import (
     build_on_meta,
@@ -45,13 +50,15 @@ from workflow.lib.model.nf4_model import (
     say_quantized_,
 )
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, short_hash, write_json
 from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
 from workflow.lib.training.checkpoint import save_adapter as save_sharded
 from workflow.lib.training.expert_load import expert_load, routed_rows
-from workflow.lib.training.startup_checks import startup_checks
+from workflow.lib.training.startup_checks import check_attention, startup_checks
 
 CPU = torch.device("cpu")
 SEQ_LEN = 23
@@ -107,10 +114,13 @@ def run_families(
     families: Sequence[str] = tuple(FAMILIES),
     *,
     fused: bool = True,
+    break_checks: bool = False,
 ) -> dict[str, Any]:
     """Compute losses and gradients of families in this group of processes, the gradients on its
     first process, and leave the adapter in `target` beside the base, if it has a name. A family
     that fails gives its traceback in their place.
+
+    break_checks: also return what the start-up check says of broken models, and what linears share.
     """
     found: dict[str, Any] = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
@@ -118,15 +128,22 @@ def run_families(
             try:
                 number = [*FAMILIES].index(family)
                 found[family] = run_family(
-                    folder / family, world, target, fused=fused, number=number
-                )
+                    folder / family, world, target,
+                    fused=fused, break_checks=break_checks, number=number,
+                )  # fmt: skip
             except Exception:
                 found[family] = traceback.format_exc()
     return found
 
 
 def run_family(
-    folder: Path, world: World, target: str | None, *, fused: bool, number: int
+    folder: Path,
+    world: World,
+    target: str | None,
+    *,
+    fused: bool,
+    break_checks: bool,
+    number: int,
 ) -> dict[str, Any]:
     """Return one family's losses and gradients by kind of rows, and its start-up checks; number:
     decides the levers of memory.
@@ -146,15 +163,77 @@ def run_family(
     model = build_training_model(base, config, plan, world, numerics=numerics)
     randomize_(model.training)
     packed = family_store("packed")
-    checks = [c.passed for c in startup_checks(model, packed, base, world)]
-    found = {
+    checks = startup_checks(model, packed, base, world)
+    broken = said_of_broken(model.training, world) if break_checks else {}
+    found: dict[str, Any] = {
         rows: _gradients(model.training, family_store(rows), world, micro_batch=size)
         for rows, size in MICRO_BATCHES.items()
     }
+    _gather_(found, world)
     load = expert_load(model.training, world)
     if target is not None:
         _save(model, folder / target, packed, world)
-    return {"checks": checks, "fused": dict(model.fused), "load": load, **found}
+    if break_checks:
+        found["shared"] = shared_values(model.training)
+    return {
+        "checks": [check.passed for check in checks],
+        "details": [check.detail for check in checks],
+        "broken": broken,
+        "fused": dict(model.fused),
+        "load": load,
+        **found,
+    }
+
+
+def said_of_broken(training: CausalLMForTraining, world: World) -> dict[str, str]:
+    """Return what the start-up check says, nothing if it passes, of positions that run through the
+    row, and of recurrent layers that take a row for a document.
+    """
+    whole = training_module._decoder_inputs
+
+    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+
+    with patch.object(training_module, "_decoder_inputs", joined):
+        said = {f"joined, {rows}": _said(training, rows, world) for rows in LENGTHS}
+    if training.recurrent_layers:
+        with patch.object(training_module, "documents_in", rows_as_documents):
+            said["states"] = _said(training, "packed", world)
+    return said
+
+
+def _said(training: CausalLMForTraining, rows: str, world: World) -> str:
+    try:
+        check_attention(training, family_store(rows), world)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def rows_as_documents(position_ids: torch.Tensor) -> Documents:
+    rows, tokens = position_ids.shape
+    return documents_of([tokens] * rows)
+
+
+def shared_values(training: CausalLMForTraining) -> tuple[int, bool]:
+    """Return how many inputs linears share in a row, and whether all values of these are taken."""
+    inputs: list[torch.Tensor] = []
+    for layer in training.modules():
+        if isinstance(layer, FusedLoraLinear) and layer.beside is not None:
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    training.train()
+    training(stored_batch(family_store("unpacked"), np.arange(1)))
+    return len({id(x) for x in inputs}), all(not getattr(x, VALUES)[0] for x in inputs)
+
+
+def _gather_(found: dict[str, Any], world: World) -> None:
+    """Make the gradients of all kinds of rows whole, on the first process, by one collective."""
+    whole = all_full(
+        {f"{rows} {name}": g for rows, x in found.items() for name, g in x["gradients"].items()}
+    )
+    for rows, result in found.items():
+        names = result["gradients"] if world.is_main else ()
+        result["gradients"] = {name: whole[f"{rows} {name}"] for name in names}
 
 
 def _save(model: TrainingModel, target: Path, store: TokenStore, world: World) -> None:
@@ -179,7 +258,7 @@ def randomize_(training: torch.nn.Module) -> None:
 def _gradients(
     training: Any, store: TokenStore, world: World, *, micro_batch: int
 ) -> dict[str, Any]:
-    """Return the summed loss of all rows and its gradients."""
+    """Return the summed loss of all rows and its gradients, sharded as they are."""
     training.train()
     for experts in experts_of(training):
         experts.routed = None
@@ -193,10 +272,9 @@ def _gradients(
         total += loss.detach()
     dist.all_reduce(total)
     params = trainable_parameters(training)
-    gradients = all_full({n: param.grad for n, param in params.items() if param.grad is not None})
+    gradients = {n: param.grad for n, param in params.items() if param.grad is not None}
     training.zero_grad()
     shares = [layer / layer.sum() for layer in routed_rows(training, world)]
-    gradients = gradients if world.is_main else {}
     return {"loss": float(total), "gradients": gradients, "experts": shares}
 
 
@@ -205,17 +283,28 @@ def experts_of(model: torch.nn.Module) -> list[FusedExperts]:
 
 
 @cache
+def original_on_meta(folder: Path) -> PreTrainedModel:
+    """Return a family's original model without values; never change it."""
+    return build_on_meta(folder / "original", dtype=torch.bfloat16)
+
+
+@cache
+def trained_adapter(run: Path) -> dict[str, torch.Tensor]:
+    """Return the adapter in a run's folder by names in training; never change it."""
+    return read_sharded_adapter(run / "shards")
+
+
+@cache
 def names_of(run: Path) -> StackNames:
     """Return PEFT's names of the adapter in a run's folder."""
-    original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
-    return exported_names(original, read_sharded_adapter(run / "shards"))
+    return exported_names(original_on_meta(run.parent), trained_adapter(run))
 
 
 @cache
 def exported(run: Path) -> Path:
     """Write the adapter of a run's folder as PEFT does; return its folder."""
-    original = build_on_meta(run.parent / "original", dtype=torch.bfloat16)
-    adapter, names = read_sharded_adapter(run / "shards"), names_of(run)
+    adapter, names = trained_adapter(run), names_of(run)
+    original = original_on_meta(run.parent)
     config = exported_config(read_json(run / "adapter_config.json"), original, adapter)
     tensors = {names.exported(name): tensor for name, tensor in adapter.items()}
     save_adapter(tensors, config, run / "exported")

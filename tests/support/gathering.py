@@ -22,14 +22,15 @@ def all_full(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
     Each is made of the slices of this process's copy.
     """
     slices: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-    own = {name: local(x.detach()) for name, x in tensors.items() if x is not None}
+    own = {name: local(x.detach()).cpu() for name, x in tensors.items() if x is not None}
     assert own.keys() == tensors.keys()
     dist.all_gather_object(slices, own)
     found = {}
     for name, tensor in tensors.items():
+        assert tensor is not None
         ranks = [dist.get_rank()]
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             ranks = mesh.mesh[tuple(mesh.get_coordinate()[:-1])].tolist()
-        found[name] = torch.cat([slices[rank][name] for rank in ranks])
+        found[name] = torch.cat([slices[rank][name] for rank in ranks]).to(tensor.device)
     return found

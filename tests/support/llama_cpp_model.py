@@ -6,9 +6,12 @@ reads a SentencePiece one from its file.
 """
 
 import io
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece  # type: ignore[import-untyped]
@@ -19,9 +22,11 @@ from transformers import LlamaForCausalLM, LlamaTokenizer
 from tests.support.finished import save_tokens, write_manifest
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import random_llama
+from tests.support.preloaded_python import ROOT, preloaded_python
 from tests.support.tiny import CHAT_TEMPLATE, ROLES, TEXTS
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.export import gguf_files
 from workflow.lib.export.adapter_files import (
     replace_chat_template,
     save_tokenizer,
@@ -51,6 +56,20 @@ def converters() -> Path:
                 raise
             pytest.skip(f"llama.cpp's converters come from the package index: {error}")
     return folder
+
+
+@contextmanager
+def forked_converters(folder: Path) -> Iterator[None]:
+    """Within the block start the converters in forks of a process that has imported torch and
+    Transformers; folder: for the command.
+    """
+    command = folder / "python-of-scripts"
+    forked = [preloaded_python(), "-m", "tests.support.run_script"]
+    command.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {shlex.join(forked)} "$@"\n')
+    command.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_files, "sys", SimpleNamespace(executable=str(command)))
+        yield
 
 
 def prepare(folder: Path) -> None:

@@ -1,5 +1,5 @@
 """A worker that opens a run's process group and writes down who listens where: `python -m
-tests.support.rendezvous_worker FOLDER`.
+tests.support.rendezvous_worker FOLDER LAUNCHER`, the launcher by its process id.
 """
 
 import json
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     with process_group("cpu", timeout_s=1800) as world:
         dist.all_reduce(torch.ones(3))
         dist.barrier(group=world.io_group)
-        processes = [psutil.Process(), psutil.Process().parent()]
+        processes = [psutil.Process(), psutil.Process(int(sys.argv[2]))]
         addresses = [
             connection.laddr.ip
             for process in processes

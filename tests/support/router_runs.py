@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.support.distributed import TIMEOUT_S
-from tests.support.gathering import full
+from tests.support.gathering import all_full
 from tests.support.models import VOCAB, random_store
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -102,11 +102,11 @@ def train(
     )
     training = model.training
     params = trainable_parameters(training)
-    initial = {name: full(param) for name, param in params.items()}
+    initial = all_full(params)
     optimizer = make_optimizer(training, settings.train)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
     )
     size = BATCH // world.size // micro_batches
     trainer = Trainer(
@@ -121,7 +121,7 @@ def train(
         "norms": [m.grad_norm for m in steps],
         "initial": initial,
         "gradients": gradients,
-        "weights": {name: full(param) for name, param in params.items()},
+        "weights": all_full(params),
     }
 
 

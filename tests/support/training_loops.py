@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.models import adapted, random_store
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
+from workflow.lib.model.nf4_model import local
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.training.loop import Trainer, make_optimizer
@@ -27,6 +30,21 @@ def settings(*, dropout: float = 0.0, use_dora: bool = False, **train: Any) -> R
             )
         ),
     )
+
+
+def values_of(training: CausalLMForTraining) -> dict[str, torch.Tensor]:
+    """Return copies of this process's slices of all trainable tensors."""
+    params = trainable_parameters(training)
+    return {name: local(param.detach()).clone() for name, param in params.items()}
+
+
+def restart_(training: CausalLMForTraining, values: dict[str, torch.Tensor]) -> None:
+    """Give a trained model the values that it had, so that it trains once more as if it were new:
+    building another takes as long as several steps.
+    """
+    for name, param in trainable_parameters(training).items():
+        local(param.detach()).copy_(values[name])
+        param.grad = None
 
 
 def trainer(

@@ -9,9 +9,9 @@ from tests.support.models import quantized, tiny_llama
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test module, with a tiny Llama in `original`, quantized in `nf4`."""
+    """A folder of the test module, with a Llama of 2 layers in `original`, quantized in `nf4`."""
     folder = tmp_path_factory.mktemp("training")
-    quantized(tiny_llama(folder / "original"), folder / "nf4")
+    quantized(tiny_llama(folder / "original", num_hidden_layers=2), folder / "nf4")
     return folder
 
 

@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraLayer
 from torch.nn.functional import cross_entropy
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full, full
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.distributed.world import process_group
@@ -79,11 +80,11 @@ def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]
         base, config, make_plan(), world, numerics=Numerics(torch.float32, "sdpa")
     )
     params = trainable_parameters(model.training)
-    initial = {name: full(p) for name, p in params.items()}
+    initial = all_full(params)
     optimizer = make_optimizer(model.training, TRAIN)
     gradients: list[dict[str, torch.Tensor]] = []
     optimizer.register_step_pre_hook(
-        lambda *_: gradients.append({name: full(p.grad) for name, p in params.items()})
+        lambda *_: gradients.append(all_full({name: p.grad for name, p in params.items()}))
     )
     store = random_store(rows=ROWS, seq_len=SEQ_LEN)
     metrics = list(
@@ -103,11 +104,6 @@ def train_one(base: Path, kind: str, folder: Path, world: Any) -> dict[str, Any]
         save_logits(logits, folder / "parity.safetensors")
         write_json(folder / "adapter_config.json", model.adapter_config())
     return {"initial": initial, "losses": [m.loss for m in metrics], "gradients": gradients}
-
-
-def full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
 
 
 def stock(base: Path, kind: str, initial: dict[str, torch.Tensor] | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@ through a kill, and exported.
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ MEASURED = [2, 4, 5]  # every second step, and the last
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stage that has selected its best adapter, in two processes."""
     folder = tmp_path_factory.mktemp("selection") / "run"
-    prepare(folder)
+    prepare(folder, model=partial(tiny_llama, num_hidden_layers=2))
     run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
     return folder
 
@@ -163,7 +164,7 @@ def measure(base: Path) -> dict[int, float]:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loss_is_that_of_the_evaluation(tmp_path: Path, processes: int) -> None:
     """Three processes have more turns than documents: some run without one. Dropout is off."""
-    base = quantized(tiny_llama(tmp_path / "original"), tmp_path / "nf4")
+    base = quantized(tiny_llama(tmp_path / "original", num_hidden_layers=2), tmp_path / "nf4")
     results = run_distributed(measure, base, world_size=processes)
     model = load_base(
         base, device=torch.device("cpu"), compute_dtype=torch.float32, attention="sdpa"

@@ -14,7 +14,6 @@ import torch
 
 from tests.support.checkpointing import IDENTITY, SAVED, Run
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.gathering import full
 from tests.support.models import adapted, write_shards
 from workflow.lib.distributed.sharded_files import INDEX, read_index, read_whole
 from workflow.lib.distributed.world import process_group
@@ -26,9 +25,13 @@ from workflow.lib.system.files import read_json
 from workflow.lib.training.checkpoint import CheckpointWriter, save_adapter, saved_steps, step_dir
 
 
+def adapter_of(checkpoints: Path) -> Path:
+    return checkpoints.with_name(f"{checkpoints.name}-adapter")
+
+
 def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]:
-    """Train without interruption, saving in the midst; then again from the checkpoint, with a new
-    model.
+    """Train without interruption, saving in the midst, and the adapter at the end; then again from
+    the checkpoint, with a new model.
     """
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
         run = Run(base, world)
@@ -38,6 +41,10 @@ def save_and_resume(base: Path, folder: Path, shard_size: int) -> dict[str, Any]
         saved = run.state()
         losses += run.train(first=SAVED)  # while the checkpoint is being written
         writer.wait()
+        if world.is_main:
+            adapter_of(folder).mkdir()
+        torch.distributed.barrier()
+        save_adapter(run.training, adapter_of(folder), world=world)
         again = Run(base, world)
         step = again.resume(folder).step
         resumed = again.state()
@@ -56,7 +63,7 @@ def resume_elsewhere(base: Path, folder: Path) -> dict[str, Any]:
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         run = Run(base, world)
         step = run.resume(folder).step
-        return {"resumed": run.state(), "late_losses": run.train(first=step), "final": run.state()}
+        return {"resumed": run.state(), "late_losses": run.train(first=step)}
 
 
 @pytest.fixture(
@@ -121,17 +128,6 @@ def test_checkpoint_holds_trainable_tensors_alone(run: dict[str, Any]) -> None:
     assert sum(sizes) == 3 * sum(adapter) + 1  # the updates are counted
 
 
-def save_both(base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    with process_group("cpu", timeout_s=TIMEOUT_S) as world:
-        run = Run(base, world)
-        run.train(first=0, last=2)
-        if world.is_main:
-            folder.mkdir()
-        torch.distributed.barrier()
-        save_adapter(run.training, folder, world=world)
-        return {name: full(p) for name, p in trainable_parameters(run.training).items()}
-
-
 def test_index_of_a_sharded_adapter_that_was_changed_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, {"a.lora_B.weight": torch.ones(3, 2)})
     index = read_json(tmp_path / INDEX)
@@ -140,11 +136,13 @@ def test_index_of_a_sharded_adapter_that_was_changed_is_refused(tmp_path: Path) 
         read_sharded_adapter(tmp_path)
 
 
-def test_sharded_adapter_is_read_whole_without_a_process_group(folder: Path) -> None:
+def test_sharded_adapter_is_read_whole_without_a_process_group(
+    folder: Path, run: dict[str, Any]
+) -> None:
     """Every process's part, and none of them doubled: accelerate#4206 kept that of rank 0 alone."""
-    gathered, _ = run_distributed(save_both, folder / "nf4", folder / "adapter", world_size=2)
-    assert_identical(read_sharded_adapter(folder / "adapter"), gathered)
-    assert gathered.keys() == trainable_parameters(adapted(folder / "nf4", r=3)).keys()
+    trained = {n: t for n, t in run["uninterrupted"].items() if n.endswith(".weight")}
+    assert_identical(read_sharded_adapter(adapter_of(run["checkpoints"])), trained)
+    assert trained.keys() == trainable_parameters(adapted(folder / "nf4", r=3)).keys()
 
 
 ELASTIC_STEPS = 4
@@ -170,19 +168,6 @@ def part_of_elastic_run(base: Path, folder: Path, last: int, to_the_end: bool) -
         return losses + (run.train(first=last, last=ELASTIC_STEPS) if to_the_end else [])
 
 
-def test_losses_of_4_then_2_then_8_processes_are_those_of_4(folder: Path) -> None:
-    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place.
-
-    The 4 save the state that the others go on from, and train on.
-    """
-    arguments = (part_of_elastic_run, folder / "nf4", folder / "elastic")
-    undisturbed = run_distributed(*arguments, 1, True, world_size=4)[0]
-    losses = undisturbed[:1]
-    for processes, last in ((2, 2), (8, ELASTIC_STEPS)):
-        losses += run_distributed(*arguments, last, False, world_size=processes)[0]
-    assert losses == pytest.approx(undisturbed, rel=2e-5)
-
-
 class Bomb:
     """An object whose pickle leaves a file behind when it is read."""
 
@@ -193,15 +178,36 @@ class Bomb:
         return Path.touch, (self._mark,)
 
 
-def test_pickles_among_the_checkpoints_are_never_read(folder: Path, tmp_path: Path) -> None:
-    checkpoints, mark = tmp_path / "checkpoints", tmp_path / "exploded"
-    run_distributed(part_of_elastic_run, folder / "nf4", checkpoints, 1, False, world_size=2)
+@pytest.fixture(scope="module")
+def elastic(folder: Path) -> dict[str, Any]:
+    """Losses of 4 processes, which save a state and train on, and of 2 and then 8 that go on from
+    that state, pickles beside it.
+    """
+    checkpoints, mark = folder / "elastic", folder / "exploded"
+    arguments = (part_of_elastic_run, folder / "nf4", checkpoints)
+    undisturbed = run_distributed(*arguments, 1, True, world_size=4)[0]
     for name in (".metadata", "__0_0.distcp", "optimizer.pt", "state.pkl"):
         (step_dir(checkpoints, 1) / name).write_bytes(pickle.dumps(Bomb(mark)))
-    run_distributed(part_of_elastic_run, folder / "nf4", checkpoints, 2, False, world_size=1)
-    read_whole(step_dir(checkpoints, 2))
-    assert saved_steps(checkpoints) == [1, 2]
-    assert not mark.exists()
+    losses = undisturbed[:1]
+    for processes, last in ((2, 2), (8, ELASTIC_STEPS)):
+        losses += run_distributed(*arguments, last, False, world_size=processes)[0]
+    return {
+        "undisturbed": undisturbed, "losses": losses, "checkpoints": checkpoints, "mark": mark,
+    }  # fmt: skip
+
+
+def test_losses_of_4_then_2_then_8_processes_are_those_of_4(elastic: dict[str, Any]) -> None:
+    """Sums in another order, in fp32: 2e-5 relative is 100 units in the last place."""
+    assert len(elastic["losses"]) == ELASTIC_STEPS
+    assert elastic["losses"] == pytest.approx(elastic["undisturbed"], rel=2e-5)
+
+
+def test_pickles_among_the_checkpoints_are_never_read(elastic: dict[str, Any]) -> None:
+    for step in (1, 2):
+        read_whole(step_dir(elastic["checkpoints"], step))
+    assert len([*step_dir(elastic["checkpoints"], 1).glob("*.pkl")]) == 1, "they are still there"
+    assert saved_steps(elastic["checkpoints"]) == [1, 2, ELASTIC_STEPS]
+    assert not elastic["mark"].exists()
 
 
 def test_no_module_reads_pickles() -> None:

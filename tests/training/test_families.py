@@ -2,7 +2,7 @@
 packed documents and without, on one process and two; what is exported is read by both.
 """
 
-from collections.abc import Callable
+import re
 from copy import deepcopy
 from functools import cache, partial
 from itertools import chain
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -27,37 +26,28 @@ from tests.support.family_runs import (
     in_float64,
     make_bases,
     names_of,
+    original_on_meta,
+    rows_as_documents,
     run_families,
     stock_attention,
     stock_gradients,
     stock_model,
+    trained_adapter,
 )
 from tests.support.models import adapted
-from workflow.lib.artifacts.training_record import Check
-from workflow.lib.export.adapter_files import (
-    merged_tensors,
-    read_sharded_adapter,
-    write_merged,
-)
+from workflow.lib.export.adapter_files import merged_tensors, write_merged
 from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import training_module
 from workflow.lib.model.describe_model import describe_folder
-from workflow.lib.model.documents import Documents, documents_of
-from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers.expert_stacks import expert_stacks
-from workflow.lib.model.layers.lora_linear import FusedLoraLinear
-from workflow.lib.model.layers.shared_input import VALUES
-from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.safetensors_reader import CheckpointReader
-from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
-from workflow.lib.training.batches import stored_batch
 from workflow.lib.training.startup_checks import check_attention
 
 CPU = torch.device("cpu")
@@ -76,10 +66,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
     """Losses and gradients by number of processes and family."""
-    targets = {1: None, 2: "of-2"}
+    alone = partial(run_families, break_checks=True)
     return {
-        n: run_distributed(run_families, folder, target, world_size=n)[0]
-        for n, target in targets.items()
+        1: run_distributed(alone, folder, None, world_size=1)[0],
+        2: run_distributed(run_families, folder, "of-2", world_size=2)[0],
     }
 
 
@@ -171,29 +161,11 @@ def test_checkpoint_is_described(folder: Path, family: str) -> None:
 
 
 @every_family
-def test_every_value_that_linears_share_is_taken(folder: Path, family: str) -> None:
-    base, inputs = folder / family / "nf4", []
-    training = adapted(base, attention=attention_of(base), r=2)
-    several = fuse_layers_(training.peft_model.get_base_model())["projections"]  # type: ignore[operator]
-    for layer in training.modules():
-        if isinstance(layer, FusedLoraLinear) and layer.beside is not None:
-            layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    training(stored_batch(family_store("unpacked"), np.arange(1)))
-    assert len({id(x) for x in inputs}) == several
-    assert all(not getattr(x, VALUES)[0] for x in inputs)
-
-
-@cache
-def unsharded(base: Path) -> CausalLMForTraining:
-    return adapted(base, attention=attention_of(base), r=2).eval()
-
-
-@pytest.fixture
-def checked(folder: Path, family: str) -> Callable[[str], Check]:
-    """The start-up check of a family's model on one process, for packed or unpacked rows."""
-    training = unsharded(folder / family / "nf4")
-    world: Any = SimpleNamespace(device=CPU)
-    return lambda rows: check_attention(training, family_store(rows), world)
+def test_every_value_that_linears_share_is_taken(
+    found: dict[int, dict[str, Any]], family: str
+) -> None:
+    run = of_family(found, family, 1)
+    assert run["shared"] == (run["fused"].get("projections", 0), True)
 
 
 REFUSED = r"packed documents of \w+ have other hidden states than each by itself.* data\.packing to"
@@ -201,19 +173,13 @@ REFUSED = r"packed documents of \w+ have other hidden states than each by itself
 
 @every_family
 def test_start_up_check_finds_attention_to_the_document_before(
-    checked: Callable[[str], Check], monkeypatch: pytest.MonkeyPatch
+    found: dict[int, dict[str, Any]], family: str
 ) -> None:
     """Broken by positions that run through the row."""
-    whole = training_module._decoder_inputs
-
-    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
-        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
-
-    assert checked("packed").passed
-    monkeypatch.setattr(training_module, "_decoder_inputs", joined)
-    with pytest.raises(UserError, match=REFUSED):
-        checked("packed")
-    assert checked("unpacked").passed
+    run = of_family(found, family, 1)
+    assert all(run["checks"])
+    assert re.search(REFUSED, run["broken"]["joined, packed"])
+    assert run["broken"]["joined, unpacked"] == ""
 
 
 def test_start_up_check_names_flex_where_masks_leave_out_documents(folder: Path) -> None:
@@ -223,19 +189,13 @@ def test_start_up_check_names_flex_where_masks_leave_out_documents(folder: Path)
         check_attention(training, family_store("packed"), world)
 
 
-def rows_as_documents(position_ids: torch.Tensor) -> Documents:
-    rows, tokens = position_ids.shape
-    return documents_of([tokens] * rows)
-
-
 @pytest.mark.parametrize("family", [*RECURRENT, *RECURRENT_EXPERTS])
 def test_start_up_check_finds_a_state_of_the_document_before(
-    checked: Callable[[str], Check], monkeypatch: pytest.MonkeyPatch
+    found: dict[int, dict[str, Any]], family: str
 ) -> None:
-    assert "recurrent layers take documents one by one" in checked("packed").detail
-    monkeypatch.setattr(training_module, "documents_in", rows_as_documents)
-    with pytest.raises(UserError, match=REFUSED):
-        checked("packed")
+    run = of_family(found, family, 1)
+    assert "recurrent layers take documents one by one" in " ".join(run["details"])
+    assert re.search(REFUSED, run["broken"]["states"])
 
 
 def test_start_up_check_finds_a_state_that_adds_up_over_layers(
@@ -277,8 +237,8 @@ def test_stock_transformers_reloads_the_merged_model(
     """Every tensor is that of PEFT's own merge, or the original's where no adapter is."""
     of_family(found, family, 2)
     place, run = folder / family, folder / family / "of-2"
-    trained, config = read_sharded_adapter(run / "shards"), read_json(run / "adapter_config.json")
-    model = build_on_meta(place / "original", dtype=torch.bfloat16)
+    trained, config = trained_adapter(run), read_json(run / "adapter_config.json")
+    model = original_on_meta(place)
     names, stacks = ModuleNames(model), expert_stacks(model)
     with (
         CheckpointReader(place / "original") as original,

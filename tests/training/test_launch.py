@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from tests.support.models import quantized, tiny_llama
 from tests.support.preloaded_python import SETTLED, preloaded_python
 from workflow.lib.distributed.stop_signals import SIGNALS
+from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.system.environment import LAUNCHER_VARIABLE
 from workflow.lib.system.errors import BatchMemoryError, StoppedError, UserError
 from workflow.lib.training.launch import (
@@ -342,13 +343,17 @@ def test_worker_whose_launcher_died_before_it_could_ask_for_that_ends() -> None:
     """It was importing meanwhile. It would wait for the others for half an hour, and hold the lock
     of the run.
     """
-    script = (
-        "from workflow.lib.distributed.world import die_with_parent\n"
-        "die_with_parent()\nprint('lives')"
-    )
     for launcher, status in ((os.getpid(), 0), (1, -signal.SIGKILL)):
-        environment = os.environ | {LAUNCHER_VARIABLE: str(launcher)}
-        assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == status
+        worker = os.fork()
+        if worker == 0:
+            failed = 1
+            try:
+                os.environ[LAUNCHER_VARIABLE] = str(launcher)
+                die_with_parent()
+                failed = 0
+            finally:
+                os._exit(failed)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == status
 
 
 def wait_for(path: Path) -> str:

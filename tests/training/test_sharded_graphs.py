@@ -12,10 +12,18 @@ import torch
 
 from tests.support.captures import BreaksOff, Captures
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.gathering import full
+from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.plans import make_plan
-from tests.support.training_loops import CLIP, ROWS, SEQ_LEN, STEPS, settings
+from tests.support.training_loops import (
+    CLIP,
+    ROWS,
+    SEQ_LEN,
+    STEPS,
+    restart_,
+    settings,
+    values_of,
+)
 from workflow.lib.distributed import vocabulary_parallel
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.model.lora import trainable_parameters
@@ -46,7 +54,7 @@ WAYS = {
 
 
 def trained(training: CausalLMForTraining, world: World, config: RunConfig, way: str) -> Any:
-    """Train a fresh model in one of `WAYS`; return what can be compared."""
+    """Train a model in one of `WAYS`; return what can be compared."""
     asked, ask = [0], vocabulary_parallel.largest_count
 
     def counted(count: int) -> int:
@@ -66,7 +74,7 @@ def trained(training: CausalLMForTraining, world: World, config: RunConfig, way:
     return {
         "losses": [metrics.loss for metrics in steps],
         "norms": [metrics.grad_norm for metrics in steps],
-        "weights": {name: full(param) for name, param in trainable_parameters(training).items()},
+        "weights": all_full(trainable_parameters(training)),
         "counts": (captures.count, captures.replays),
         "asked": asked[0],
         "off": trainer.graphs_off,
@@ -74,15 +82,17 @@ def trained(training: CausalLMForTraining, world: World, config: RunConfig, way:
 
 
 def train_all(base: Path, kind: str) -> dict[str, Any]:
-    """Train in all ways of a kind, in this process."""
+    """Train one model in all ways of a kind, in this process, from the same values."""
     levers = KINDS[kind]
     config, plan = settings(max_grad_norm=CLIP), make_plan(**levers)
     found, numerics = {}, Numerics(torch.float32, "sdpa")
     shard_size = levers.get("shard_size")
     with process_group("cpu", timeout_s=TIMEOUT_S, shard_size=shard_size) as world:
+        training = build_training_model(base, config, plan, world, numerics=numerics).training
+        initial = values_of(training)
         for way in WAYS[kind]:
-            model = build_training_model(base, config, plan, world, numerics=numerics)
-            found[way] = trained(model.training, world, config, way)
+            restart_(training, initial)
+            found[way] = trained(training, world, config, way)
     return found
 
 

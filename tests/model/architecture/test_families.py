@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
+from tests.support.gathering import all_full
 from tests.support.models import VOCAB, adapted, quantized, random_store
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -147,8 +148,8 @@ def kept_in_float8(base: Path, store: TokenStore, attention: str) -> dict[str, A
 
 
 def trained(training: Any, store: TokenStore) -> dict[str, Any]:
-    """Loss and gradients of a store's rows with an adapter whose values do not depend on how it is
-    sharded.
+    """Loss and gradients, sharded as they are, of a store's rows with an adapter whose values do
+    not depend on how it is sharded.
     """
     params = trainable_parameters(training)
     generator = torch.Generator().manual_seed(1)
@@ -166,14 +167,9 @@ def trained(training: Any, store: TokenStore) -> dict[str, Any]:
     loss.backward()
     return {
         "loss": loss.detach(),
-        "values": {name: full(p) for name, p in params.items()},
-        "gradients": {name: full(p.grad) for name, p in params.items()},
+        "values": {name: local(p.detach()) for name, p in params.items()},
+        "gradients": {name: p.grad for name, p in params.items()},
     }
-
-
-def full(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
 
 
 def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -197,7 +193,7 @@ def sharded(bases: dict[str, Path]) -> dict[str, dict[str, Any]]:
             result = trained(model.training.train(), two_rows(world.rank))
             check_family(model.training, random_store(rows=ROWS, seq_len=SEQ_LEN), world)
             dist.all_reduce(result["loss"])
-            results[case] = {key: result[key] for key in ("loss", "gradients")}
+            results[case] = {"loss": result["loss"], "gradients": all_full(result["gradients"])}
     return results
 
 

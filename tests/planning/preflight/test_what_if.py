@@ -39,7 +39,8 @@ def test_what_does_not_fit_names_changes_that_would() -> None:
 def test_llama_3_70b_fits_two_cards_of_24_gb_because_layers_wait_on_the_host(
     tmp_path: Path,
 ) -> None:
-    words = ("--gpus", "2x4090", "--rank", "8", "--output", str(tmp_path / "p.json"))
+    """By the closed form; a recording of such a plan decides in `test_presets`."""
+    words = ("--gpus", "2x4090", "--rank", "8", "--estimate", "--output", str(tmp_path / "p.json"))
     answer = ask("--model", "meta-llama/Llama-3.1-70B", *words)
     assert answer.returncode == 0, answer.stderr
     found = json.loads((tmp_path / "p.json").read_text())

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
-from tests.support.gathering import all_full, full
+from tests.support.gathering import all_full
 from tests.support.models import random_store
 from tests.support.trained_modules import (
     CPU,
@@ -75,30 +75,33 @@ def steps_from(
     world: World,
     *,
     kind: str,
-    count: int | None = None,
-    save: bool = False,
+    save_after: int | None = None,
 ) -> dict[str, Any]:
-    """Continue the checkpoint in `folder`, if there is one, by at most `count` steps."""
+    """Continue the checkpoint in `folder`, if there is one, to the last step; save in the midst."""
     model = build(base, "both", world)
     train = TRAIN.model_copy(update={"optimizer": kind})
     optimizer = make_optimizer(model.training, train)
     found = resume_(folder, model.training, optimizer, identity="x", world=world)
-    taken = take(model, optimizer, world, first=found.step, num_steps=RESUMED_STEPS, count=count)
-    if save:
+    first, taken = found.step, []
+    if save_after is not None:
+        taken = take(model, optimizer, world, num_steps=RESUMED_STEPS, count=save_after)
         writer = CheckpointWriter(folder, keep=9, identity="x", world=world)
         with writer.finishing():
-            writer.save(model.training, optimizer, step=found.step + len(taken))
+            writer.save(model.training, optimizer, step=save_after)
+        first = save_after
+    taken += take(model, optimizer, world, first=first, num_steps=RESUMED_STEPS)
     weights = all_full(trainable_parameters(model.training))
     return {"step": found.step, "losses": [m.loss for m in taken], "weights": weights}
 
 
 def whole_and_interrupted(base: Path, folder: Path) -> dict[str, tuple[dict[str, Any], ...]]:
-    """Return by optimizer the steps of a run, and those after the first one when it is resumed."""
+    """Return by optimizer the steps of a run that saves after the first one, and those of another
+    that is resumed from there.
+    """
     found = {}
     with process_group("cpu", timeout_s=TIMEOUT_S) as world:
         for kind in OPTIMIZERS:
-            whole = steps_from(base, folder / "none", world, kind=kind)
-            steps_from(base, folder / kind, world, kind=kind, count=1, save=True)
+            whole = steps_from(base, folder / kind, world, kind=kind, save_after=1)
             found[kind] = (whole, steps_from(base, folder / kind, world, kind=kind))
     return found
 
@@ -143,7 +146,7 @@ def replicas(base: Path) -> dict[str, Any]:
         model = build(base, "both", replace(world, mesh=mesh))
         optimizer = make_optimizer(model.training, TRAIN)
         take(model, optimizer, world)
-        return {name: full(p) for name, p in trainable_parameters(model.training).items()}
+        return all_full(trainable_parameters(model.training))
 
 
 def test_replicas_train_the_same_modules(folder: Path, alone: tuple[Path, dict[str, Any]]) -> None:

@@ -52,10 +52,9 @@ class _Part:
         stop = self.start + 4 * math.ceil(self.num_bytes / 4)
         self.linear.get_parameter(self.name).data = buffer[self.start : stop].view(torch.float32)
 
-    def clear_(self) -> None:
+    def clear_(self, nothing: torch.Tensor) -> None:
         """Take the values from the parameter."""
-        parameter = self.linear.get_parameter(self.name)
-        parameter.data = torch.empty(0, device=parameter.device)
+        self.linear.get_parameter(self.name).data = nothing
 
 
 class _PackedLayer:
@@ -178,8 +177,9 @@ class _PackedLayer:
         if self._buffer is None:
             return
         self._wait()  # a copy that is under way must not write to memory that others have got
+        nothing = torch.empty(0, device=self._buffer.device)
         for part in self._parts:
-            part.clear_()
+            part.clear_(nothing)
         self._buffer = None
 
     def _wait(self) -> None:

@@ -21,18 +21,23 @@ TYPES = (bool, int, str, type(None))
 
 
 def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[Hashable]:
-    """Return what tells layers apart: their modules, and what the levers do with them; no two are
-    alike where layers take something from a certain other one.
+    """Return the layers' kinds, which are numbers: those of one kind have the same modules, and the
+    levers do the same with them; no two are alike where layers take something from a certain other
+    one.
     """
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)
     types = getattr(model.config.get_text_config(), "layer_types", None)
     connected = _connected(model)
+    numbers: dict[Hashable, int] = {}
     return [
-        (
-            _modules(layer),
-            types[number] if types else None,
-            number if connected else None,
-            *(number in layers for layers in taken),
+        numbers.setdefault(
+            (
+                _modules(layer),
+                types[number] if types else None,
+                number if connected else None,
+                *(number in layers for layers in taken),
+            ),
+            len(numbers),
         )
         for number, layer in enumerate(decoder_layers(model))
     ]
