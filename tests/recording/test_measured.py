@@ -33,11 +33,11 @@ KINDS = (
     ("8b_grad_op", "3a56d7c"),
     ("70b_rows_4", "3a56d7c"),
     ("70b_offloaded", "3a56d7c"),
-    ("moe_shard_grad_op", "c4c4967"),
-    ("moe_float8_no_recomputation", "c4c4967"),
+    ("moe_shard_grad_op", "5d4797b"),
+    ("moe_float8_no_recomputation", "5d4797b"),
     ("h100_8b_float8_no_recomputation", "7ba77b7"),
-    ("h100_moe_no_recomputation", "7ba77b7"),
-    ("h100_moe_float8_no_recomputation", "7ba77b7"),
+    ("moe_no_recomputation", "a348f07"),
+    ("moe_float8_no_recomputation", "a348f07"),
 )
 LARGEST_ALLOCATED_ERROR, LARGEST_RESERVED_ERROR = 0.001, 0.015
 
