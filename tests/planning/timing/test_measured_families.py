@@ -23,6 +23,7 @@ ENGINE = "engine_1xh200_2026-11-25"
 H100 = "kernels_2xh100_2026-11-24"
 ATTENTION = "attention_1xh100_2026-11-25"
 RECURRENT = "recurrent-layers_1xh100_2026-11-25"
+MIXTURES = "mixtures-and-norms_1xh100-2xh200_2026-11-26"
 TWO_GPUS = "packed-layers_2xh100_2026-11-25"
 # Left out is what docs/time-model.md names: steps that Python launched, int8, recurrent layers by
 # their family's code, activations on the H100's host, of 2026-11-24 what other kernels of experts
@@ -45,6 +46,13 @@ LARGEST_ERRORS = {
         "qwen3_5": 0.02, "olmo_hybrid": 0.10, "nemotron_h": 0.13, "qwen3_5_moe": 0.26,
         "falcon_h1": 0.21, "lfm2": 0.18,
     },
+    MIXTURES: {
+        "gpt_oss_120b": 0.08, "glm4_moe": 0.03, "mixtral": 0.12, "gpt_oss": 0.01, "olmoe": 0.11,
+        "granitemoe": 0.05, "ernie4_5_moe": 0.10, "glm4_moe_lite": 0.12, "nemotron_h": 0.10,
+        "qwen3_5_moe": 0.15, "qwen3_next": 0.13, "qwen3_5": 0.11, "olmo_hybrid": 0.02,
+        "gemma3": 0.07, "moe_flash": 0.02, "moe_no_recomputation": 0.05,
+        "moe_float8_no_recomputation": 0.09, "moe_shard_grad_op": 0.03,
+    },
     TWO_GPUS: {
         "wide_flash": 0.05, "wide_float8_no_recomputation": 0.02, "moe_flash": 0.03,
         "moe_no_recomputation": 0.03, "moe_float8_no_recomputation": 0.04,
@@ -57,8 +65,8 @@ LARGEST_ERRORS = {
 
 
 def line_of(file: str, case: str) -> dict[str, Any]:
-    (line,) = [x for x in measured_lines(f"recorded/{file}.jsonl") if x["case"] == case]
-    return line
+    """Return the last line of a case: of `MIXTURES` that of the later engine, or of two GPUs."""
+    return [x for x in measured_lines(f"recorded/{file}.jsonl") if x["case"] == case][-1]
 
 
 def error(line: dict[str, Any], constants: Constants | None = None) -> float:
