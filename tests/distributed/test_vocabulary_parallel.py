@@ -355,7 +355,10 @@ def test_chunk_of_all_processes_has_about_as_many_rows_as_that_of_one(slices: in
 
 @pytest.mark.parametrize(
     ("vocab_size", "rows"),
-    [(1000, 1024), (65_536, 1024), (128_256, 512), (262_144, 256), (2**24, 128)],
+    [
+        *((1000, 1024), (65_536, 1024), (128_256, 512), (262_144, 256)),
+        *((262_208, 256), (262_209, 128), (2**24, 128)),  # the first is Gemma 3's
+    ],
 )
 def test_logits_of_a_chunk_are_bounded_whatever_the_vocabulary(vocab_size: int, rows: int) -> None:
     assert chunk_rows(1, vocab_size=vocab_size) == rows
