@@ -13,6 +13,7 @@ from tests.support.preflight_examples import (
     token_counts,
 )
 from workflow.lib.artifacts.preflight_record import EvaluationEstimate
+from workflow.lib.model.architecture.model_shape import Linear
 from workflow.lib.planning.timing.evaluation_time import (
     TaskTokens,
     estimate_evaluation,
@@ -60,6 +61,17 @@ def test_passes_of_nf4_and_of_adapters_cost_more() -> None:
     assert tuned[0] > base[0]
     assert cost("merged") == original
     assert cost("tuned_on_original") == (tuned[0], original[1])
+
+
+def test_experts_weights_move_once_a_pass_as_all_others_do() -> None:
+    """And a token is multiplied by top_k of them."""
+    stack, kind = Linear("e.down_proj", 8 * 8192, 512, 8), ONE_LAYER.kinds[0]
+    layer = replace(kind, linears=(*kind.linears[:4], stack), top_k=2, kept_bytes=1)
+    shape = replace(ONE_LAYER, kinds=(layer,))
+    work = forward_work(shape, setup(), "original", tokens=700, passes=3)
+    assert work.expert_flops == pytest.approx(700 * 2 * 1.4 * 2 * 8192 * 512)
+    assert work.expert_weight_bytes == 0
+    assert work.dequantized_bytes == 3 * 2 * shape.quantized_weights
 
 
 def test_every_measured_subject_counts_and_they_add_up() -> None:

@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -298,7 +298,7 @@ class _Described:
     """The layers of a model: which the levers of a plan take, and what tells them apart."""
 
     choice: LayerChoice
-    kinds: list[Hashable]
+    kinds: list[int]
 
     @staticmethod
     def of(request: Request) -> "_Described":

@@ -20,9 +20,9 @@ EDGE = 2  # layers at both ends that stand for themselves alone
 TYPES = (bool, int, str, type(None))
 
 
-def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[Hashable]:
-    """Return the layers' kinds, which are numbers: those of one kind have the same modules, and the
-    levers do the same with them; no two are alike where layers take something from a certain other
+def layer_kinds(model: PreTrainedModel, choice: LayerChoice) -> list[int]:
+    """Return the number of each layer's kind: layers of one kind have the same modules, and the
+    levers do the same with them. No two are alike where layers take something from a certain other
     one.
     """
     taken = (choice.recomputed, choice.activations_on_host, choice.weights_on_host)

@@ -5,9 +5,9 @@ and for its predictions.
 import math
 
 CHUNK_ROWS = 1024  # rows that travel, and whose logits exist, at a time
-# At most: 128 MiB in 16 bits, and as many fp32 copies as torch's operations make. 256 rows of Gemma
-# 3's vocabulary, the largest: with 128 a GPU waits for the head, 47 ms of a step of 4,096 rows, 26
-# with these (H100, profiled, November 2026).
+# At most: 128 MiB in 16 bits; torch's operations have two or three copies in fp32 of 256 MiB each.
+# These are 256 rows of Gemma 3's vocabulary. Products of 128 rows are bound by reading the head: 47
+# ms for 4,096 rows, where 256 at a time take 26 (12B, H100, profiled, November 2026).
 CHUNK_LOGITS = 256 * 262_208
 FEWEST_ROWS = 128  # of one process in a chunk: with fewer the network's latency would count
 # of a trained head: so much of its gradient is made in the compute type before it is added in fp32

@@ -154,7 +154,6 @@ def forward_work(
     return Work(
         product_flops=rows * step.product_flops / 2,
         expert_flops=rows * step.expert_flops / 2,
-        expert_weight_bytes=passes * step.expert_weight_bytes / 2,
         attention_flops=rows * step.attention_flops / 3.5,
         dequantized_bytes=passes * shape.quantized_weights * moved,
         kept_bytes=rows * step.kept_bytes / 2,

@@ -1,7 +1,6 @@
 """What one process does for one micro-batch, counted from shapes: FLOP, bytes that move, launches.
 
-Nothing here knows how fast
-a GPU is; `step_time` makes seconds of it.
+Nothing here knows how fast a GPU is; `step_time` makes seconds of it.
 """
 
 from collections.abc import Callable, Iterable

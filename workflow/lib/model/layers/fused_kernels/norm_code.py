@@ -34,7 +34,7 @@ def norm(
     size: tl.constexpr,
 ):
     """`rows` rows, times `offset` + weight, plus a bias; with a `block` also in 8 bits what was
-    written. Rows are heads of tokens, which have these distances.
+    written. A row is a head of a token: `x_token` and `x_head` are the distances of these in x.
     """
     row, inside, column = _rows(num_rows, width, rows, size)
     value = _deviation(
