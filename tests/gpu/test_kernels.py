@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.attention_cases import WIDE_HEADS, WideHeads, wide_heads
 from tests.support.kernel_cases import (
     ACTIVATIONS,
     RANKS,
@@ -122,14 +123,15 @@ def test_norms_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(128, 128, 128), (100, 28, 256)], ids=["alike", "unlike"])
-def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
-    """Of documents of one length, which cuDNN takes from Hopper on, and of others; against each
-    document by itself in fp32.
+@pytest.mark.parametrize("width", [64, 512])
+def test_attention_stays_within_documents(lengths: tuple[int, ...], width: int) -> None:
+    """Of documents of one length, which cuDNN takes from Hopper on, of others, and of heads that
+    only our kernels serve; against each document by itself in fp32.
     """
     draw = torch.Generator().manual_seed(0)
     total, heads = sum(lengths), {"query": 4, "key": 2, "value": 2}
     given = {
-        name: torch.randn(1, count, total, 64, generator=draw)
+        name: torch.randn(1, count, total, width, generator=draw)
         .to("cuda", torch.bfloat16)
         .requires_grad_()
         for name, count in heads.items()
@@ -153,6 +155,15 @@ def test_attention_stays_within_documents(lengths: tuple[int, ...]) -> None:
         torch.autograd.grad((y.float() * weights).sum(), inputs) for y in (output, expected)
     )
     torch.testing.assert_close(gradients, exact, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("case", WIDE_HEADS, ids=str)
+def test_attention_with_wide_heads_equals_torch(case: WideHeads) -> None:
+    """Twice, with the same bits."""
+    results, again = (wide_heads(case, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for ours, expected in zip(results[::2], results[1::2], strict=True):
+        assert (ours - expected).norm() < 1e-2 * expected.norm()
+    assert all(map(torch.equal, results, again))
 
 
 FLEX = {

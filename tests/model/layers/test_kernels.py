@@ -111,6 +111,13 @@ import torch
 from tests.support.recurrence_cases import largest_error, spaces
 assert largest_error(spaces(dtype=torch.float32, device="cpu")) < 2e-5
 """
+WIDE_ATTENTION = """
+import torch
+from tests.support.attention_cases import WIDE_HEADS, wide_heads
+for case in WIDE_HEADS:
+    results = wide_heads(case, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(results[::2], results[1::2], rtol=1e-5, atol=1e-5)
+"""
 FEED_FORWARD = """
 import itertools, tempfile, torch
 from pathlib import Path
@@ -195,6 +202,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         GATED_NORMS,
         DELTA_RULE,
         STATE_SPACE,
+        WIDE_ATTENTION,
         FEED_FORWARD,
         EIGHT_BITS,
         RESTORED,
@@ -215,6 +223,7 @@ for one, other in restored_rows(dtype=torch.float32, device="cpu", interpreted=T
         "gated norms",
         "the gated delta rule",
         "the state space",
+        "attention with wide heads",
         "feed-forward in one node",
         "products in 8 bits",
         "rows of 8 bits",

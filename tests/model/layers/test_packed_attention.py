@@ -8,6 +8,7 @@ import torch
 
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.layers.fused_kernels.wide_attention import Seen
 from workflow.lib.model.layers.packed_attention import (
     document_bounds,
     flash_arguments,
@@ -88,7 +89,7 @@ def test_auto_on_a_gpu_is_flex_for_what_varlen_cannot_do(
     ("needs", "reason"),
     [
         (AttentionNeeds(dropout=0.1), r"attention_dropout is 0\.1"),
-        (AttentionNeeds(head_dim=512, value_dim=512), "this model's 512"),
+        (AttentionNeeds(head_dim=576, value_dim=576), "this model's 576"),
         (AttentionNeeds(masked=True), "tell of documents by nothing else"),
     ],
 )
@@ -101,6 +102,30 @@ def test_auto_is_sdpa_for_what_no_packed_attention_can_do(
     for name in ("varlen", "flex"):
         with pytest.raises(UserError, match=f"'{name}': .*{reason}"):
             resolved(name, needs=needs)
+
+
+def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours() -> None:
+    needs = AttentionNeeds(head_dim=512, value_dim=512)
+    on: dict[str, Any] = {"cuda": True, "bfloat16": True, "compute_dtype": "bfloat16"}
+    on |= {"flash_package": True}
+    assert automatic_attention(needs, **on, training=True).name == "varlen"
+    assert automatic_attention(needs, **on, training=False).name == "sdpa"
+    without = automatic_attention(needs, **on, training=True, wide_heads=False)
+    assert without.name == "sdpa"
+    assert resolved("varlen", needs=needs) == "varlen"
+    with pytest.raises(UserError, match="flex': its heads are 256 wide at most"):
+        resolved("flex", needs=needs)
+
+
+def test_queries_with_wide_heads_see_their_document_and_window() -> None:
+    """Bounds are repeated at the end where a CUDA graph has room for more documents."""
+    bounds = torch.tensor([0, 3, 4, 9, 9, 9], dtype=torch.int32)
+    first, last = Seen.of(bounds, 9, None)
+    assert first.tolist() == [0, 0, 0, 3, 4, 4, 4, 4, 4]
+    assert last.tolist() == [3, 3, 3, 4, 9, 9, 9, 9, 9]
+    first, last = Seen.of(bounds, 9, 2)
+    assert first.tolist() == [0, 0, 1, 3, 4, 4, 5, 6, 7]
+    assert last.tolist() == [2, 3, 3, 4, 6, 7, 8, 9, 9]
 
 
 def test_flash_packages_are_not_chosen_for_what_they_would_leave_out() -> None:

@@ -9,11 +9,13 @@ from transformers import CONFIG_MAPPING
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from workflow.lib.model.architecture.attention_needs import attention_needs
+from workflow.lib.model.layers.fused_kernels import wide_attention
 from workflow.lib.system.compute_choice import (
     ASKED_FOR,
     FLASH,
     FLEX,
     VARLEN,
+    WIDEST_HEAD,
     AttentionChoice,
     AttentionNeeds,
     ProductsHardware,
@@ -63,7 +65,19 @@ def _varlen_lack(
         return "it computes in 16 bits, and compute_dtype is float32"
     if not has_bfloat16(device):
         return "it needs a GPU of compute capability 8.0 or more"
-    return needs.varlen_lack()
+    lack = needs.varlen_lack()
+    if lack is None and not _wide_heads(device, compute_dtype, needs):
+        return f"its kernels for heads {needs.head_dim} wide cannot be built here (see the log)"
+    return lack
+
+
+def _wide_heads(device: torch.device, compute_dtype: torch.dtype, needs: AttentionNeeds) -> bool:
+    """Whether varlen serves heads of the model's width on this GPU. Assumed of one that is not
+    there.
+    """
+    if needs.head_dim <= WIDEST_HEAD or not torch.cuda.is_available():
+        return True
+    return wide_attention.usable(device, compute_dtype, needs.head_dim)
 
 
 NO_NEEDS = AttentionNeeds()
@@ -154,6 +168,7 @@ def _automatic(
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         flash_package=cuda and FLASH_AVAILABLE[FLASH](),
         training=training,
+        wide_heads=not training or not cuda or _wide_heads(device, compute_dtype, needs),
     )
 
 

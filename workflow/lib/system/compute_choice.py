@@ -13,6 +13,7 @@ FLASH, VARLEN, FLEX = "flash_attention_2", "varlen", "flex"
 FLEX_BLOCK = 128  # tokens of a block of flex's masks; what torch's own have
 OWN_SCORES = "this model's layers compute their scores themselves"
 WIDEST_HEAD = 256  # of FlashAttention 2, and of flex_attention's blocks in a GPU's shared memory
+WIDEST_KERNEL_HEAD = 512  # of kernels of ours (`fused_kernels.wide_attention`)
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,27 @@ class AttentionNeeds:
                 f"it wants values as wide as keys, and this model's are {self.value_dim} and "
                 f"{self.head_dim}"
             )
-        return self.flash_lack() or self.flex_lack()
+        return self._bounds_lack() or self._packed_lack() or self._width_lack(WIDEST_KERNEL_HEAD)
 
     def flash_lack(self) -> str | None:
-        """Return what FlashAttention cannot do of it, whoever calls it; None for nothing."""
+        """Return what the packages of FlashAttention cannot do of it; None for nothing."""
+        return self._bounds_lack() or self._width_lack(WIDEST_HEAD)
+
+    def flex_lack(self) -> str | None:
+        """Return what flex cannot do of it; None for nothing."""
+        if self.eager_alone:
+            return OWN_SCORES
+        return self._packed_lack() or self._width_lack(WIDEST_HEAD)
+
+    def _bounds_lack(self) -> str | None:
+        """What cannot be said by the bounds of documents and a window."""
         if self.eager_alone:
             return OWN_SCORES
         if self.sinks:
             return "it has no attention sinks, as this model has"
         return "it has no chunks, as this model's attention has" if self.chunks else None
 
-    def flex_lack(self) -> str | None:
-        """Return what flex cannot do of it; None for nothing."""
-        if self.eager_alone:
-            return OWN_SCORES
+    def _packed_lack(self) -> str | None:
         if self.masked:
             return "it gets no mask, and this model's layers tell of documents by nothing else"
         if self.dropout > 0:
@@ -69,8 +77,11 @@ class AttentionNeeds:
                 "it cannot drop attention weights, and this model's attention_dropout is "
                 f"{self.dropout:g}"
             )
-        if self.head_dim > WIDEST_HEAD:
-            return f"its heads are {WIDEST_HEAD} wide at most, and this model's {self.head_dim}"
+        return None
+
+    def _width_lack(self, widest: int) -> str | None:
+        if self.head_dim > widest:
+            return f"its heads are {widest} wide at most, and this model's {self.head_dim}"
         return None
 
 
@@ -157,8 +168,10 @@ def automatic_attention(
     compute_dtype: str,
     flash_package: bool,
     training: bool,
+    wide_heads: bool = True,
 ) -> AttentionChoice:
-    """Return the implementation that `model.attention: auto` means.
+    """Return the implementation that `model.attention: auto` means. wide_heads: whether our kernels
+    run there for heads wider than FlashAttention's.
 
     On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
     package is, else for training varlen, and flex for what these cannot do. Else it is what stock
@@ -173,7 +186,7 @@ def automatic_attention(
             return AttentionChoice(FLASH, "its package is installed")
         if training:
             lack = needs.varlen_lack()
-            if lack is None:
+            if lack is None and (wide_heads or needs.head_dim <= WIDEST_HEAD):
                 return AttentionChoice(VARLEN, "the fastest that this model can have here")
             if needs.flex_lack() is None:
                 return AttentionChoice(FLEX, f"not varlen: {lack}")

@@ -2,10 +2,10 @@
 
 Flash implementations get all rows of a micro-batch as one row, with the documents' boundaries
 (`cu_seq_lens`). Documents of one length, as rows that one long document fills, go to cuDNN where
-that is faster. Transformers would find the boundaries itself only in batches of one row, and
-otherwise attend across documents without a word (`_is_packed_sequence` in
-modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention as built into torch
-(torch.nn.attention.varlen), so it needs no further package.
+that is faster, and heads wider than FlashAttention's to kernels of ours. Transformers would find
+the boundaries itself only in batches of one row, and otherwise attend across documents without a
+word (`_is_packed_sequence` in modeling_flash_attention_utils.py, 5.23). `varlen` is FlashAttention
+as built into torch (torch.nn.attention.varlen), so it needs no further package.
 """
 
 import inspect
@@ -23,7 +23,8 @@ from workflow.lib.model.layers.attention_arguments import (
     refuse_without_documents,
 )
 from workflow.lib.model.layers.eight_bits.exact_activations import keep_exact
-from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN
+from workflow.lib.model.layers.fused_kernels.wide_attention import wide_attention
+from workflow.lib.system.compute_choice import FLASH, FLEX, VARLEN, WIDEST_HEAD
 
 FLATTENED = frozenset({VARLEN, FLASH, "flash_attention_3"})
 
@@ -85,6 +86,9 @@ def varlen_attention(
     keep_exact(query, key)
     # squeezed, not indexed: backward of an index fills a tensor with zeros and copies into it
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if query.shape[-1] > WIDEST_HEAD:
+        wide = wide_attention(q, k, v, cu_seq_lens_q, scale=scaling, window=sliding_window)
+        return wide[None], None
     alike = (cu_seq_lens_q.numel() - 1) * max_length_q == query.shape[2]
     output: Any = None
     if alike and sliding_window is None:
