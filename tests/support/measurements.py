@@ -41,7 +41,8 @@ ONE_PROCESS = LATEST | {"2986d7a", "ebf624b", "0d0e7fd", "0223b86", "e477513", "
 SEVERAL_PROCESSES = {"c4c4967", "3a56d7c"}
 # Stacks of experts are decoded by slices of 512 MiB.
 MIXTURES = {"a348f07", "5d4797b", "98fd0ae"}
-GEMMA_NORMS = {"f30dae5", "ae05c00", "1421c0a", "98fd0ae"}
+WIDE_HEADS = {"10ff93b"}  # by kernels
+GEMMA_NORMS = {"f30dae5", "ae05c00", "1421c0a", "98fd0ae"} | WIDE_HEADS
 # They ran without graphs, in processes that had captured some: cuBLAS' workspaces of captures, 64
 # MiB, were still there, and all five are that much above their recordings.
 BEHIND_GRAPHS = {
@@ -57,6 +58,8 @@ OTHER_CODE = {"nemotron", "seed_oss"}
 # Models of which more is fused than earlier commits fused, or whose recurrence other code computed:
 # by which they were measured since.
 MEASURED_SINCE = {
+    "google/gemma-4-31B": WIDE_HEADS,
+    "google/gemma-4-26B-A4B": WIDE_HEADS,
     "google/gemma-3-12b-pt": {"98fd0ae"},  # chunks of 256 rows in the loss
     # Their norms of queries and keys copied what they read.
     "tencent/Hunyuan-7B-Instruct": set[str](),

@@ -23,6 +23,7 @@ ENGINE = "engine_1xh200_2026-11-25"
 H100 = "kernels_2xh100_2026-11-24"
 ATTENTION = "attention_1xh100_2026-11-25"
 RECURRENT = "recurrent-layers_1xh100_2026-11-25"
+WIDE_HEADS = "wide-heads_1xh100_2026-11-26"
 MIXTURES = "mixtures-and-norms_1xh100-2xh200_2026-11-26"
 TWO_GPUS = "packed-layers_2xh100_2026-11-25"
 # Left out is what docs/time-model.md names: steps that Python launched, int8, recurrent layers by
@@ -52,6 +53,9 @@ LARGEST_ERRORS = {
         "qwen3_5_moe": 0.15, "qwen3_next": 0.13, "qwen3_5": 0.11, "olmo_hybrid": 0.02,
         "gemma3": 0.07, "moe_flash": 0.02, "moe_no_recomputation": 0.05,
         "moe_float8_no_recomputation": 0.09, "moe_shard_grad_op": 0.03,
+    },
+    WIDE_HEADS: {
+        "gemma4": 0.05, "gemma4_float8": 0.05, "gemma4_moe": 0.10, "gemma4_moe_float8": 0.11,
     },
     TWO_GPUS: {
         "wide_flash": 0.05, "wide_float8_no_recomputation": 0.02, "moe_flash": 0.03,

@@ -26,7 +26,8 @@ class ModelConfig(Section):
         "auto", "eager", "sdpa", "varlen", "flex", "flash_attention_2", "flash_attention_3"
     ] = "auto"
     """Attention implementation; `auto` = on a GPU flash_attention_2 if its package is installed,
-    else varlen (FlashAttention as built into torch), or flex (torch's flex_attention, compiled) for
+    else varlen (FlashAttention as built into torch, with kernels of ours for heads of 257 to 512
+    columns), or flex (torch's flex_attention, compiled) for
     what varlen cannot do, as soft-capped scores; on a CPU sdpa, or eager or flex where sdpa would
     leave something out. Evaluation takes sdpa or eager for varlen and flex."""
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

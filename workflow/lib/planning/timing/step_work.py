@@ -18,11 +18,14 @@ from workflow.lib.planning.memory.terms import (
     saved_activations,
     trainable_parameters,
 )
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8, WIDEST_HEAD
 
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
 # of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
 FLEX_TIME = 1.3
+# Of FlashAttention's time for as many products, by our kernels for wider heads (4 queries' passes
+# over scores where it has 3, in tiles of 16 to 64 tokens).
+WIDE_HEAD_TIME = 3.8
 # Of a product of as many rows by one weight: so much longer takes one by experts. 20.8 ms for 9.9
 # TFLOP of frozen weights in the widths of Qwen3-30B-A3B, 32,768 rows, on an H100, where dense
 # products reach 663 TFLOP/s (profiled, November 2026).
@@ -280,10 +283,16 @@ def _module_of(linear: Linear) -> str:
 def _attention_flops(shape: ModelShape, setup: Setup) -> float:
     """Of a token in forward: 2 S (q + width of values) a layer, as a rule 4 S q; half of it with
     flash (causal). Backward takes 2.5 times that (FlashAttention-2, arXiv 2307.08691, sec. 4.1).
+    Heads wider than FlashAttention's count as what they take.
     """
     causal = {"flash": 0.5, "flex": 0.5 * FLEX_TIME}.get(setup.attention, 1.0)
-    width = shape.total(lambda layer: layer.query_width + layer.value_width)
-    return 2 * setup.seq_len * causal * width
+
+    def width(layer: DecoderLayer) -> float:
+        wide = setup.attention == "flash" and layer.head_dim > WIDEST_HEAD
+        return (WIDE_HEAD_TIME if wide else 1.0) * (layer.query_width + layer.value_width)
+
+    widths = sum(count * width(shape.kinds[kind]) for kind, count in shape.counts.items())
+    return 2 * setup.seq_len * causal * widths
 
 
 def _elementwise_bytes(shape: ModelShape, setup: Setup) -> float:
