@@ -16,6 +16,7 @@ from workflow.lib.data.reading import hub_download
 from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
 from workflow.lib.system.files import write_json
+from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -53,7 +54,8 @@ def check_runs(
         return
     hub_download.fetch_file(source, configs[0], commit=commit, folder=folder)
     # Loading torch takes seconds, and a dataset needs none.
-    from workflow.lib.model.describe_model import describe_file
+    with importing():
+        from workflow.lib.model.describe_model import describe_file
 
     check_models(checks, describe_file(folder / "config.json"))
 

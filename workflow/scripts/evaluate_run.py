@@ -19,6 +19,7 @@ from workflow.lib.settings.config import EvaluateConfig
 from workflow.lib.settings.subjects import SUBJECTS
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.hardware import available_host_bytes, visible_gpus
+from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
 
@@ -29,10 +30,11 @@ def main(args: argparse.Namespace) -> None:
     # Hugging Face libraries read these variables when they are imported, so they are imported
     # after.
     os.environ.update(environment(settings.tasks, settings.tasks_dir))
-    from workflow.lib.distributed.work_sharing import divide, fits
-    from workflow.lib.evaluation.batch_size import restarting
-    from workflow.lib.model.backends import choose_device
-    from workflow.lib.training.launch import Workers, launch_workers
+    with importing():
+        from workflow.lib.distributed.work_sharing import divide, fits
+        from workflow.lib.evaluation.batch_size import restarting
+        from workflow.lib.model.backends import choose_device
+        from workflow.lib.training.launch import Workers, launch_workers
 
     gpus = visible_gpus() if choose_device().type == "cuda" else []
     gpu_bytes = [gpu.total_bytes for gpu in gpus]
@@ -48,7 +50,8 @@ def main(args: argparse.Namespace) -> None:
             args.model, division, gpu_bytes=gpu_bytes, host_bytes=available_host_bytes()
         )
     if division.processes == 1 or is_worker():
-        from workflow.scripts.evaluate_run_worker import work
+        with importing():
+            from workflow.scripts.evaluate_run_worker import work
 
         work(args, settings, sharded=division.sharded)
         return

@@ -50,6 +50,7 @@ from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, provenance, write_json
 from workflow.lib.system.gpu_models import parse_gpus
+from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -126,7 +127,8 @@ def read_model(model: Path, description: Path | None) -> ModelShape:
 def described(config: Path) -> ModelShape:
     """Describe the model of a config.json."""
     # Loading torch takes seconds, and most predictions need none.
-    from workflow.lib.model.describe_model import describe_file
+    with importing():
+        from workflow.lib.model.describe_model import describe_file
 
     return describe_file(config)
 

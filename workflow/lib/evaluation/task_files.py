@@ -15,6 +15,7 @@ import yaml
 
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.importing import importing
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -153,8 +154,9 @@ def known_tasks(settings: EvaluateConfig) -> "TaskManager":
 
     Raises `UserError` for a task of `evaluate.tasks` that is in neither.
     """
-    from lm_eval import __version__
-    from lm_eval.tasks import TaskManager
+    with importing():
+        from lm_eval import __version__
+        from lm_eval.tasks import TaskManager
 
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
     manager = TaskManager(include_path=settings.tasks_dir, include_defaults=bool(shipped))

@@ -1,6 +1,5 @@
 """A process for recordings: whoever asks for one needs no torch, or keeps its own as it is."""
 
-import gc
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.planning.preflight.replay_check import NotRecordedError
 from workflow.lib.recording.kept_tapes import kept_or_made
 from workflow.lib.recording.request import Request
+from workflow.lib.system.importing import importing
 from workflow.lib.system.undocumented_interfaces import check_recordings
 
 
@@ -37,9 +37,9 @@ class RecordingProcess:
 def _recorded(request: Request, *, whole: bool) -> Tape:
     """Record in the process; torch's own errors are told in words, as some cannot be sent."""
     warnings.simplefilter("ignore", FutureWarning)  # deprecations inside packages
-    check_recordings()
+    record = _engine()
     try:
-        return _engine()(request, whole=whole)
+        return record(request, whole=whole)
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise NotRecordedError(
@@ -51,13 +51,14 @@ def _recorded(request: Request, *, whole: bool) -> Tape:
 @cache
 def _engine() -> Callable[..., Tape]:
     """Import the engine: in this process alone, as loading torch takes seconds."""
-    from workflow.lib.model.kernel_packages import compute_by_torch_code
-    from workflow.lib.recording.engine_run import record
+    # A recording collects garbage before each of its steps: it would take a third of its time to
+    # look through what the packages have made.
+    with importing():
+        check_recordings()
+        from workflow.lib.model.kernel_packages import compute_by_torch_code
+        from workflow.lib.recording.engine_run import record
 
-    compute_by_torch_code()
-    # A recording collects garbage before each of its steps: a third of its time, most of it spent
-    # on what the packages have made while they were imported.
-    gc.freeze()
+        compute_by_torch_code()
     return record
 
 
