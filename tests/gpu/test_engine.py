@@ -36,8 +36,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_equals_a_stock_single_gpu_loop(
     base: Path, enough_gpus: int, processes: int, dtype: torch.dtype
 ) -> None:
+    check_against_stock(base, processes=processes, dtype=dtype)
+
+
+def test_training_with_wide_heads_equals_a_stock_single_gpu_loop(
+    tmp_path: Path, one_gpu: int
+) -> None:
+    """Heads that kernels of ours serve alone."""
+    base = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
+    check_against_stock(base, processes=one_gpu, dtype=torch.bfloat16, attention="varlen")
+
+
+def check_against_stock(
+    base: Path, *, processes: int, dtype: torch.dtype, attention: str = "sdpa"
+) -> None:
     planned = plan(processes=processes, micro_batch_size=2, device="cuda")
-    results = run_distributed(ours, base, settings(), planned, dtype, world_size=processes)
+    results = run_distributed(
+        ours, base, settings(), planned, dtype, attention, world_size=processes
+    )
     reference = stock(base, settings(), results[0]["initial"], device="cuda", dtype=dtype)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(results[0]["losses"], reference["losses"], **tolerance)

@@ -166,6 +166,12 @@ def test_graphs_are_bit_equal_to_the_same_kernels_launched_one_by_one(
     check_same_run(base, KINDS[kind], processes=one_gpu)
 
 
+def test_graphs_of_wide_heads_are_bit_equal_too(tmp_path: Path, one_gpu: int) -> None:
+    """Attention by kernels of ours, whose documents change from one replay to the next."""
+    wide = quantized(tiny_llama(tmp_path / "original", head_dim=320), tmp_path / "nf4")
+    check_same_run(wide, {}, processes=one_gpu)
+
+
 @pytest.mark.parametrize("kind", ON_TWO)
 def test_sharded_graphs_are_bit_equal_too(base: Path, two_gpus: int, kind: str) -> None:
     check_same_run(base, ON_TWO[kind], processes=two_gpus)
