@@ -38,7 +38,9 @@ ADAM_BETAS = (
     0.9,
     0.95,
 )  # as in GPT-3 (arXiv 2005.14165, app. B) and Llama (arXiv 2302.13971, sec. 2.3)
-WEIGHT_DECAY = 0.1  # same sources
+# Twenty times what those sources have: the corpus is read 29 times, and with 0.1 the validation loss
+# rose again after a third of the steps (2.57 at best, 2.49 with 1.0, 2.43 with 2.0).
+WEIGHT_DECAY = 2.0
 GRAD_CLIP_NORM = 1.0  # same sources
 MIN_LEARNING_RATE_FRACTION = 0.1  # same sources
 WARMUP_FRACTION = 0.03
@@ -81,10 +83,10 @@ def parse_args() -> argparse.Namespace:
         default=RESOURCES / "pydocs" / "train.jsonl.gz",
         help="JSONL whose `prompt` column the tokenizer (not the model) learns from too",
     )
-    parser.add_argument("--steps", type=positive_int, default=1200, help="optimizer steps")
+    parser.add_argument("--steps", type=positive_int, default=3500, help="optimizer steps")
     parser.add_argument("--batch-size", type=positive_int, default=32, help="rows per step")
     parser.add_argument("--seq-len", type=positive_int, default=512, help="tokens per row")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak, after warm-up")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, after warm-up")
     parser.add_argument("--vocab-size", type=int, default=4000, help="tokens, specials included")
     parser.add_argument(
         "--eval-every", type=positive_int, default=50, help="steps between validations"
@@ -163,14 +165,12 @@ def pack_rows(
 
 
 def build_model(tokenizer: transformers.PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Return a Llama of 3.8 million parameters in float32: the most that 8 MB of bfloat16 hold at
-    this vocabulary.
-    """
+    """Return a Llama in float32, of 2.8 million parameters at the default vocabulary."""
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=4,
+        intermediate_size=512,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
