@@ -152,7 +152,7 @@ def output_of(project: Path, command: str) -> str:
 def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
     assert "rule finetune:" in output_of(project, "snakemake --cores all train")
     assert "rule render_report:" in output_of(project, "snakemake --cores all")
-    assert "17,549,568, 8 experts" in output_of(
+    assert "11,058,944, 8 experts" in output_of(
         project, "python workflow/resources/upcycle_base.py"
     )
     assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
