@@ -22,6 +22,8 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, read_jsonl
 from workflow.lib.training.checkpoint import saved_steps
 
+pytestmark = pytest.mark.slow
+
 FEW = 4  # steps
 SMALL = partial(tiny_llama, num_hidden_layers=2)
 

@@ -25,6 +25,8 @@ from tests.support.preloaded_python import preloaded_python
 from tests.support.workflow_project import FORKING
 from workflow.lib.settings.config import load_config, merge
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ACTIVATE = Path(sys.prefix) / "bin" / "activate"
@@ -148,7 +150,6 @@ def output_of(project: Path, command: str) -> str:
     return re.split(r"^\++ ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-@pytest.mark.slow
 def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
     assert "rule finetune:" in output_of(project, "snakemake --cores all train")
     assert "rule render_report:" in output_of(project, "snakemake --cores all")
@@ -158,13 +159,11 @@ def test_commands_of_the_readme_run_one_after_the_other(project: Path) -> None:
     assert "adapter_model.safetensors: OK" in output_of(project, "sha256sum --check SHA256SUMS")
 
 
-@pytest.mark.slow
 def test_what_is_made_is_not_made_again(project: Path) -> None:
     for command in ("snakemake --cores all --dry-run", "snakemake --cores all preflight"):
         assert "Nothing to be done" in output_of(project, command)
 
 
-@pytest.mark.slow
 def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> None:
     table = page("artifacts").split("| artifact | what it is |")[1].split("\n\n")[0]
     paths = [p for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) for p in code(row)]
@@ -174,7 +173,6 @@ def test_artifacts_of_the_readme_are_there_after_its_commands(project: Path) -> 
     assert missing == ["results/runs/*/convert_gguf"], "which needs packages of its own"
 
 
-@pytest.mark.slow
 def test_other_evaluation_settings_did_not_train_again(project: Path) -> None:
     (command,) = [line for line in README.splitlines() if "--config evaluate" in line]
     output = output_of(project, command.replace("evaluate='{", "'evaluate={"))

@@ -18,6 +18,8 @@ from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.files import read_json
 from workflow.scripts.consolidate import main
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(3, 40)[None]
 
 

@@ -14,6 +14,8 @@ from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_QZJXVKWYPLMNBTRDFGHC"
 SHARDS = {

@@ -50,6 +50,8 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 from workflow.lib.training.startup_checks import check_attention
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 # Ours in fp32, the family's in fp64: in fp32 its rounding is up to 1e-4 (Gated DeltaNet);
 # gradients relative to the largest.

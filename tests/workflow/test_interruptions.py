@@ -20,6 +20,8 @@ from tests.support.chaos import complete, differences, storm
 from tests.support.finished_runs import adapter_bytes
 from tests.support.workflow_project import STEPS, TIMEOUT_S, Finished, Project, run_folders
 
+pytestmark = pytest.mark.slow
+
 # Faults of `tests.support.chaos` that cost no wait and make no artifact anew.
 QUICK = (
     "SIGKILL of a rank",
@@ -143,13 +145,11 @@ def interrupted(finished_project: Project, tmp_path_factory: pytest.TempPathFact
     return Interrupted(project, stopped, killed, project.run("train"))
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_before_the_training_has_ended(interrupted: Interrupted) -> None:
     assert interrupted.stopped.done.status != 0
     assert interrupted.stopped.saved_steps[-1] < STEPS
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_of_the_step_it_stopped_at(interrupted: Interrupted) -> None:
     output = interrupted.stopped.done.output
     assert f"stopped after step {interrupted.stopped.saved_steps[-1]} of {STEPS}" in output
@@ -167,7 +167,6 @@ ALONE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ctrl_c", "forks_stages"), ALONE.values(), ids=ALONE)
 def test_signal_to_snakemake_alone_ends_the_training_with_a_checkpoint(
     finished_project: Project,
@@ -196,7 +195,6 @@ def assert_stopped_in_order(stopped: Stopped) -> None:
     assert said in stopped.done.output
 
 
-@pytest.mark.slow
 def test_command_repeated_while_an_orphan_trains_names_its_process(
     interrupted: Interrupted,
 ) -> None:
@@ -208,19 +206,16 @@ def test_command_repeated_while_an_orphan_trains_names_its_process(
     assert {int(pid) for pid in named} <= set(interrupted.killed.orphans)
 
 
-@pytest.mark.slow
 def test_no_worker_outlives_its_launcher(interrupted: Interrupted) -> None:
     assert interrupted.killed.survivors == []
 
 
-@pytest.mark.slow
 def test_same_command_continues_after_ctrl_c_and_after_a_kill(interrupted: Interrupted) -> None:
     resumed = interrupted.project.json("finetune", "summary.json")["resumed_from_steps"]
     assert len(resumed) == 2
     assert interrupted.stopped.saved_steps[-1] == resumed[0] < resumed[1] < STEPS
 
 
-@pytest.mark.slow
 def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
     interrupted: Interrupted,
 ) -> None:
@@ -235,20 +230,17 @@ def test_command_repeated_after_a_kill_tells_how_far_training_had_come(
     assert "was killed after" not in interrupted.killed.refused.output
 
 
-@pytest.mark.slow
 def test_metrics_of_an_interrupted_run_have_every_step_once(interrupted: Interrupted) -> None:
     lines = (interrupted.project.folder("finetune") / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
 def test_interrupted_run_ends_with_the_bytes_of_an_undisturbed_one(
     interrupted: Interrupted, finished_project: Project
 ) -> None:
     assert adapter_bytes(interrupted.project) == adapter_bytes(finished_project)
 
 
-@pytest.mark.slow
 def test_three_faults_at_random_moments_change_no_artifact(
     finished_project: Project, tmp_path: Path
 ) -> None:
@@ -264,7 +256,6 @@ def test_three_faults_at_random_moments_change_no_artifact(
     assert differences(project, finished_project) == []
 
 
-@pytest.mark.slow
 def test_cause_of_a_failed_training_stands_at_the_end_of_the_terminals_output(
     finished_project: Project, tmp_path: Path
 ) -> None:
