@@ -38,8 +38,8 @@ ADAM_BETAS = (
     0.9,
     0.95,
 )  # as in GPT-3 (arXiv 2005.14165, app. B) and Llama (arXiv 2302.13971, sec. 2.3)
-# Twenty times what those sources have: the corpus is read 29 times, and with 0.1 the validation loss
-# rose again after a third of the steps (2.57 at best, 2.49 with 1.0, 2.43 with 2.0).
+# Twenty times what those sources have: the corpus is read 29 times, and with 0.1 the validation
+# loss rose again after a third of the steps (2.57 at best, 2.49 with 1.0, 2.43 with 2.0).
 WEIGHT_DECAY = 2.0
 GRAD_CLIP_NORM = 1.0  # same sources
 MIN_LEARNING_RATE_FRACTION = 0.1  # same sources

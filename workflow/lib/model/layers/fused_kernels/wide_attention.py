@@ -31,28 +31,29 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     warps: int
-    stages: int = 1
+    stages: int = 1  # 2 need less shared memory where one tile is an operand of two products
 
 
+OF_KEYS = Tile(16, 32, 4, 2)
 TILES = {
     200: {
         "attention": Tile(64, 64, 8),
         "attention_of_queries": Tile(64, 32, 8),
-        "attention_of_keys": Tile(16, 32, 4, 2),
+        "attention_of_keys": OF_KEYS,
     },
     150: {
-        "attention": Tile(64, 32, 8),
-        "attention_of_queries": Tile(32, 32, 4),
-        "attention_of_keys": Tile(16, 32, 4),
+        "attention": Tile(64, 32, 8, 2),
+        "attention_of_queries": Tile(32, 32, 4, 2),
+        "attention_of_keys": OF_KEYS,
     },
     0: {
-        "attention": Tile(32, 16, 4),
-        "attention_of_queries": Tile(32, 16, 4),
-        "attention_of_keys": Tile(16, 32, 4),
+        "attention": Tile(32, 32, 4, 2),
+        "attention_of_queries": Tile(32, 16, 4, 2),
+        "attention_of_keys": OF_KEYS,
     },
 }
 """By the KiB of shared memory that a program may have, at least. The first are the fastest of 10 to
-13 tried on an H100; the others fit an A100 (163 KiB) and cards that have 99."""
+13 tried on an H100. The others are what fits an A100 (163 KiB), and GPUs that have 99."""
 PRODUCT_ROWS, PRODUCT_WARPS = 16, 4  # of a program of `attention_products`
 
 
