@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import packages, and look for no garbage meanwhile, which is a fifth of their time. What they
-    make is never garbage.
+    """Import packages, and look for no garbage meanwhile, which is a quarter of their time. What
+    they make is never garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

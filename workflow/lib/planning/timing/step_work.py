@@ -23,8 +23,8 @@ from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLOAT8, INT8, WIDE
 # Of varlen's time for the same documents, without the cap: 1.90 and 1.48 ms, forward and backward
 # of 2 x 3,072 tokens of Gemma 2 27B's attention on an H200.
 FLEX_TIME = 1.3
-# Of FlashAttention's time for as many products, by our kernels for wider heads (4 queries' passes
-# over scores where it has 3, in tiles of 16 to 64 tokens).
+# Of FlashAttention's time for as many products, by our kernels for wider heads (they make the
+# scores three times where it makes them twice, in tiles of 16 to 64 tokens).
 WIDE_HEAD_TIME = 3.8
 # Of a product of as many rows by one weight: so much longer takes one by experts. 20.8 ms for 9.9
 # TFLOP of frozen weights in the widths of Qwen3-30B-A3B, 32,768 rows, on an H100, where dense
