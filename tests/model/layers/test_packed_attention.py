@@ -8,6 +8,7 @@ import torch
 
 from tests.support.models import VOCAB, quantized, random_store, tiny_llama
 from workflow.lib.model.backends import resolve_training_attention
+from workflow.lib.model.layers import packed_attention
 from workflow.lib.model.layers.fused_kernels.wide_attention import Seen
 from workflow.lib.model.layers.packed_attention import (
     document_bounds,
@@ -110,11 +111,34 @@ def test_heads_wider_than_those_of_flash_attention_are_for_kernels_of_ours() -> 
     on |= {"flash_package": True}
     assert automatic_attention(needs, **on, training=True).name == "varlen"
     assert automatic_attention(needs, **on, training=False).name == "sdpa"
-    without = automatic_attention(needs, **on, training=True, wide_heads=False)
+    without = automatic_attention(needs, **on, training=True, varlen_runs=False)
     assert without.name == "sdpa"
     assert resolved("varlen", needs=needs) == "varlen"
     with pytest.raises(UserError, match="flex': its heads are 256 wide at most"):
         resolved("flex", needs=needs)
+
+
+@pytest.mark.parametrize("width", [256, 264])
+def test_varlen_hands_wide_heads_to_kernels_of_ours(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the layer's bounds, scale and window; both kernels are for GPUs."""
+    told: list[dict[str, Any]] = []
+
+    def wide(query: torch.Tensor, *given: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        told.append({"bounds": given[-1].tolist(), **arguments})
+        return query
+
+    monkeypatch.setattr(packed_attention, "wide_attention", wide)
+    monkeypatch.setattr(packed_attention, "varlen_attn", lambda query, *_, **__: query)
+    heads = [torch.randn(1, count, 6, width) for count in (4, 2, 2)]
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+    output, _ = varlen_attention(
+        torch.nn.Module(), *heads, None, cu_seq_lens_q=bounds, max_length_q=4,
+        scaling=0.5, sliding_window=3,
+    )  # fmt: skip
+    assert torch.equal(output[0], heads[0][0].transpose(0, 1))
+    assert told == [{"bounds": [0, 2, 6], "scale": 0.5, "window": 3}] * (width > 256)
 
 
 def test_queries_with_wide_heads_see_their_document_and_window() -> None:

@@ -168,7 +168,7 @@ def _automatic(
         compute_dtype=str(compute_dtype).removeprefix("torch."),
         flash_package=cuda and FLASH_AVAILABLE[FLASH](),
         training=training,
-        wide_heads=not training or _varlen_lack(device, compute_dtype, needs) is None,
+        varlen_runs=not training or _varlen_lack(device, compute_dtype, needs) is None,
     )
 
 

@@ -168,10 +168,10 @@ def automatic_attention(
     compute_dtype: str,
     flash_package: bool,
     training: bool,
-    wide_heads: bool = True,
+    varlen_runs: bool = True,
 ) -> AttentionChoice:
-    """Return the implementation that `model.attention: auto` means. wide_heads: whether our kernels
-    run there for heads wider than FlashAttention's.
+    """Return the implementation that `model.attention: auto` means. varlen_runs: whether the
+    kernels that varlen would need can be built there.
 
     On a GPU of compute capability 8.0 (`bfloat16`) in 16 bits it is flash_attention_2 where its
     package is, else for training varlen, and flex for what these cannot do. Else it is what stock
@@ -186,7 +186,7 @@ def automatic_attention(
             return AttentionChoice(FLASH, "its package is installed")
         if training:
             lack = needs.varlen_lack()
-            if lack is None and (wide_heads or needs.head_dim <= WIDEST_HEAD):
+            if lack is None and varlen_runs:
                 return AttentionChoice(VARLEN, "the fastest that this model can have here")
             if needs.flex_lack() is None:
                 return AttentionChoice(FLEX, f"not varlen: {lack}")
