@@ -117,7 +117,12 @@ def find_encodings(
     formats = {split: find_formats(split, sources) for split, sources in splits.items()}
     chats = any(format not in WITHOUT_TEMPLATE for some in formats.values() for format in some)
     template = read_chat_template(tokenizer, settings.chat_template) if chats else None
-    encoder = SampleEncoder(tokenizer, chat_template=template, loss_on=settings.loss_on)
+    encoder = SampleEncoder(
+        tokenizer,
+        chat_template=template,
+        loss_on=settings.loss_on,
+        template_kwargs=settings.template_kwargs,
+    )
     return {
         split: Encoding(
             encoder=encoder,

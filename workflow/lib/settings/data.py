@@ -112,6 +112,9 @@ class DataConfig(Section):
     """Column names, where the dataset calls them otherwise."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
+    template_kwargs: dict[str, Any] = Field({})
+    """Arguments of the chat template, such as {enable_thinking: false}: in training, evaluation and
+    the model card. A row's `chat_template_kwargs` come before them."""
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
     """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt
     of inference, the last of them alone, or every token."""

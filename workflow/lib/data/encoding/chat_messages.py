@@ -7,8 +7,8 @@ What does not fit raises `RowError`.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
 from workflow.lib.data.reading.chunks import parse_json
@@ -67,11 +67,16 @@ class Tool(TypedDict):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the template gets them, which of them may be trained, and the tools."""
+    """Messages as the template gets them, which of them may be trained, the tools, and arguments.
+
+    template_kwargs: what the row gives the template besides, such as `enable_thinking`. They come
+    before those of `data.template_kwargs`, which stand among the template's variables.
+    """
 
     messages: list[Message]
     trained: list[bool]
     tools: list[Tool] | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:

@@ -14,6 +14,7 @@ from workflow.lib.data.encoding.chat_messages import (
     Conversation,
     Message,
     RowError,
+    json_value,
     kind,
     read_messages,
     read_tools,
@@ -36,6 +37,9 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "text": ("text",),
 }
+# The row's arguments of the chat template: an object of them, and columns named as one of them.
+ARGUMENTS_COLUMN = "chat_template_kwargs"
+SWITCHES = {"enable_thinking": bool, "thinking": bool, "reasoning_effort": str}
 # `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
 # text beside them.
 TARGETS = ("labels", "loss_mask")
@@ -144,7 +148,19 @@ def _conversation(
             "no trained token: no assistant turn that may be trained has a weight above 0"
         )
     tools = read_tools(value.get(columns.tools), what=f"column {columns.tools!r}")
-    return Conversation(messages, trained, tools)
+    return Conversation(messages, trained, tools, _template_kwargs(value))
+
+
+def _template_kwargs(value: Values) -> dict[str, object]:
+    """Return the row's own arguments of the chat template."""
+    given = value.get(ARGUMENTS_COLUMN)
+    if isinstance(given, str) and given.strip():
+        given = json_value(given, f"column {ARGUMENTS_COLUMN!r}")
+    given = given or {}
+    if not isinstance(given, dict):
+        raise RowError(f"not an object: column {ARGUMENTS_COLUMN!r} is {kind(given)}")
+    columns = {k: value[k] for k, t in SWITCHES.items() if isinstance(value.get(k), t)}
+    return {**columns, **{k: v for k, v in given.items() if v is not None}}
 
 
 def _prompt_completion(value: Values, columns: DataColumns) -> Sample:
@@ -170,7 +186,7 @@ def _alpaca(value: Values, columns: DataColumns) -> Sample:
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-    return Conversation(messages, [False, True])
+    return Conversation(messages, [False, True], template_kwargs=_template_kwargs(value))
 
 
 def _text(value: Values, columns: DataColumns) -> Sample:

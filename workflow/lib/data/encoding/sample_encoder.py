@@ -6,7 +6,7 @@ becomes an example of its own: the prompt and the turn as inference has them. Ma
 is a prediction target, so the first token of a document is never one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,10 +44,18 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Encodes samples; `chat_template` may be None if no sample is a conversation."""
+    """Encodes samples; `chat_template` may be None if no sample is a conversation.
+
+    template_kwargs: arguments of the template for every row that does not say otherwise.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None, loss_on: LossOn
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None,
+        loss_on: LossOn,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self._encoder = SafeEncoder(tokenizer)
         self._vocab_size = len(tokenizer)
@@ -56,7 +64,8 @@ class SampleEncoder:
         self._eos = [tokenizer.eos_token_id]
         self._renderer: TurnRenderer | None = None
         if chat_template is not None:
-            template = ChatTemplate(chat_template, variables=tokenizer.special_tokens_map)
+            variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+            template = ChatTemplate(chat_template, variables=variables)
             self._renderer = TurnRenderer(template, encoder=self._encoder, loss_on=loss_on)
             self._check_template(self._renderer)
 
