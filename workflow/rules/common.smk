@@ -9,6 +9,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
+from snakemake.utils import update_config
 
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
@@ -23,6 +24,7 @@ from workflow.lib.model.architecture.model_files import (
 from workflow.lib.planning.machine import requested_processes
 from workflow.lib.planning.preflight import cluster_request
 from workflow.lib.planning.preflight.checks import check_model
+from workflow.lib.settings.command_line import as_in_yaml
 from workflow.lib.settings.config import (
     check_yaml,
     is_hub_id,
@@ -86,6 +88,8 @@ except UserError as error:
 
 configfile: "config.yaml"
 
+
+update_config(config, as_in_yaml(workflow.config_settings.config))
 
 STARTED = time.time()
 

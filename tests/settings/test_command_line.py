@@ -1,0 +1,30 @@
+"""Settings of the command line mean what the same YAML means in a file."""
+
+import pytest
+import yaml
+from snakemake.cli import parse_config
+
+from workflow.lib.settings.command_line import as_in_yaml
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{heldout: null, packing: false, near_duplicate_threshold: 0.5, seq_len: 64}",
+        "{train: [{path: a.jsonl, weight: 2, name: ~}, b.jsonl], loss_on: all}",
+        "{chat_template: a b.jinja, name: 1.2.3, template_kwargs: {enable_thinking: no}}",
+        "{train: []}",
+    ],
+)
+def test_section_of_the_command_line_is_read_as_in_a_file(section: str) -> None:
+    assert as_in_yaml(parse_config([f"data={section}"])) == yaml.safe_load(f"data: {section}")
+
+
+def test_what_a_job_gets_from_its_snakemake_is_typed_too() -> None:
+    sent = parse_config(["data={'heldout': 'null', 'train': ['a.jsonl']}"])
+    assert as_in_yaml(sent) == {"data": {"heldout": None, "train": ["a.jsonl"]}}
+
+
+@pytest.mark.parametrize("text", ["2026-01-31", "a: b", "[x", "", "*x"])
+def test_what_is_no_null_truth_or_number_stays_text(text: str) -> None:
+    assert as_in_yaml({"data": {"name": text}}) == {"data": {"name": text}}
