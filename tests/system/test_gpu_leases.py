@@ -2,11 +2,12 @@
 
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,10 +123,52 @@ def test_folder_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:
         lease(1, gpus=cards, folder=tmp_path / "locks")
 
 
-def test_every_user_of_the_host_may_lease(tmp_path: Path) -> None:
-    lease(1, gpus=cards, folder=tmp_path / "locks")
-    assert stat.S_IMODE((tmp_path / "locks").stat().st_mode) == 0o1777
-    assert (tmp_path / "locks" / "GPU-0").stat().st_mode & 0o444 == 0o444
+@pytest.mark.parametrize("made_before", [False, True])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_every_user_of_the_host_may_lease_whatever_the_umask(
+    tmp_path: Path, umask: int, made_before: bool
+) -> None:
+    locks = tmp_path / "locks"
+    before = os.umask(umask)
+    try:
+        if made_before:
+            locks.mkdir()
+            (locks / "GPU-0").touch()
+        lease(1, gpus=cards, folder=locks)
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(locks.stat().st_mode) == 0o1777
+    assert stat.S_IMODE((locks / "GPU-0").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to("/etc/hostname"),
+        lambda path: path.symlink_to("nothing"),
+        lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    ],
+    ids=["pipe", "folder", "link", "dangling link", "socket"],
+)
+def test_what_is_no_file_in_a_lock_s_place_is_refused_at_once(
+    tmp_path: Path, plant: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    Path("locks").mkdir()
+    plant(Path("locks/GPU-0"))
+    with pytest.raises(UserError, match="folder of GPU leases cannot be used"):
+        lease(1, gpus=cards, folder=Path("locks"))
+
+
+def test_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "locks").symlink_to("elsewhere")
+    with pytest.raises(UserError, match="folder of GPU leases cannot be used"):
+        lease(1, gpus=cards, folder=tmp_path / "locks")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_lock_stays_with_the_program_that_takes_the_process_place(tmp_path: Path) -> None:

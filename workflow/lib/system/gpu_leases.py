@@ -12,7 +12,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from workflow.lib.system.errors import UserError
@@ -22,6 +22,8 @@ FOLDER = Path("/tmp/gpu-leases")  # not TMPDIR, which two jobs of a host may hav
 POLL_S = 1.0
 # A desktop and its browser hold about 1 GiB of a card; a process that computes, seldom less than 2.
 IN_USE_BYTES = 2 * 2**30
+ANY_MAY_ADD = stat.S_ISVTX | 0o777  # as /tmp: all may add, none may remove another's
+ANY_MAY_READ = 0o644  # which is enough for flock
 
 
 def lease(
@@ -95,16 +97,46 @@ def _lock(folder: Path, uuid: str) -> int | None:
 
 
 def _open(folder: Path, name: str) -> int:
-    """Open a lock file for reading, whoever made it; make folder and file if need be."""
+    """Open a lock file for reading, whoever made it; make folder and file if need be.
+
+    Another user may have put anything there: links are not followed, and a pipe is not waited for.
+    """
     try:
-        if not folder.exists():
-            folder.mkdir(exist_ok=True)
-            folder.chmod(stat.S_ISVTX | 0o777)  # as /tmp: all may add, none may remove another's
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL, 0o644))
-        return os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+        with _mode_as_given(), contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=ANY_MAY_ADD)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _share(place, ANY_MAY_ADD)
+            # Without O_CREAT where it is there: the kernel refuses that for another user's file.
+            with _mode_as_given(), contextlib.suppress(FileExistsError):
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL, ANY_MAY_READ, dir_fd=place))
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+        finally:
+            os.close(place)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(f"{folder / name} is no regular file")
+        _share(file, ANY_MAY_READ)
     except OSError as error:
         raise UserError(
-            f"{folder}: the folder of GPU leases cannot be used ({error}). Remove it, or let all "
-            "users write to it."
+            f"{folder}: the folder of GPU leases cannot be used ({error}). Have its owner or root "
+            "remove it, or let all users write to it."
         ) from None
+    return file
+
+
+@contextlib.contextmanager
+def _mode_as_given() -> Iterator[None]:
+    """Give what is made its whole mode at once, whatever the user's umask takes away."""
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _share(descriptor: int, mode: int) -> None:
+    """Give an own folder or file the mode by which all users can lease."""
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != mode:
+        os.fchmod(descriptor, mode)
