@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from workflow.lib.evaluation.task_files import (
@@ -33,12 +35,19 @@ def test_no_folder_has_no_names():
 
 
 def test_local_tasks_are_run_offline(tasks_dir):
-    variables = environment(("one", "both"), tasks_dir)
+    variables = environment(EvaluateConfig(tasks=("one", "both"), tasks_dir=tasks_dir))
     assert variables["HF_HUB_OFFLINE"] == variables["HF_DATASETS_OFFLINE"] == "1"
 
 
 def test_a_task_of_the_harness_may_use_the_network(tasks_dir):
-    assert "HF_HUB_OFFLINE" not in environment(("one", "arc_easy"), tasks_dir)
+    settings = EvaluateConfig(tasks=("one", "arc_easy"), tasks_dir=tasks_dir)
+    assert "HF_HUB_OFFLINE" not in environment(settings)
+
+
+def test_code_of_the_hub_is_downloaded_only_where_the_settings_let_code_run():
+    settings = EvaluateConfig(tasks=("arc_easy",), tasks_dir=None)
+    assert environment(settings)["HF_EVALUATE_OFFLINE"] == "1"
+    assert "HF_EVALUATE_OFFLINE" not in environment(settings.model_copy(update={"task_code": True}))
 
 
 def test_folder_that_is_not_there_is_refused(tmp_path):
@@ -60,15 +69,28 @@ CODE = {
     "class": "class: !function utils.Task",
     "python object": "description: !!python/object/apply:os.system [true]",
     "trusted data set": "dataset_kwargs: {trust_remote_code: true}",
+    "metric that is a path": "metric_list: [{metric: tasks/mine}]",
+    "metric of the hub": "metric_list: [{metric: rouge}]",
+    "metric of the harness, from the hub": "metric_list: [{metric: f1, hf_evaluate: true}]",
+    "metric of an inline task": "task: [{task: x, metric_list: [{metric: ./mine}]}]",
+    "metric behind a merged key": "x-a: &a {metric_list: [{metric: ./mine}]}\n<<: *a",
+    "aggregation": "metric_list: [{metric: acc, aggregation: os.system}]",
+    "filter": "filter_list: [{name: a, filter: [{function: custom, filter_fn: os.system}]}]",
+    "sampler": "fewshot_config: {sampler: mine.Sampler}",
+    "output type": "output_type: mine.Request",
+    "data set of one's own": "custom_dataset: mine.load",
+    "reader that imports what its options name": "dataset_path: iceberg",
+    "reader of pickles": "dataset_path: pandas",
+    "prompt of a package": "use_prompt: 'promptsource:x'",
+    "decoding of the hub": "generation_kwargs: {custom_generate: mine/decoding}",
+    "results": "process_results: mine.results",
 }
 
 
 @pytest.mark.parametrize("line", CODE.values(), ids=CODE)
-def test_task_file_that_would_run_code_is_refused(tmp_path, line):
+def test_task_file_that_may_run_code_is_refused(tmp_path, line):
     (tmp_path / "one.yaml").write_text(f"output_type: multiple_choice\n{line}\n")
-    with pytest.raises(
-        UserError, match=r"one\.yaml would run code \(.*evaluate\.task_code = False"
-    ):
+    with pytest.raises(UserError, match=r"one\.yaml may run code \(.*evaluate\.task_code = False"):
         refuse_code(str(tmp_path))
 
 
@@ -76,17 +98,32 @@ def test_code_behind_an_included_file_of_any_name_is_found(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "one.yaml").write_text("task: one\ninclude: [../shared]\n")
     (tmp_path / "shared").write_text("include: tasks/one.yaml\nprocess_docs: !function utils.run\n")
-    with pytest.raises(UserError, match=r"shared would run code \(!function utils\.run\)"):
+    with pytest.raises(UserError, match=r"shared may run code \(.*!function"):
         refuse_code(str(tmp_path / "tasks"))
 
 
 def test_task_files_without_code_are_fine(tmp_path):
     (tmp_path / "one.yaml").write_text(
-        "task: one\ndoc_to_text: '{{question}}'\nmore: &a [1, 2.5]\n"
+        "task: one\ndoc_to_text: '{{question}}'\nmetadata: &a [1, 2.5]\nprocess_docs: null\n"
     )
-    (tmp_path / "loop.yaml").write_text("task: &a [*a]\n")
     refuse_code(str(tmp_path))
     refuse_code("workflow/resources/tasks")
+
+
+NINES = "\n".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9))
+
+
+@pytest.mark.parametrize("text", ["task: &a [*a]\n", f"a0: &a0 x\n{NINES}\n"])
+def test_aliases_without_end_are_refused_at_once(tmp_path, text):
+    (tmp_path / "one.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"one\.yaml: is no YAML that can be read"):
+        local_task_names(str(tmp_path))
+
+
+def test_pipe_in_a_task_file_s_place_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "one.yaml")
+    with pytest.raises(UserError, match=r"one\.yaml: it is a pipe"):
+        refuse_code(str(tmp_path))
 
 
 @pytest.fixture
@@ -152,3 +189,24 @@ def test_error_names_no_folder_where_none_is_given():
     settings = EvaluateConfig(tasks=["arc_eazy"], tasks_dir=None)
     error = unknown_task("arc_eazy", {"arc_easy"}, settings=settings, version="0.4.13")
     assert "'arc_eazy' is not among the tasks of lm_eval 0.4.13" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("definition", "changes", "message"),
+    [
+        ("unsafe_code: true", {"task_code": True}, "it runs code that the model writes"),
+        ("doc_to_image: image", {"task_code": True}, "it needs images or sound"),
+        ("num_fewshot: 0", {"num_fewshot": 2}, "is defined without examples"),
+    ],
+)
+def test_task_that_cannot_run_is_refused_by_its_definition(tmp_path, definition, changes, message):
+    (tmp_path / "one.yaml").write_text(f"task: one\n{definition}\n")
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [one]\n")
+    with pytest.raises(UserError, match=message):
+        check_tasks(EvaluateConfig(tasks=["all"], tasks_dir=str(tmp_path), **changes))
+
+
+def test_what_a_group_says_goes_before_what_its_task_says(tmp_path):
+    (tmp_path / "one.yaml").write_text("task: one\nnum_fewshot: 0\n")
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [one]\nnum_fewshot: 2\n")
+    check_tasks(EvaluateConfig(tasks=["all"], tasks_dir=str(tmp_path), num_fewshot=2))

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> None:
         settings = settings.model_copy(update={"batch_size": args.batch_size})
     # Hugging Face libraries read these variables when they are imported, so they are imported
     # after.
-    os.environ.update(environment(settings.tasks, settings.tasks_dir))
+    os.environ.update(environment(settings))
     with importing():
         from workflow.lib.distributed.work_sharing import divide, fits
         from workflow.lib.evaluation.batch_size import restarting

@@ -25,7 +25,12 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.artifacts.evaluation_record import Metric, Task
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.lm_eval_model import SharingHFLM
-from workflow.lib.evaluation.task_files import known_tasks, local_task_names, refuse_code
+from workflow.lib.evaluation.task_files import (
+    known_tasks,
+    local_task_names,
+    refuse_code,
+    refuse_unrunnable,
+)
 from workflow.lib.evaluation.task_scores import MetricItems, TaskScores
 from workflow.lib.evaluation.task_templates import sandbox_task_templates
 from workflow.lib.settings.config import EvaluateConfig
@@ -61,7 +66,13 @@ def load_tasks(
     manager = known_tasks(settings)
     loaded = {name: _load(name, manager, settings, shipped) for name in settings.tasks}
     for name, task in (pair for tasks in loaded.values() for pair in tasks["tasks"].items()):
-        _refuse_unrunnable(name, task, settings)
+        refuse_unrunnable(
+            name,
+            runs_code=getattr(task, "UNSAFE_CODE", False),
+            is_multimodal=getattr(task, "MULTIMODAL", False),
+            num_fewshot=task.get_config("num_fewshot"),
+            settings=settings,
+        )
         task.set_config(key="num_fewshot", value=settings.num_fewshot)
     return loaded
 
@@ -155,25 +166,6 @@ def _load(
             f"{name} cannot be loaded ({type(error).__name__}: {error})",
             change,
         ) from error
-
-
-def _refuse_unrunnable(name: str, task: Any, settings: EvaluateConfig) -> None:
-    """Raise `UserError` for what the harness would refuse only after the model ran, or would
-    silently ignore.
-    """
-    lacks = {
-        "it runs code that the model writes": getattr(task, "UNSAFE_CODE", False),
-        "it needs images or sound": getattr(task, "MULTIMODAL", False),
-    }
-    for reason in (reason for reason, lacking in lacks.items() if lacking):
-        raise setting_error("evaluate.tasks", name, reason, "Remove it")
-    if settings.num_fewshot and task.get_config("num_fewshot") == 0:
-        raise setting_error(
-            "evaluate.num_fewshot",
-            settings.num_fewshot,
-            f"the task {name} is defined without examples (num_fewshot: 0)",
-            "Set it to 0, or remove the task",
-        )
 
 
 def run_tasks(

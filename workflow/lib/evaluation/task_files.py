@@ -7,33 +7,37 @@ libraries read their offline variables at import. Kinds of names as in lm_eval 0
 """
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from workflow.lib.evaluation.code_free_tasks import METRICS, possible_code
 from workflow.lib.settings.evaluate import HELDOUT_LOSS, EvaluateConfig
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.importing import importing
+from workflow.lib.system.yaml_files import compose_yaml
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 # Everything the evaluation needs is on disk. The harness would otherwise fork a process per core
 # for its bootstraps, from a process that holds a GPU context.
+NO_HUB_CODE = {"HF_EVALUATE_OFFLINE": "1"}  # the package `evaluate` runs what it downloads
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SINGLE_PROCESS = {"DISABLE_MULTIPROC": "1"}
-YAML_TAG = "tag:yaml.org,2002:"  # of YAML's own types; those below `python` make objects
-CODE_KEYS = ("class", "trust_remote_code")
+
+GROUP_KEYS = frozenset(("group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"))
 
 
-def environment(tasks: tuple[str, ...], tasks_dir: str | None) -> dict[str, str]:
+def environment(settings: EvaluateConfig) -> dict[str, str]:
     """Return the variables to set before Hugging Face libraries are imported: offline if every task
-    is local.
+    is local, and no code from the hub unless `evaluate.task_code` lets it run.
     """
-    shipped = set(tasks) - local_task_names(tasks_dir)
-    return SINGLE_PROCESS | ({} if shipped else OFFLINE)
+    shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
+    code = {} if settings.task_code else NO_HUB_CODE
+    return SINGLE_PROCESS | code | ({} if shipped else OFFLINE)
 
 
 def local_task_names(tasks_dir: str | None) -> set[str]:
@@ -63,12 +67,13 @@ def _read(file: Path) -> dict[str, list[str]]:
 
 def _compose(file: Path) -> yaml.Node | None:
     try:
-        root: yaml.Node | None = yaml.compose(
-            file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader
-        )
-    except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{file}: is no YAML that can be read ({error}). Mend the file.") from None
-    return root
+        return compose_yaml(file)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise _not_yaml(file, error) from None
+
+
+def _not_yaml(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file}: is no YAML that can be read ({error}). Mend the file.")
 
 
 def _strings(node: yaml.Node) -> list[str]:
@@ -86,66 +91,121 @@ def _names(keys: dict[str, list[str]]) -> set[str]:
 
 
 def refuse_code(tasks_dir: str) -> None:
-    """Raise `UserError` if a task file of the folder, or one that it includes, would run Python
-    when it is loaded.
+    """Raise `UserError` if a task file of the folder, or one that it includes, may run Python.
 
-    That is a tag such as `!function` (the harness imports what it names), a `class`, or a data set
-    that asks to be
-    trusted. Templates in the files are another matter: `task_templates` keeps them in.
+    That is a tag such as `!function`, and whatever `code_free_tasks` does not know. Templates in
+    the files are another matter: `task_templates` keeps them in.
     """
     waiting, seen = sorted(Path(tasks_dir).rglob("*.yaml")), set[Path]()
     while waiting:
         file = waiting.pop().resolve()
-        if file in seen or not file.is_file():
+        if file in seen:
             continue
         seen.add(file)
-        root = _compose(file)
-        for code in _code(root):
-            raise setting_error(
-                "evaluate.tasks_dir",
-                tasks_dir,
-                f"{file.name} would run code ({code}), which evaluate.task_code = False forbids",
-                "Read that code; if you trust it, set evaluate.task_code to true",
-            )
-        pairs = root.value if isinstance(root, yaml.MappingNode) else []
-        included = [value for key, value in pairs if key.value == "include"]
-        waiting += [file.parent / name for value in included for name in _strings(value)]
+        definition = _definition(file, tasks_dir)
+        for code in possible_code(definition):
+            raise _code_error(file, code, tasks_dir)
+        included = definition.get("include") or []
+        included = included if isinstance(included, list) else [included]
+        waiting += [file.parent / str(name) for name in included]
 
 
-def _code(root: yaml.Node | None) -> Iterator[str]:
-    """Yield what a file's nodes would run."""
-    waiting, seen = [root] if root else [], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # an anchor may hold itself
-            continue
-        seen.add(id(node))
-        if not node.tag.startswith(YAML_TAG) or node.tag.startswith(f"{YAML_TAG}python"):
-            yield f"{node.tag} {node.value}" if isinstance(node.value, str) else node.tag
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        if isinstance(node, yaml.MappingNode):
-            yield from (key.value for key, _ in node.value if key.value in CODE_KEYS)
-            waiting += [one for pair in node.value for one in pair]
+def _definition(file: Path, tasks_dir: str) -> dict[Any, Any]:
+    """Return what a file says, merged keys included; empty for what is no section, which the
+    harness skips.
+    """
+    root = _compose(file)
+    try:
+        value = yaml.SafeLoader("").construct_document(root) if root else None
+    except yaml.constructor.ConstructorError as error:  # a tag that is none of YAML's own
+        raise _code_error(file, str(error.problem), tasks_dir) from None
+    except (ValueError, OverflowError, RecursionError) as error:  # a date that is none
+        raise _not_yaml(file, error) from None
+    return value if isinstance(value, dict) else {}
+
+
+def _code_error(file: Path, code: str, tasks_dir: str) -> UserError:
+    return setting_error(
+        "evaluate.tasks_dir",
+        tasks_dir,
+        f"{file.name} may run code ({code}), which evaluate.task_code = False forbids",
+        "Read that code; if you trust it, set evaluate.task_code to true",
+    )
 
 
 def check_tasks(settings: EvaluateConfig) -> None:
-    """Raise `UserError` for a task that does not exist and for a requirement that no task measures,
-    before anything is trained.
+    """Raise `UserError` for a task that does not exist or cannot run, and for a requirement that no
+    task measures, before anything is trained.
 
-    Reads definitions alone: neither the network nor data. Where every task is local and no metric
-    is required there is nothing to ask the harness, whose import takes seconds.
+    Reads definitions alone: neither the network nor data. Where every task is local, without code
+    and as it is defined, there is nothing to ask the harness, whose import takes seconds.
     """
     required = [name for name in settings.require if name != HELDOUT_LOSS]
     shipped = set(settings.tasks) - local_task_names(settings.tasks_dir)
-    if not shipped and not required:
+    if not (
+        shipped or required or (settings.tasks and (settings.task_code or settings.num_fewshot))
+    ):
         return
     manager = known_tasks(settings)
     index = {name: entry.cfg or {} for name, entry in manager.task_index.items()}
     tagged = {n: e.tags for n, e in manager.task_index.items() if n in manager.all_tags}
-    measured = {task for name in settings.tasks for task in _members(name, index, tagged)}
+    measured: dict[str, Mapping[str, Any]] = {}
+    for name in settings.tasks:
+        measured |= _members(name, index, tagged)
+    for name, definition in measured.items():
+        _refuse_undefined(name, definition, settings)
     for name in required:
-        _check_requirement(name, {task: index.get(task, {}) for task in measured - tagged.keys()})
+        _check_requirement(name, {k: v for k, v in measured.items() if k not in tagged})
+
+
+def _refuse_undefined(name: str, definition: Mapping[str, Any], settings: EvaluateConfig) -> None:
+    """Raise `UserError` for a definition that cannot run as the settings say."""
+    refuse_unrunnable(
+        name,
+        runs_code=bool(definition.get("unsafe_code")),
+        is_multimodal=bool(definition.get("doc_to_image") or definition.get("doc_to_audio")),
+        num_fewshot=definition.get("num_fewshot"),
+        settings=settings,
+    )
+    if settings.task_code or definition.get("process_results"):
+        return
+    for entry in definition.get("metric_list") or []:
+        metric = str(entry["metric"])
+        # The harness' own functions are paths by now.
+        if entry.get("hf_evaluate") or (metric not in METRICS and not Path(metric).is_absolute()):
+            raise setting_error(
+                "evaluate.tasks",
+                name,
+                f"its metric {metric} is code that the package `evaluate` downloads and runs, "
+                "which evaluate.task_code = False forbids",
+                "Remove the task, or set evaluate.task_code to true",
+            )
+
+
+def refuse_unrunnable(
+    name: str,
+    *,
+    runs_code: bool,
+    is_multimodal: bool,
+    num_fewshot: int | None,
+    settings: EvaluateConfig,
+) -> None:
+    """Raise `UserError` for what the harness would refuse only after the model ran, or would
+    silently ignore.
+    """
+    if runs_code:
+        raise setting_error(
+            "evaluate.tasks", name, "it runs code that the model writes", "Remove it"
+        )
+    if is_multimodal:
+        raise setting_error("evaluate.tasks", name, "it needs images or sound", "Remove it")
+    if settings.num_fewshot and num_fewshot == 0:
+        raise setting_error(
+            "evaluate.num_fewshot",
+            settings.num_fewshot,
+            f"the task {name} is defined without examples (num_fewshot: 0)",
+            "Set it to 0, or remove the task",
+        )
 
 
 def known_tasks(settings: EvaluateConfig) -> "TaskManager":
@@ -183,23 +243,26 @@ def unknown_task(
 
 def _members(
     name: str, index: Mapping[str, Mapping[str, Any]], tagged: Mapping[str, Collection[str]]
-) -> set[str]:
-    """Return a task; or a group or tag with all below it. index: definitions; tagged: the tasks of
-    tags.
+) -> dict[str, Mapping[str, Any]]:
+    """Return the definition of a task; or of a group or tag and all below it, by name.
+
+    index: definitions; tagged: the tasks of tags. What a group says goes before what its members
+    say.
     """
-    members, waiting = set[str](), [name]
+    found: dict[str, Mapping[str, Any]] = {}
+    waiting: list[tuple[Any, dict[str, Any]]] = [(name, {})]
     while waiting:
-        one = waiting.pop()
-        if one in members:
+        one, given = waiting.pop()
+        if isinstance(one, Mapping):
+            one, given = one.get("group", one.get("task")), given | dict(one)
+        if str(one) in found:
             continue
-        members.add(one)
-        listed = index.get(one, {}).get("task", []) if "group" in index.get(one, {}) else []
-        entries = listed if isinstance(listed, list) else [listed]
-        waiting += [
-            str(e.get("task", e.get("group"))) if isinstance(e, dict) else e for e in entries
-        ]
-        waiting += tagged.get(one, ())
-    return members
+        definition = found[str(one)] = {**index.get(str(one), {}), **given}
+        below = {key: value for key, value in definition.items() if key not in GROUP_KEYS}
+        members = definition.get("task") if "group" in definition else []
+        waiting += [(m, below) for m in (members if isinstance(members, list) else [members])]
+        waiting += [(task, below) for task in tagged.get(str(one), ())]
+    return found
 
 
 def _check_requirement(name: str, measured: Mapping[str, Mapping[str, Any]]) -> None:

@@ -31,6 +31,8 @@ from workflow.lib.settings.train import (
     TrainConfig,
 )
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.input_files import read_input
+from workflow.lib.system.yaml_files import check_aliases
 
 __all__ = [
     "BenchmarkConfig",
@@ -201,6 +203,7 @@ def check_yaml(path: Path) -> None:
     try:
         loader = yaml.SafeLoader(_text(path))
         root = loader.get_single_node()
+        check_aliases(root)
         _check_keys(root, path)
         loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -210,12 +213,14 @@ def check_yaml(path: Path) -> None:
             f"{location}: {error.problem or error.context}: this is no YAML. Correct that line or "
             "the one before it; indent with spaces, not with tabs."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path}: it cannot be read as YAML ({error}). Correct the file.") from None
 
 
 def _text(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    text = read_input(path)
     with suppress(ValueError):
         json.loads(text)
         return text.replace("\t", " ")  # JSON, but for tabs, is YAML

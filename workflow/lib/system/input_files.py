@@ -1,0 +1,71 @@
+"""Files that a user names, which may be anything: a pipe never ends, a device has no size.
+
+Whoever opens a file by a name of the settings asks here first; folders are asked for what would be
+read in them.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from workflow.lib.system.errors import UserError
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+MOST_TEXT_BYTES = 2**26  # of a text that is read whole; the largest tokenizer.json has 32 MiB
+
+
+def why_unreadable(path: Path) -> str | None:
+    """Return why neither a file nor a folder can be read at `path`, None if one can.
+
+    Links are followed. Whoever may not look into the folder above is told so.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            return f"it is a link to {path.readlink()}, and there is nothing"
+        return "there is no such file or folder"
+    except PermissionError:
+        return "you may not look into the folder above it"
+    except OSError as error:  # a name too long, a loop of links
+        return f"it cannot be opened ({error.strerror})"
+    except ValueError:  # a NUL character
+        return "no file can have this name"
+    kind = stat.S_IFMT(mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        return f"it is {KINDS.get(kind, 'no file')}, and a file or a folder is read"
+    if not os.access(path, os.R_OK | (os.X_OK if kind == stat.S_IFDIR else 0)):
+        return "its owner and mode do not let you read it"
+    return None
+
+
+def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """Return the text of a file that a user names.
+
+    Raises `UserError` for what is no regular file, cannot be read, is no UTF-8, or is larger than
+    any such text; it never waits.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as stream:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                kind = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+                raise UserError(f"{path}: it is {kind}. Put a file there.")
+            if found.st_size > most_bytes:
+                raise UserError(
+                    f"{path}: it has {found.st_size:,} bytes, and at most {most_bytes:,} are read "
+                    "as a text. Name the right file."
+                )
+            return stream.read().decode("utf-8")
+    except OSError as error:
+        why = why_unreadable(Path(path)) or error.strerror
+        raise UserError(f"{path}: {why}. Correct the path, or mend the file.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: it is no UTF-8 text ({error.reason}). Convert it.") from None
