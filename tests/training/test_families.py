@@ -35,6 +35,7 @@ from tests.support.family_runs import (
     trained_adapter,
 )
 from tests.support.models import adapted
+from tests.support.rounding import allowed, assert_rounded, lost
 from workflow.lib.export.adapter_files import merged_tensors, write_merged
 from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
@@ -53,9 +54,7 @@ from workflow.lib.training.startup_checks import check_attention
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-# Ours in fp32, the family's in fp64: in fp32 its rounding is up to 1e-4 (Gated DeltaNet);
-# gradients relative to the largest.
-LOSS, GRADIENT = 2e-5, 1e-4
+LOSS = 2e-5  # a sum of 60 tokens; stock code in fp32 loses up to 3e-7
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -81,11 +80,21 @@ def stock_64(folder: Path) -> PeftModel:
     return in_float64(stock_model(folder, exported(folder / "of-2")))
 
 
-@cache
-def stock(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what that computes."""
-    model = stock_64(folder)
+def by_rows(model: PeftModel) -> dict[str, dict[str, Any]]:
     return {rows: stock_gradients(model, family_store(rows)) for rows in LENGTHS}
+
+
+@cache
+def stock(folder: Path) -> tuple[dict[str, dict[str, Any]], float]:
+    """Return what that computes, and what ours may lose to it."""
+    exact = by_rows(stock_64(folder))
+    in_float32 = by_rows(stock_model(folder, exported(folder / "of-2")))
+    losses = (
+        lost(in_float32[rows]["gradients"][name], gradient)
+        for rows, found in exact.items()
+        for name, gradient in found["gradients"].items()
+    )
+    return exact, allowed(losses)
 
 
 def of_family(found: dict[int, dict[str, Any]], family: str, processes: int) -> dict[str, Any]:
@@ -96,15 +105,11 @@ def of_family(found: dict[int, dict[str, Any]], family: str, processes: int) -> 
 
 def assert_equals_stock(ours: dict[str, Any], place: Path) -> None:
     names = names_of(place / "of-2")
-    for rows, theirs in stock(place).items():
+    exact, share = stock(place)
+    for rows, theirs in exact.items():
         assert ours[rows]["loss"] == pytest.approx(theirs["loss"], rel=LOSS), rows
         gradients = {names.exported(n): x for n, x in ours[rows]["gradients"].items()}
-        assert gradients.keys() == theirs["gradients"].keys()
-        for name, gradient in theirs["gradients"].items():
-            largest = float(gradient.abs().max())
-            assert largest > 0, f"{rows}: {name} has no influence, so nothing is compared"
-            ours_64 = gradients[name].double()
-            torch.testing.assert_close(ours_64, gradient, rtol=0, atol=GRADIENT * largest)
+        assert_rounded(gradients, theirs["gradients"], share=share)
 
 
 @every_family
@@ -124,7 +129,7 @@ def test_tokens_go_to_the_experts_of_the_stock_model(
 ) -> None:
     run = of_family(found, family, processes)
     ours = run["unpacked"]["experts"]
-    theirs = stock(folder / family)["unpacked"]["chosen"]
+    theirs = stock(folder / family)[0]["unpacked"]["chosen"]
     assert len(ours) == len(theirs) > 0
     for shares, chosen in zip(ours, theirs, strict=True):
         counts = torch.cat(chosen).flatten().bincount(minlength=len(shares))
