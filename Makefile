@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 REQUIREMENTS := envs/driver.txt envs/torch.txt envs/report.txt
-PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS = -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 python -m pytest $(PYTEST_OPTIONS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: install train all test quick lint format audit clean
+.PHONY: install train all test nightly lint format audit clean
 
 install: $(VENV)/.installed
 
@@ -25,12 +26,13 @@ train all: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" snakemake --cores all $@
 
 # One process more than cores: some tests wait, for a hung process to be noticed or for Slurm.
+# Files that take long are marked `slow`, and left to `make nightly`.
 test: $(VENV)/.installed-dev
-	$(PYTEST)
-
-# Seven tests of eight, in half of the time or less.
-quick: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
+
+# All tests, and those of numbers in the order of sums of every processor that this one can be; writes tests/nightly.json.
+nightly: $(VENV)/.installed-dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" python -m tests.support.nightly -- $(PYTEST_OPTIONS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
