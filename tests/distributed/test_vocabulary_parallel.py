@@ -333,7 +333,7 @@ def test_start_up_checks_hold_and_count_all_parameters(
     found: list[dict[str, Any]], kind: str
 ) -> None:
     for report in found:
-        assert report[kind]["checks"] == [True] * 5
+        assert report[kind]["checks"] == [True] * 6
         assert report[kind]["counted"] == report["on the device"]["counted"]
 
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from tests.support.models import quantized, tiny_gemma2, tiny_llama
 from tests.support.preflight_examples import SEVEN, setup
 from workflow.lib.model.architecture.model_shape import read_config
-from workflow.lib.model.decoder_layers import checkpoint_activations_
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.lora import init_adapters_, inject_adapters
 from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.planning.memory.allocation_tape import Tape
 from workflow.lib.planning.memory.setup import Setup

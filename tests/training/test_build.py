@@ -1,22 +1,30 @@
 """The order in which a model is made ready, and the checks before its first step."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
 from tests.support.models import adapted, quantized, random_store, tiny_llama
 from tests.support.plans import make_plan
 from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
+from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.chunked_loss import OutputHead
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
-from workflow.lib.training.startup_checks import check_family, startup_checks
+from workflow.lib.training.startup_checks import (
+    check_family,
+    check_recomputation,
+    startup_checks,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +52,34 @@ def checks(base: Path) -> dict[str, Any]:
         found["gradients"] = [
             p.grad for p in trainable_parameters(model.training).values() if p.grad is not None
         ]
-        for name, call in {
+        cases: dict[str, Callable[[], object]] = {
             "empty row": lambda: startup_checks(
                 model, empty_row(random_store(rows=3, seq_len=11)), base, world
+            ),
+            "drawn anew": lambda: check_recomputation(
+                drawing_anew(model), random_store(rows=3, seq_len=11), world
             ),
             "other head": lambda: check_family(
                 other_head(model), random_store(rows=3, seq_len=11), world
             ),
-        }.items():
+        }
+        for name, call in cases.items():
             try:
                 call()
             except UserError as error:
                 found[name] = str(error)
     return found
+
+
+def drawing_anew(model: TrainingModel) -> Any:
+    """Have layers forget the random numbers of their forward."""
+    peft: Any = model.training.peft_model
+    layers: list[Any] = decoder_layers(peft.get_base_model())
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+    return model.training
 
 
 def other_head(model: TrainingModel) -> Any:
@@ -77,7 +100,7 @@ def test_sound_model_passes_every_check_and_says_what_was_compared(
     """With dropout too, the family's and the adapter's, which the checks switch off."""
     for result in found:
         passed = {check.name: check for check in result["passed"]}
-        assert len(passed) == 5
+        assert len(passed) == 6
         assert all(check.passed for check in passed.values())
         assert any(
             "bytes equal checkpoint bytes" in name and f"{len(found)} processes" in name
@@ -107,6 +130,16 @@ def test_family_whose_logits_are_not_the_heads_product_is_refused(
         assert message.endswith(
             "so the loss would be another model's. Choose another model.source."
         )
+
+
+def test_layers_that_draw_anew_in_backward_are_refused(found: list[dict[str, Any]]) -> None:
+    """Attention's dropout, of a half."""
+    for result in found:
+        message = result["drawn anew"]
+        assert message.startswith(
+            "LlamaForCausalLM has other gradients where its layers are recomputed in backward: "
+        )
+        assert "Set train.activation_checkpointing to false" in message
 
 
 def test_parameters_are_counted_once_though_tied(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import process_group
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.model.activation_offload import ActivationOffload
-from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
+from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.layers import packed_attention
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.nf4_model import local, local_range
+from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.settings.config import LoraSettings, RunConfig
 from workflow.lib.training.batches import make_batch

@@ -178,7 +178,7 @@ def test_family_that_scales_its_embedding_and_caps_its_logits_is_that_of_stock_p
         theirs = references.get("capped") or references.setdefault(
             "capped", stock(capped / "nf4", "both", initial)
         )
-        assert ours["both"]["checks"] == [True] * 5
+        assert ours["both"]["checks"] == [True] * 6
         torch.testing.assert_close(ours["both"]["losses"], theirs["losses"], rtol=2e-5, atol=0)
         for one, other in zip(ours["both"]["gradients"], theirs["gradients"], strict=True):
             torch.testing.assert_close(one, other, **GRADIENT_TOLERANCE)
@@ -188,7 +188,7 @@ def test_start_up_checks_hold_and_count_the_modules(
     trained: tuple[Path, list[dict[str, Any]]], kind: str
 ) -> None:
     for process in trained[1]:
-        assert process[kind]["checks"] == [True] * 5
+        assert process[kind]["checks"] == [True] * 6
         trainable, total = process[kind]["counted"]
         assert trainable == sum(t.numel() for t in process[kind]["initial"].values())
         assert total == process["both"]["counted"][1]

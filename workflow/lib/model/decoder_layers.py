@@ -1,9 +1,4 @@
-"""The decoder layers of a model: how they are found, what lies beside them, and their recomputation
-in backward.
-"""
-
-from collections.abc import Collection
-from typing import Any
+"""The decoder layers of a model: how they are found, and what lies beside them."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,30 +46,3 @@ def drop_other_parts_(model: PreTrainedModel) -> None:
     for path in other_parts(model):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
-
-
-def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) -> None:
-    """Recompute the decoder layers of these numbers in backward, by Transformers' own switch
-    (non-reentrant).
-
-    The state of the random numbers is kept for it where any may be drawn.
-    """
-    # renamed in Transformers 5.2x; the old name warns there and will go in v6
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False, "preserve_rng_state": _may_draw(model)})
-    for number, layer in enumerate(decoder_layers(model)):
-        setattr(layer, "gradient_checkpointing", number in numbers)  # noqa: B010
-
-
-def _may_draw(model: PreTrainedModel) -> bool:
-    """Whether a layer drops anything by chance: by a module, or by what its configuration says."""
-    modules = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    return modules or _drops(model.config.to_dict())
-
-
-def _drops(config: dict[str, Any]) -> bool:
-    """Whether a configuration, or one within it, has a share of anything to drop."""
-    return any(
-        _drops(value) if isinstance(value, dict) else "drop" in str(key) and value not in (None, 0)
-        for key, value in config.items()
-    )

@@ -139,6 +139,13 @@ class CausalLMForTraining(nn.Module):
         loss: torch.Tensor = self.head_loss(hidden.index_select(0, batch.positions), batch.targets)
         return loss if balance is None else balance.joined(loss)
 
+    def after_backward(self) -> None:
+        """Join the copies of activations, and free what packed weights were gathered."""
+        if self.activation_offload is not None:
+            self.activation_offload.join()
+        if self.packed_layers is not None:
+            self.packed_layers.free()  # a graph must give back the memory that it has taken
+
     def logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:

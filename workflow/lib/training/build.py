@@ -22,7 +22,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.layer_choice import LayerChoice, choose_layers
 from workflow.lib.model.backends import products_hardware
-from workflow.lib.model.decoder_layers import checkpoint_activations_, decoder_layers
+from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.fuse_layers import fuse_layers_
 from workflow.lib.model.host_embedding import StoredRows, empty_table_
 from workflow.lib.model.layers.lora_linear import ADAPTER
@@ -30,6 +30,7 @@ from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.lora import init_adapters_, inject_adapters, trainable_parameters
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.nf4_model import build_nf4_on_meta, load_weights_, materialize_
+from workflow.lib.model.recomputation import checkpoint_activations_
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig

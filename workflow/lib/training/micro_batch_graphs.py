@@ -62,10 +62,7 @@ def forward_backward(
     """
     loss: torch.Tensor = training(batch)
     loss.backward(slope)
-    if training.activation_offload is not None:
-        training.activation_offload.join()
-    if training.packed_layers is not None:
-        training.packed_layers.free()  # a graph must give back the memory that it has taken
+    training.after_backward()
     return loss.detach()
 
 

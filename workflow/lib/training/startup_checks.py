@@ -1,5 +1,6 @@
-"""What is compared before the first step: gathered bytes with the checkpoint, and packed rows with
-the family's own forward, document by document."""
+"""What is compared before the first step: gathered bytes with the checkpoint, packed rows with the
+family's own forward, document by document, and gradients with those of layers that are not
+recomputed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from workflow.lib.artifacts.training_record import Check
 from workflow.lib.data.tokens.token_store import TokenStore
@@ -18,6 +20,10 @@ from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.distributed.world import World
 from workflow.lib.model.compared_layers import ComparedLayers
 from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.experts.fused_experts import FusedExperts
+from workflow.lib.model.layers.reference_attention import attending_by_reference
+from workflow.lib.model.nf4_model import local
+from workflow.lib.model.recomputation import nothing_recomputed, recomputes
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.checksums import RecordedFile
@@ -38,6 +44,9 @@ GROWN_TOLERANCE = 0.1
 FAMILY_TOKENS = 8  # compared with the family's own forward
 # Of the largest logit: far above bf16's rounding, far below any scale or cap.
 FAMILY_TOLERANCE = 0.05
+# Of the size of all gradients. Recomputation repeats what forward did to the bit; noise drawn anew
+# in the router of a tiny Phi-3.5-MoE turns them by 0.2.
+RECOMPUTED_TOLERANCE = 0.02
 
 
 def check_inputs(
@@ -65,18 +74,21 @@ def startup_checks(
     """Check what must hold before the first step; return the checks for the report. Calls `moved`
     on its way. Collective.
 
-    Raises `UserError` if our logits or hidden states are not the family's, a gathered tensor
-    differs from the checkpoint, or a row has no trained token.
+    Raises `UserError` if our logits or hidden states are not the family's, recomputation changes
+    gradients, a gathered tensor differs from the checkpoint, or a row has no trained token.
     """
     model.training.eval()  # no dropout: it would make two forwards differ
     same_logits = check_family(model.training, store, world)
     moved()
     same_attention = check_attention(model.training, store, world)
     moved()
+    same_gradients = check_recomputation(model.training, store, world)
+    moved()
     _forward_first_row(model.training, store, world)
     return [
         same_logits,
         same_attention,
+        *same_gradients,
         _check_weights(model, base, world, moved=moved),
         _check_share(model, world),
         _check_rows(store),
@@ -227,6 +239,69 @@ def check_attention(training: CausalLMForTraining, store: TokenStore, world: Wor
         detail=f"difference {difference:.2g} of what a layer adds at most, over {num_tokens} tokens"
         f"{one_by_one}",
     )
+
+
+def check_recomputation(
+    training: CausalLMForTraining, store: TokenStore, world: World
+) -> list[Check]:
+    """Compare gradients where layers are recomputed in backward with those where none is, both with
+    the same random numbers; return a check, or none where nothing is recomputed. Leaves no
+    gradient, and the random numbers as they were.
+
+    Raises `UserError` if they differ. Collective.
+    """
+    model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
+    if not any(map(recomputes, decoder_layers(model))):
+        return []
+    ids = torch.from_numpy(store.input_ids[:1, :FAMILY_TOKENS].astype("int64")).to(world.device)
+    recomputed = _drawn_gradients(training, ids, world)
+    with nothing_recomputed(model):
+        kept = _drawn_gradients(training, ids, world)
+    here = torch.stack([(recomputed - kept).norm(), kept.norm()]).square().cpu()
+    if world.size > 1:
+        dist.all_reduce(here, group=world.io_group)
+    difference = float((here[0] / here[1]).sqrt())
+    if not difference <= RECOMPUTED_TOLERANCE:
+        raise UserError(
+            f"{type(model).__name__} has other gradients where its layers are recomputed in "
+            f"backward: they differ by {difference:.2g} of their size, so another model would be "
+            "trained. Set train.activation_checkpointing to false, or choose another model.source."
+        )
+    return [
+        Check(
+            name="recomputed layers have the gradients of those that are not recomputed",
+            passed=True,
+            detail=f"difference {difference:.2g} of their size over {ids.shape[1]} tokens",
+        )
+    ]
+
+
+def _drawn_gradients(
+    training: CausalLMForTraining, ids: torch.Tensor, world: World
+) -> torch.Tensor:
+    """Return what this process has of all gradients (n,) fp32, of a random projection of the hidden
+    states of `ids` (1, tokens), by the family's own attention, which is compiled for no shape.
+    """
+    model: Any = training.peft_model.get_base_model()  # type: ignore[operator]
+    training.train()
+    training.adapters.row_keys = torch.zeros(1, dtype=torch.int64, device=world.device)
+    places = torch.arange(ids.shape[1], device=world.device)[None]
+    devices = [] if world.device.type == "cpu" else [world.device]
+    with torch.random.fork_rng(devices), attending_by_reference(model.get_decoder().config):
+        torch.manual_seed(0)
+        hidden = training.hidden_states(ids, places)
+        hidden.backward(torch.randn_like(hidden))
+    training.after_backward()
+    found = [
+        local(param.grad).flatten().float()
+        for param in training.parameters()
+        if param.grad is not None
+    ]
+    training.zero_grad()
+    for experts in (x for x in training.modules() if isinstance(x, FusedExperts)):
+        experts.routed = None  # these tokens are of no step
+    training.eval()
+    return torch.cat(found)
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -141,7 +141,7 @@ class Setup:
 
     def recomputes(self, layer: int) -> bool:
         """Whether backward recomputes decoder layer `layer`
-        (`decoder_layers.checkpoint_activations_`).
+        (`recomputation.checkpoint_activations_`).
         """
         return is_recomputed(self.activation_checkpointing, layer)
 

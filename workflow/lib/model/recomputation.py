@@ -1,0 +1,75 @@
+"""Decoder layers that are computed again in backward, which must draw the same random numbers then:
+dropout, or noise of a router, whatever its family calls it.
+
+So the state of the random numbers is kept for a layer until one of its forwards in training was
+seen to leave it as it was. Keeping it costs the host a tenth of a millisecond a layer, and a CUDA
+graph of it cannot be captured (torch 2.11 to 2.13), so it ends where nothing is drawn.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from workflow.lib.model.decoder_layers import decoder_layers
+
+
+class Recomputed:
+    """What a layer calls in place of torch's `checkpoint` (non-reentrant), with its forward and its
+    inputs.
+    """
+
+    def __init__(self) -> None:
+        self.draws: bool | None = None
+        """Whether its forward draws random numbers; None: that was not seen yet."""
+
+    def __call__(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        options: Any = {"use_reentrant": False, "preserve_rng_state": self.draws is not False}
+        if self.draws is not None:
+            return checkpoint(forward, *inputs, **options)
+        devices = {x.device for x in inputs if isinstance(x, torch.Tensor)}
+        before = _random_states(devices)
+        outputs = checkpoint(forward, *inputs, **options)
+        self.draws = not all(map(torch.equal, before, _random_states(devices)))
+        return outputs
+
+
+def _random_states(devices: Collection[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the CPU's random numbers and of these devices'."""
+    others = [device for device in devices if device.type != "cpu"]
+    modules = (torch.get_device_module(device) for device in others)
+    on_device = [x.get_rng_state(device) for x, device in zip(modules, others, strict=True)]
+    return [torch.get_rng_state(), *on_device]
+
+
+def checkpoint_activations_(model: PreTrainedModel, numbers: Collection[int]) -> None:
+    """Recompute the decoder layers of these numbers in backward, by Transformers' own switch."""
+    # renamed in Transformers 5.2x; the old name warns there and will go in v6
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for number, layer in enumerate(decoder_layers(model)):
+        switched: Any = layer
+        switched.gradient_checkpointing = number in numbers
+        switched._gradient_checkpointing_func = Recomputed()
+
+
+@contextmanager
+def nothing_recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block all layers keep their activations."""
+    layers: list[Any] = decoder_layers(model)
+    switched = [layer for layer in layers if recomputes(layer)]
+    for layer in switched:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in switched:
+            layer.gradient_checkpointing = True
+
+
+def recomputes(layer: Any) -> bool:
+    """Whether a decoder layer is computed again in backward."""
+    return bool(getattr(layer, "gradient_checkpointing", False))
