@@ -136,18 +136,17 @@ def test_figure_has_a_row_per_measured_case() -> None:
     ]
 
 
-def test_command_publishes_page_and_figure(tmp_path: Path) -> None:
+def test_command_writes_page_and_figure(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "m.jsonl", [row.as_json() for row in ROWS])
-    (tmp_path / "docs").mkdir()
     done = forked_stage(
         "render_benchmark",
         *("--measurements", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "page")),
-        *("--publish", str(tmp_path / "docs")),
     )
     assert done.returncode == 0, done.stderr
     name = page_name(ROWS)
-    assert {path.name for path in (tmp_path / "docs").iterdir()} == {f"{name}.md", f"{name}.png"}
-    assert (tmp_path / "docs" / f"{name}.png").stat().st_size < 300_000
+    pages = {path.name for path in (tmp_path / "page").iterdir()}
+    assert pages == {f"{name}.md", f"{name}.png", "measurements.jsonl"}
+    assert (tmp_path / "page" / f"{name}.png").stat().st_size < 300_000
 
 
 def test_profile_says_where_the_time_of_a_step_goes() -> None:

@@ -1,10 +1,5 @@
 """Render a benchmark's page and figure, named `<model>_<hardware>_<date>`, from the measurements of
 its cases.
-
-With --publish FOLDER a copy goes there too, among the pages that are kept:
-
-    python -m workflow.scripts.render_benchmark --measurements measurements.jsonl --output page \\
-        --publish workflow/docs/benchmarks
 """
 
 import argparse
@@ -36,9 +31,6 @@ def main(args: argparse.Namespace) -> None:
         write_figure(partial / f"{name}.png", rows)
     write_text(partial / f"{name}.md", render_page(rows, figure=f"{name}.png"))
     put_in_place(partial, args.output)
-    for folder in [args.publish] if args.publish else []:
-        for path in args.output.glob(f"{name}.*"):
-            shutil.copyfile(path, folder / path.name)
     measured = len(measured_rows(rows))
     logger.info("%d of %d cases measured: %s", measured, len(rows), args.output / f"{name}.md")
 
@@ -49,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
         "--measurements", type=Path, nargs="+", required=True, help="JSON Lines, joined"
     )
     arguments.add_argument("--output", type=Path, required=True, help="folder of page and figure")
-    arguments.add_argument("--publish", type=Path, help="folder that gets a copy of both")
     return arguments
 
 

@@ -79,7 +79,7 @@ EXPERT_ADAPTER_SHARE = 0.37
 # to 12 layers of Qwen3-30B-A3B on an H200.
 EXPERT_LAUNCH = 2.0
 # Of Python's time for a pass of a layer: the engine's float8 took 3.2 to 6.0 ms a pass of Llama 3
-# 8B, median 4.2, in seven runs on four hosts (docs/benchmarks, November 2026).
+# 8B, median 4.2, in seven runs on four hosts (November 2026).
 EIGHT_BIT_LAUNCH = 1.65
 # More of Python's time for a pass of a layer that rounds, or restores, its activations: six of a
 # plain layer at 0.14 ms, and nine times one at 0.09 ms (torch 2.11, 4,096 rows, November 2026).
