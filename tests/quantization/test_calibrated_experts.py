@@ -18,6 +18,7 @@ from workflow.lib.quantization.calibrated_rounding import (
     error_feedback,
     round_calibrated,
 )
+from workflow.lib.quantization.counted import Counted
 from workflow.lib.quantization.expert_tokens import ExpertTokens, expert_tokens
 from workflow.lib.settings.config import QuantizeConfig
 
@@ -106,7 +107,7 @@ def test_only_tokens_that_count_calibrate(tmp_path: Path) -> None:
     states, chosen = torch.randn(6, 64), torch.tensor([[0, 1]]).repeat(6, 1)
     counted = torch.tensor([[True, False, True], [True, True, False]])
     run: Callable[[], Any] = lambda: experts(states, chosen, torch.full((6, 2), 0.5))  # noqa: E731
-    found = expert_tokens("e", experts, [(run, counted), (run, None)])
+    found = expert_tokens("e", experts, [(run, Counted(counted.flatten())), (run, Counted())])
     torch.testing.assert_close(found.states, torch.cat([states[[0, 2, 3, 4]], states]))
     assert found.chosen.shape == (10, 2)
 

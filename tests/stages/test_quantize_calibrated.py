@@ -167,7 +167,7 @@ def test_unfinished_work_for_other_settings_is_not_continued(
     monkeypatch.setattr(resumable, "STATE_S", -1.0)
     caplog.set_level("INFO", "workflow")
     with monkeypatch.context() as patch:
-        patch.setattr("workflow.lib.quantization.calibrated_base.document_losses", kill)
+        patch.setattr("workflow.lib.quantization.calibration.document_losses", kill)
         with pytest.raises(Killed):
             quantize(folder, tmp_path / "base")
     quantize(folder, tmp_path / "base", block_size=128)

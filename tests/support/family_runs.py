@@ -30,7 +30,7 @@ from workflow.lib.export.adapter_files import read_sharded_adapter, save_adapter
 from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
 from workflow.lib.export.stored_weights import dequantized_weight
-from workflow.lib.model import training_module
+from workflow.lib.model import prepared_decoder
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_attention,
@@ -189,15 +189,15 @@ def said_of_broken(training: CausalLMForTraining, world: World) -> dict[str, str
     """Return what the start-up check says, nothing if it passes, of positions that run through the
     row, and of recurrent layers that take a row for a document.
     """
-    whole = training_module._decoder_inputs
+    whole = prepared_decoder.decoder_inputs
 
-    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
-        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+    def joined(attention: str, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+        return whole(attention, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
-    with patch.object(training_module, "_decoder_inputs", joined):
+    with patch.object(prepared_decoder, "decoder_inputs", joined):
         said = {f"joined, {rows}": _said(training, rows, world) for rows in LENGTHS}
     if training.recurrent_layers:
-        with patch.object(training_module, "documents_in", rows_as_documents):
+        with patch.object(prepared_decoder, "documents_in", rows_as_documents):
             said["states"] = _said(training, "packed", world)
     return said
 

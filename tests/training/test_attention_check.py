@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.support.mixtures import tiny_mixture
 from tests.support.models import adapted, quantized, random_store, tiny_gemma2
 from workflow.lib.data.tokens.token_store import TokenStore
-from workflow.lib.model import training_module
+from workflow.lib.model import prepared_decoder
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.system.errors import UserError
 from workflow.lib.training.startup_checks import check_attention
@@ -122,12 +122,12 @@ def test_rounding_that_grows_from_layer_to_layer_is_no_difference(
 def test_attention_across_documents_is_found_in_spite_of_rounding(
     unscaled: CausalLMForTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = training_module._decoder_inputs
+    whole = prepared_decoder.decoder_inputs
 
-    def joined(config: Any, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
-        return whole(config, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+    def joined(attention: str, ids: torch.Tensor, *args: Any) -> dict[str, Any]:
+        return whole(attention, ids, torch.arange(ids.shape[1]).expand_as(ids), None)
 
-    monkeypatch.setattr(training_module, "_decoder_inputs", joined)
+    monkeypatch.setattr(prepared_decoder, "decoder_inputs", joined)
     with pytest.raises(UserError, match=r"in one layer they differ by 0\.\d+ of what it adds"):
         check_attention(unscaled, store(), WORLD)
 

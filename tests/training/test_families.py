@@ -41,7 +41,7 @@ from workflow.lib.export.merged_stacks import merged_stacks
 from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
-from workflow.lib.model import training_module
+from workflow.lib.model import prepared_decoder
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
@@ -213,7 +213,7 @@ def test_start_up_check_finds_a_state_that_adds_up_over_layers(
     training = adapted(base, attention=attention_of(base), dtype=torch.bfloat16, r=2).eval()
     world: Any = SimpleNamespace(device=CPU)
     assert check_attention(training, family_store("packed"), world).passed
-    monkeypatch.setattr(training_module, "documents_in", rows_as_documents)
+    monkeypatch.setattr(prepared_decoder, "documents_in", rows_as_documents)
     with pytest.raises(UserError, match=REFUSED):
         check_attention(training, family_store("packed"), world)
 

@@ -149,7 +149,12 @@ def subjects(
 
 @contextmanager
 def _streamed(folder: Path, options: dict[str, Any]) -> Iterator[StreamedModel]:
-    yield StreamedModel(folder, device=options["device"], dtype=options["compute_dtype"])
+    yield StreamedModel(
+        folder,
+        device=options["device"],
+        dtype=options["compute_dtype"],
+        attention=options["attention"],
+    )
 
 
 def watched(subject: Subject, *, pulse: Pulse, folders: Sequence[Path]) -> Subject:

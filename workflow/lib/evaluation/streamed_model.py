@@ -13,7 +13,7 @@ import torch
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
-from workflow.lib.quantization.calibration import document_losses
+from workflow.lib.quantization.calibration import document_losses, first_hidden
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.system.progress import Progress
 
@@ -27,8 +27,17 @@ class StreamedModel:
     moved: called for every document and layer.
     """
 
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str | None = None,
+    ) -> None:
+        """attention: the implementation; None: what stock Transformers has for the family."""
         self._folder, self._device, self._dtype = folder, device, dtype
+        self._attention = attention
         self.moved: Callable[[], None] = lambda: None
 
     def losses(self, documents: Sequence[Document]) -> list[tuple[float, int]]:
@@ -45,7 +54,13 @@ class StreamedModel:
         batches = [self._batch(document) for document in documents]
         model = build_on_meta(self._folder, dtype=self._dtype)
         with ConvertedReader(self._folder, model) as reader:
-            stream = LayerStream(self._folder, reader, device=self._device, dtype=self._dtype)
+            stream = LayerStream(
+                self._folder,
+                reader,
+                device=self._device,
+                dtype=self._dtype,
+                attention=self._attention,
+            )
             stream.record(batches)
             hidden = [first_hidden(batch) for batch in batches]
             with Progress("held-out loss", total=len(stream.layers), unit="layers") as progress:
@@ -73,9 +88,3 @@ class StreamedModel:
     def _batch(self, document: Document) -> Batch:
         ids, mask = (torch.from_numpy(np.array(part)[None]) for part in document)
         return Batch(ids.long().to(self._device), None, counted=mask.to(self._device))
-
-
-def first_hidden(batch: Batch) -> torch.Tensor:
-    """Return what goes into the first layer, in host memory."""
-    assert batch.first_hidden is not None, "the stream has recorded this batch"
-    return batch.first_hidden.cpu()

@@ -70,11 +70,14 @@ def lora_config(settings: LoraSettings, *, linears: Iterable[str]) -> LoraConfig
 
 
 def takes_adapter(model: PreTrainedModel, path: str) -> bool:
-    """Whether PEFT puts an adapter on the linear at `path`.
+    """Whether PEFT puts an adapter on the linear at `path`, and NF4 holds it.
 
     It does not on those that a family's fused kernels read by themselves, past the layer's forward
-    (Mamba's `out_proj`). For the same reason they stay in 16 bits.
+    (Mamba's `out_proj`). For the same reason they stay in 16 bits, and so do those that
+    Transformers quantizes in no model of the family (the weights of an indexer's heads).
     """
+    if path.endswith(tuple(model._keep_in_fp32_modules or ())):
+        return False
     try:
         _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
     except ValueError:

@@ -29,7 +29,6 @@ from workflow.lib.model.layers.nf4_linear import (
     NF4Spec,
     nf4_linears,
 )
-from workflow.lib.model.layers.rotary.by_document import rotate_by_document_
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
@@ -78,7 +77,7 @@ def build_nf4_on_meta(
     folder: Path, *, compute_dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """Build an NF4 checkpoint's model on meta: every quantized linear an `NF4Linear`, everything
-    frozen, positions rotated by document.
+    frozen.
 
     Raises `UserError` if the checkpoint's quantized tensors and the model's linears do not
     correspond, or the installed packages lack what is used of them.
@@ -125,7 +124,6 @@ def replace_linears_(
         setattr(model.get_submodule(parent), name, replacement)
     for path, stacks in experts.items():
         replace_experts_(model, path, stacks, compute_dtype=compute_dtype)
-    rotate_by_document_(model)
     model.requires_grad_(False)
     model.config.get_text_config().use_cache = model.config.use_cache = False
     say_quantized_(model)

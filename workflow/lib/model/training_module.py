@@ -4,16 +4,13 @@ It takes a micro-batch and returns a sum of losses, never logits of all position
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
-from workflow.lib.model.document_states import separate_documents_, tell_documents_
-from workflow.lib.model.documents import Documents, documents_of
 from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.experts.router_balance import (
     RouterBalance,
@@ -22,19 +19,18 @@ from workflow.lib.model.experts.router_balance import (
 )
 from workflow.lib.model.host_embedding import LookedUp, look_up_elsewhere_, with_embeddings
 from workflow.lib.model.layers.eight_bits.products import FORMATS, check_shape
-from workflow.lib.model.layers.flex_attention import flex_arguments
 from workflow.lib.model.layers.frozen_products import ProductTypes
 from workflow.lib.model.layers.lora_linear import share_state
 from workflow.lib.model.layers.nf4_linear import nf4_linears
 from workflow.lib.model.layers.nf4_stack import NF4Stack
-from workflow.lib.model.layers.packed_attention import FLATTENED, document_bounds, flash_arguments
 from workflow.lib.model.layers.reference_attention import attending_by_reference
 from workflow.lib.model.loss.chunked_loss import LinearCrossEntropy, output_head
 from workflow.lib.model.loss.loss_scale import LossScale
 from workflow.lib.model.micro_batch import MicroBatch
+from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows, routers_of
-from workflow.lib.system.compute_choice import COMPUTE_DTYPE, FLEX
+from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 WAYS = ("forward", "backward")
 
@@ -84,12 +80,12 @@ class CausalLMForTraining(nn.Module):
         embedding = causal_lm.get_input_embeddings()
         if embedding.weight.requires_grad:
             self.rows_of = MasterRows(embedding, causal_lm.config.dtype)
-        self._recurrent = separate_documents_(causal_lm, self.adapters)
+        self._prepared = PreparedDecoder(causal_lm, self.adapters)
 
     @property
     def recurrent_layers(self) -> int:
         """How many there are, which take packed documents one by one."""
-        return len(self._recurrent)
+        return self._prepared.recurrent_layers
 
     def multiply_in_(self, products: str, where: str) -> None:
         """Have `train.products` hold in what `train.products_in` names; raises `UserError` for a
@@ -169,17 +165,15 @@ class CausalLMForTraining(nn.Module):
         batch: has these rows; None: what else it would say of them is not known yet.
         """
         decoder = self.peft_model.get_base_model().get_decoder()  # type: ignore[operator]
-        bounds = None if batch is None else batch.bounds
-        inputs = _decoder_inputs(decoder.config, input_ids, position_ids, bounds)
-        self._tell_documents(inputs["position_ids"], None if batch is None else batch.documents)
+        inputs = self._prepared.inputs(
+            input_ids,
+            position_ids,
+            bounds=None if batch is None else batch.bounds,
+            documents=None if batch is None else batch.documents,
+        )
         with self._embedding(None if batch is None else batch.embedded), self._saving():
             hidden: torch.Tensor = decoder(**inputs).last_hidden_state
         return hidden.flatten(0, 1)
-
-    def _tell_documents(self, position_ids: torch.Tensor, documents: Documents | None) -> None:
-        """Say to recurrent layers which documents the rows have."""
-        if self._recurrent:
-            tell_documents_(self._recurrent, documents or documents_in(position_ids))
 
     def _saving(self) -> AbstractContextManager[None]:
         saving = self.rounded_activations or self.activation_offload
@@ -192,8 +186,7 @@ class CausalLMForTraining(nn.Module):
         them.
         """
         causal_lm = self.peft_model.get_base_model()  # type: ignore[operator]
-        inputs = _decoder_inputs(causal_lm.get_decoder().config, input_ids, position_ids, None)
-        self._tell_documents(inputs["position_ids"], None)
+        inputs = self._prepared.inputs(input_ids, position_ids)
         with self._embedding(None):
             logits: torch.Tensor = causal_lm(**with_embeddings(causal_lm, inputs)).logits
         return logits.flatten(0, 1).float()
@@ -233,27 +226,3 @@ class CausalLMForTraining(nn.Module):
         """Return the embedding's rows (n, hidden) of ids (n,)."""
         assert self.rows_of is not None
         return self.rows_of(ids) if self._known_rows is None else self._known_rows
-
-
-def documents_in(position_ids: torch.Tensor) -> Documents:
-    """Return the documents of rows (rows, seq_len) on their device, which the host waits for."""
-    bounds, _ = document_bounds(position_ids)
-    return documents_of(bounds.diff().tolist()).each(lambda x: x.to(position_ids.device))
-
-
-def _decoder_inputs(
-    config: PretrainedConfig,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    bounds: tuple[torch.Tensor, int] | None,
-) -> dict[str, Any]:
-    """Return what a decoder is called with. No attention mask: one of ones would switch off the
-    document boundaries.
-    """
-    documents: dict[str, Any] = {}
-    if config._attn_implementation == FLEX:
-        documents = flex_arguments(position_ids)
-    if config._attn_implementation in FLATTENED:
-        documents = flash_arguments(*(bounds or document_bounds(position_ids)))
-        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    return {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False} | documents

@@ -18,7 +18,6 @@ from workflow.lib.quantization.calibration import (
     ORIGINAL,
     Calibration,
     Hidden,
-    document_losses,
 )
 from workflow.lib.quantization.calibration_memory import check_gpu_memory
 from workflow.lib.quantization.calibration_rows import calibration_batches, measured_batches
@@ -79,7 +78,7 @@ def write_calibrated(
         tokens=tokens,
         linears=linears,
         stacks=stacks,
-        heldout=_heldout_losses(stream, measured, hidden),
+        heldout=_heldout_losses(calibration, hidden),
     )
     total_bytes = _write_files(folder, inputs, settings, stream)
     remove_state(folder)
@@ -96,12 +95,13 @@ def _tokens(batch: Batch) -> int:
     return int(batch.input_ids.numel() if batch.counted is None else batch.counted.sum())
 
 
-def _heldout_losses(stream: LayerStream, measured: list[Batch], hidden: Hidden) -> HeldoutLosses:
+def _heldout_losses(calibration: Calibration, hidden: Hidden) -> HeldoutLosses:
     """Return the summed loss (nats) of each held-out document under each model, and how many tokens
     of it are predicted; log the means.
     """
+    measured = calibration.batches[ORIGINAL]
     tokens = [int(batch.counted.sum()) for batch in measured if batch.counted is not None]
-    losses = {model: document_losses(stream, measured, hidden.measured[model]) for model in MODELS}
+    losses = {model: calibration.losses(hidden, model) for model in MODELS}
     if measured:
         mean = {model: sum(losses[model]) / sum(tokens) for model in MODELS}
         logger.info(

@@ -27,6 +27,7 @@ from workflow.lib.quantization.calibrated_rounding import (
     round_absmax,
     round_calibrated,
 )
+from workflow.lib.quantization.counted import Counted
 from workflow.lib.quantization.expert_tokens import expert_tokens
 from workflow.lib.quantization.layer_inputs import groups_by_input, input_correlation
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
@@ -36,15 +37,22 @@ from workflow.lib.system.errors import UserError
 
 ORIGINAL, ABSMAX, CALIBRATED = "original", "absmax", "calibrated"
 MODELS = (ORIGINAL, ABSMAX, CALIBRATED)
+ROWS = "calibration"
 
 
 @dataclass
 class Hidden:
-    """Hidden states between two layers, in host memory, one tensor for each batch."""
+    """Hidden states between two layers, in host memory, one tensor for each batch. What goes beside
+    them is in `Calibration.batches`.
+    """
 
     calibration: list[torch.Tensor] = field(default_factory=list)
     measured: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """By model (`MODELS`)."""
+
+    def by_stream(self) -> dict[str, list[torch.Tensor]]:
+        """Return those of the calibration rows, and those of each model."""
+        return {ROWS: self.calibration} | self.measured
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,22 @@ class Calibration:
     ) -> None:
         """linears: paths of those to quantize; of experts all are."""
         self._linears = linears
-        self._stream, self._rows, self._measured = stream, rows, measured
-        self._settings = settings
-        stream.record([*rows, *measured])
+        self._stream, self._settings = stream, settings
+        self._outside = _Outside(stream, linears, settings)
+        self.batches = {ROWS: rows}
+        """Of the calibration rows, and of the measured documents for each model."""
+        for model in MODELS:
+            self.batches[model] = [batch.for_another_model() for batch in measured]
+        for name, batches in self.batches.items():
+            self._outside.put_(stored=name != ORIGINAL)
+            stream.record(batches)
 
     def first_hidden(self) -> Hidden:
         """Return what goes into the first layer."""
-        measured = [_inputs(batch) for batch in self._measured]
-        return Hidden(
-            calibration=[_inputs(batch) for batch in self._rows],
-            measured={model: list(measured) for model in MODELS},
+        rows, *measured = (
+            [first_hidden(batch) for batch in batches] for batches in self.batches.values()
         )
+        return Hidden(rows, dict(zip(MODELS, measured, strict=True)))
 
     @torch.no_grad()
     def quantize(self, number: int, hidden: Hidden) -> QuantizedLayer:
@@ -95,7 +108,7 @@ class Calibration:
                 self._quantize_group(number, {path: parts[path] for path in group}, hidden, result)
             hidden.calibration = [
                 self._forward(number, batch, states)
-                for batch, states in zip(self._rows, hidden.calibration, strict=True)
+                for batch, states in zip(self.batches[ROWS], hidden.calibration, strict=True)
             ]
             self._measure(number, hidden, CALIBRATED)
             for weight, original in originals:
@@ -145,26 +158,57 @@ class Calibration:
             result.errors[path] = weight_errors(weight, plain, decoded, correlation)
             linear.weight.copy_(decoded)
 
-    def _runs(
-        self, number: int, hidden: Hidden
-    ) -> list[tuple[partial[torch.Tensor], torch.Tensor | None]]:
+    def _runs(self, number: int, hidden: Hidden) -> list[tuple[partial[torch.Tensor], Counted]]:
         """Return calls that take each calibration batch through the layer, and what counts in
         it.
         """
-        pairs = zip(self._rows, hidden.calibration, strict=True)
+        self._outside.put_(stored=True)
+        pairs = zip(self.batches[ROWS], hidden.calibration, strict=True)
         return [
-            (partial(self._forward, number, batch, states), batch.counted)
+            (partial(self._forward, number, batch, states), self._stream.counted(batch))
             for batch, states in pairs
         ]
 
     def _measure(self, number: int, hidden: Hidden, model: str) -> None:
-        pairs = zip(self._measured, hidden.measured[model], strict=True)
+        self._outside.put_(stored=model != ORIGINAL)
+        pairs = zip(self.batches[model], hidden.measured[model], strict=True)
         hidden.measured[model] = [self._forward(number, *pair) for pair in pairs]
+
+    def losses(self, hidden: Hidden, model: str) -> list[float]:
+        """Return the summed -log p (nats) of each measured document under a model, of what comes
+        out of its last layer.
+        """
+        self._outside.put_(stored=model != ORIGINAL)
+        return document_losses(self._stream, self.batches[model], hidden.measured[model])
 
     def _forward(self, number: int, batch: Batch, states: torch.Tensor) -> torch.Tensor:
         """Return what the layer makes of hidden states in host memory, in host memory."""
         device = batch.input_ids.device
         return self._stream.run(number, batch, states.to(device)).cpu()
+
+
+class _Outside:
+    """Linears beside the decoder layers (Gemma 4's of the embeddings of all layers): as they are,
+    or as the base will store them. bitsandbytes' choice is made for them by both methods.
+    """
+
+    def __init__(
+        self, stream: LayerStream, linears: Collection[str], settings: QuantizeConfig
+    ) -> None:
+        modules = stream.model.named_modules()
+        found = [x for path, x in modules if isinstance(x, nn.Linear) and path in linears]
+        self._weights = [linear.weight for linear in found]
+        self._originals = [weight.detach().clone() for weight in self._weights]
+        for linear in found:
+            put_absmax_(linear, settings)
+        self._stored = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()
+    def put_(self, *, stored: bool) -> None:
+        """Give them the weights that are stored, or their own."""
+        values = self._stored if stored else self._originals
+        for weight, value in zip(self._weights, values, strict=True):
+            weight.copy_(value)
 
 
 LOGITS_AT_ONCE = 256  # positions: a vocabulary of 256k takes 0.3 GiB in fp32
@@ -227,6 +271,7 @@ def put_absmax_(part: nn.Module, settings: QuantizeConfig) -> None:
             stack.replace_(number, weight)
 
 
-def _inputs(batch: Batch) -> torch.Tensor:
+def first_hidden(batch: Batch) -> torch.Tensor:
+    """Return what goes into the first layer, in host memory."""
     assert batch.first_hidden is not None, "the stream has recorded this batch"
     return batch.first_hidden.cpu()

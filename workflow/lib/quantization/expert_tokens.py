@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from workflow.lib.quantization.counted import Counted
 from workflow.lib.quantization.layer_inputs import Run
 from workflow.lib.system.errors import UserError
 
@@ -54,24 +55,20 @@ class ExpertTokens:
 
 
 def expert_tokens(
-    path: str, experts: nn.Module, runs: Iterable[tuple[Run, torch.Tensor | None]]
+    path: str, experts: nn.Module, runs: Iterable[tuple[Run, Counted]]
 ) -> ExpertTokens:
     """Return the tokens that these runs take to the experts of a layer.
 
-    runs: with which of their tokens count, bool, or None for all. Raises `UserError` if a state is
-    not finite.
+    runs: with which of their tokens count. Raises `UserError` if a state is not finite.
     """
     states: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
     for run, counted in runs:
 
-        def keep(module: nn.Module, inputs: tuple[Any, ...], counted: Any = counted) -> None:
+        def keep(module: nn.Module, inputs: tuple[Any, ...], counted: Counted = counted) -> None:
             hidden, index, *_ = inputs
-            rows = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
-            if counted is not None and counted.numel() == len(rows):
-                rows = counted.flatten()
-            states.append(hidden[rows].cpu())
-            chosen.append(index[rows].cpu())
+            states.append(counted.of(hidden, call=0).cpu())
+            chosen.append(counted.of(index, call=0).cpu())
 
         hook = experts.register_forward_pre_hook(keep)
         try:

@@ -1,10 +1,12 @@
 """What the linears of a decoder layer see: which share an input, and the correlations of inputs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
 import torch
 from torch import nn
 
+from workflow.lib.quantization.counted import Counted
 from workflow.lib.system.errors import UserError
 
 Run = Callable[[], object]
@@ -28,22 +30,23 @@ def groups_by_input(parts: dict[str, nn.Module], run: Run) -> list[list[str]]:
 
 
 def input_correlation(
-    path: str, linear: nn.Linear, runs: Iterable[tuple[Run, torch.Tensor | None]]
+    path: str, linear: nn.Linear, runs: Iterable[tuple[Run, Counted]]
 ) -> torch.Tensor:
     """Return the mean of x x^T over all inputs x of a linear in these runs, fp32, shape (in, in).
 
-    runs: with which of their tokens count, bool, or None for all. Zeros if no input reaches it.
-    Raises `UserError` if one is not finite.
+    runs: with which of their tokens count. Zeros if no input reaches it. Raises `UserError` if one
+    is not finite.
     """
     total = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
     inputs = 0
     for run, counted in runs:
+        calls = count()
 
-        def add(_: str, features: torch.Tensor, counted: torch.Tensor | None = counted) -> None:
+        def add(
+            _: str, features: torch.Tensor, counted: Counted = counted, calls: Iterator[int] = calls
+        ) -> None:
             nonlocal inputs
-            rows = features.flatten(0, -2).float()
-            if counted is not None and counted.numel() == len(rows):
-                rows = rows[counted.flatten()]
+            rows = counted.of(features.flatten(0, -2), call=next(calls)).float()
             total.addmm_(rows.T, rows)
             inputs += len(rows)
 

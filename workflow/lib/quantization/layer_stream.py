@@ -1,30 +1,43 @@
 """A model of any family, run one decoder layer at a time: no more than one layer has weights.
 
-The family's own forward is called with a stand-in in place of every decoder layer. What it passes
-to each (masks, rotary tables, position ids) is kept, and each real layer is called with that as
-soon as its weights are read. The same stand-ins hand the last hidden states back to the family's
-forward, so what follows the layers (norm, head, scaling and capping of logits) is the family's own
-too.
+For each layer the family's own forward runs anew, with a stand-in in the place of each one. Those
+before it return what the layer before has returned, it runs with its weights, and the one behind it
+ends the forward. So masks, rotary tables and whatever else goes into a layer are the family's own.
+Between two layers wait hidden states, and what layers hand on beside them (`Batch.beside`). The
+last hidden states are handed to the family's forward in the same way, so what follows the layers
+(norm, head, scaling and capping of logits) is the family's own too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from workflow.lib.model.backends import read_attention_needs
+from workflow.lib.model.backends import read_attention_needs, resolve_training_attention
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
+from workflow.lib.model.layers.adapter_state import AdapterState
 from workflow.lib.model.nf4_model import (
     allocate_,
     build_on_meta,
     compute_buffers_,
     stored_buffers,
 )
+from workflow.lib.model.prepared_decoder import PreparedDecoder, documents_in
 from workflow.lib.model.safetensors_reader import CheckpointReader
+from workflow.lib.quantization.beside import (
+    Beside,
+    Given,
+    Watched,
+    hidden_in,
+    refuse_unlike,
+    with_hidden,
+)
+from workflow.lib.quantization.counted import Counted, counted_tokens
+from workflow.lib.system.compute_choice import FLEX
 
 # By safetensors' names: what a weight can be quantized from.
 TORCH_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -32,7 +45,7 @@ TORCH_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float3
 
 @dataclass
 class Batch:
-    """Rows that go through the layers together."""
+    """Rows that go through the layers of one model together."""
 
     input_ids: torch.Tensor
     """int64, shape (rows, tokens)."""
@@ -40,21 +53,57 @@ class Batch:
     """int64, shape (rows, tokens): 0 where a document begins. None: one document a row."""
     counted: torch.Tensor | None = None
     """bool, shape (rows, tokens): which tokens calibrate. None: all."""
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    """What the family passes to each layer besides the hidden states."""
     first_hidden: torch.Tensor | None = None
     """What goes into the first layer, shape (rows, tokens, hidden)."""
+    beside: dict[int, Beside] = field(default_factory=lambda: {0: Beside()})
+    """What goes into a layer besides hidden states, by its number; of one layer, or of two."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions, int64, shape (rows, tokens)."""
+        if self.position_ids is not None:
+            return self.position_ids
+        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return places.expand_as(self.input_ids)
+
+    def for_another_model(self) -> "Batch":
+        """Return the same rows, which have gone through no layer of another model."""
+        return replace(self, beside={0: Beside()})
+
+
+@dataclass
+class _Turn:
+    """What the stand-ins do in one forward of the family: those before layer `number` return
+    `hidden` with `beside`; it runs, if it is to.
+    """
+
+    number: int
+    hidden: torch.Tensor | None = None
+    beside: Beside = field(default_factory=Beside)
+    runs: bool = False
+    output: Any = None
+    """Of the layer that ran."""
+    watched: Watched | None = None
+    given: Given | None = None
+    """To the layer behind it, or to it if it does not run; None behind the last."""
+
+
+NO_TURN = _Turn(0)
+
+
+class _ReachedError(Exception):
+    """The family's forward has come as far as it is needed."""
 
 
 class _StandIn(nn.Module):
     """In place of a decoder layer in the family's forward; its attributes are the layer's."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, number: int, layer: nn.Module) -> None:
         super().__init__()
         # Not as a submodule: then the model would still hold the layer's parameters.
         object.__setattr__(self, "stands_for", layer)
-        self.batch: Batch | None = None  # to record for
-        self.answer: Any = None  # what to return, in place of what came in
+        self._number = number
+        self.turn = NO_TURN
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -62,12 +111,20 @@ class _StandIn(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "stands_for"), name)
 
-    def forward(self, hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if self.batch is not None:
-            if not self.batch.arguments:
-                self.batch.first_hidden = hidden
-            self.batch.arguments.append((others, named))
-        return hidden if self.answer is None else self.answer
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        turn, given = self.turn, (positional, named)
+        if self._number < turn.number:
+            assert turn.hidden is not None, "the layer before has returned hidden states"
+            turn.beside.put_into(given)
+            return turn.beside.output(turn.hidden)
+        if self._number > turn.number or not turn.runs:
+            turn.given = given
+            raise _ReachedError
+        if self._number == 0:  # no layer before it has returned them
+            given = with_hidden(given, turn.hidden)
+        turn.watched = Watched(given)
+        turn.output = self.stands_for(*given[0], **given[1])
+        return turn.output
 
 
 class LayerStream:
@@ -78,22 +135,36 @@ class LayerStream:
     """
 
     def __init__(
-        self, folder: Path, reader: CheckpointReader, *, device: torch.device, dtype: torch.dtype
+        self,
+        folder: Path,
+        reader: CheckpointReader,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str | None = None,
     ) -> None:
+        """attention: of rows that are one document; None: what stock Transformers has for it."""
         self._reader, self._device = reader, device
-        self.model = build_on_meta(folder, dtype=dtype, attention=attention_of(folder))
+        self._alone = attention or attention_of(folder)
+        self._packed = _attention_of_packed(folder, device, dtype)
+        self.model = build_on_meta(folder, dtype=dtype, attention=self._alone)
         drop_other_parts_(self.model)
         self.model.eval().requires_grad_(False)
         self.model.config.use_cache = False
         self.layers = decoder_layers(self.model)
         paths = {id(module): path for path, module in self.model.named_modules()}
         self.prefixes = [paths[id(layer)] for layer in self.layers]
-        self._stand_ins = [_StandIn(layer) for layer in self.layers]
-        for prefix, stand_in in zip(self.prefixes, self._stand_ins, strict=True):
-            parent, _, name = prefix.rpartition(".")
-            self.model.get_submodule(parent).register_module(name, stand_in)
-        self._returns_tuple = False
+        self._prepared = PreparedDecoder(self.model, AdapterState())
+        self._stand_ins = [_StandIn(number, layer) for number, layer in enumerate(self.layers)]
+        for number, stand_in in enumerate(self._stand_ins):
+            self._put(number, stand_in)
+        self._followed: set[int] = set()
         self._fill_(self.model, "")
+
+    def _put(self, number: int, module: nn.Module) -> None:
+        """Put a module into the place of a decoder layer."""
+        parent, _, name = self.prefixes[number].rpartition(".")
+        self.model.get_submodule(parent).register_module(name, module)
 
     def _fill_(self, module: nn.Module, prefix: str) -> None:
         """Give a module its weights; of the model, all that does not belong to a decoder layer."""
@@ -105,8 +176,9 @@ class LayerStream:
     @property
     def eager_heads(self) -> int:
         """Heads of a layer that make all scores of a row; 0 where none are made."""
-        config = self.model.config.get_text_config()
-        return config.num_attention_heads if config._attn_implementation == "eager" else 0
+        heads: int = self.model.config.get_text_config().num_attention_heads
+        on_cpu = self._device.type == "cpu" and self._packed == FLEX
+        return heads if on_cpu or "eager" in (self._alone, self._packed) else 0
 
     def stored_names(self, number: int) -> list[str]:
         """Return the names of a layer's tensors in the checkpoint."""
@@ -125,7 +197,9 @@ class LayerStream:
     def loaded(self, number: int) -> Iterator[nn.Module]:
         """Read the weights of a layer for as long as the context lasts."""
         layer = self.layers[number]
+        self._put(number, layer)  # a family may compute a layer's buffers with its decoder
         self._fill_(layer, self.prefixes[number])
+        self._put(number, self._stand_ins[number])
         try:
             yield layer
         finally:
@@ -133,43 +207,80 @@ class LayerStream:
 
     @torch.no_grad()
     def record(self, batches: Sequence[Batch]) -> None:
-        """Learn what goes into the first layer, and what the family passes to each, for all
-        batches.
-        """
+        """Learn what goes into the first layer for all batches."""
         for batch in batches:
-            for stand_in in self._stand_ins:
-                stand_in.batch = batch
-            named = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-            self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False, **named)
-        for stand_in in self._stand_ins:
-            stand_in.batch = None
+            given = self._take(_Turn(0), batch).given
+            assert given is not None, "a family's forward calls each of its layers"
+            batch.first_hidden = hidden_in(given)
 
     @torch.no_grad()
     def run(self, number: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what a loaded layer makes of the hidden states of a batch."""
-        others, named = batch.arguments[number]
-        output = self.layers[number](hidden, *others, **named)
-        self._returns_tuple = isinstance(output, tuple)
-        states: torch.Tensor = output[0] if self._returns_tuple else output
+        """Return what a loaded layer makes of the hidden states of a batch.
+
+        The layers before it have run, each last with what was to come out of it. Raises `UserError`
+        if the family gives a layer more of those before it than what the last of them returns.
+        """
+        before = batch.beside[number]
+        turn = self._take(_Turn(number, hidden, before, runs=True), batch)
+        assert turn.watched is not None, "a family's forward calls each of its layers"
+        beside = turn.watched.handed_on(turn.output, before, turn.given)
+        states: torch.Tensor = turn.output[0] if isinstance(turn.output, tuple) else turn.output
+        batch.beside = {number: before, number + 1: beside}
+        if turn.given is not None and number not in self._followed:
+            again = self._take(_Turn(number + 1, states, beside), batch)
+            assert again.given is not None, "there is a layer behind"
+            refuse_unlike(self.prefixes[number + 1], turn.given, again.given)
+            self._followed.add(number)
         return states
+
+    def counted(self, batch: Batch) -> Counted:
+        """Return which tokens of a batch calibrate."""
+        recurrent = self._prepared.recurrent_layers
+        documents = documents_in(batch.positions) if recurrent else None
+        return counted_tokens(batch.counted, documents)
 
     @torch.no_grad()
     def logits(self, batch: Batch, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the family's logits (rows, positions, vocabulary) after the last layer's
         states.
         """
-        last = self._stand_ins[-1]
-        last.answer = (hidden,) if self._returns_tuple else hidden
-        try:
-            logits: torch.Tensor = self.model(
-                input_ids=batch.input_ids, logits_to_keep=positions, use_cache=False
-            ).logits
-        finally:
-            last.answer = None
+        count = len(self.layers)
+        turn = _Turn(count, hidden.index_select(1, positions), batch.beside[count])
+        logits: torch.Tensor = self._forward(self.model, turn, batch).logits
         return logits
+
+    def _take(self, turn: _Turn, batch: Batch) -> _Turn:
+        """Return a turn that was taken: until the layer behind it is reached, or the decoder's
+        end.
+        """
+        with suppress(_ReachedError):
+            self._forward(self.model.get_decoder(), turn, batch)
+        return turn
+
+    def _forward(self, module: Any, turn: _Turn, batch: Batch) -> Any:
+        """Call the model or its decoder; the stand-ins take a turn."""
+        alone = batch.position_ids is None
+        config: Any = self.model.get_decoder().config
+        config._attn_implementation = self._alone if alone else self._packed
+        inputs = self._prepared.inputs(batch.input_ids, batch.positions)
+        for stand_in in self._stand_ins:
+            stand_in.turn = turn
+        try:
+            return module(**inputs)
+        finally:
+            for stand_in in self._stand_ins:
+                stand_in.turn = NO_TURN
 
 
 def attention_of(folder: Path) -> str:
-    """Return the attention that masks packed documents and computes what the family means by it."""
+    """Return the attention of stock Transformers that computes what the family means by it."""
     needs = read_attention_needs(folder)
-    return "eager" if needs.softcap or needs.sinks else "sdpa"
+    return "eager" if needs.softcap or needs.sinks or needs.no_sdpa else "sdpa"
+
+
+def _attention_of_packed(folder: Path, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the attention with which a training keeps packed documents apart. Nothing is dropped
+    here.
+    """
+    needs = replace(read_attention_needs(folder), dropout=0.0)
+    return resolve_training_attention("auto", device, needs, compute_dtype=dtype).name

@@ -7,6 +7,7 @@ same bytes. Both lie in the folder that becomes the base.
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from workflow.lib.artifacts.quantization_record import LinearErrors, StackErrors
+from workflow.lib.quantization.beside import Beside, beside_of
 from workflow.lib.quantization.calibrated_experts import PackedStack
 from workflow.lib.quantization.calibrated_rounding import Rounded
 from workflow.lib.quantization.calibration import (
     MODELS,
+    ROWS,
     Calibration,
     Hidden,
     QuantizedLayer,
@@ -32,6 +35,7 @@ logger = logging.getLogger("workflow")
 
 STATE = "hidden.safetensors"
 STATE_S = 30.0
+HIDDEN = "hidden"
 
 
 def calibrated_layers(
@@ -47,7 +51,10 @@ def calibrated_layers(
     fingerprint: of all that the result depends on; work of another one is not continued.
     """
     count = len(stream.layers)
-    done, hidden = read_state(folder, fingerprint) or (0, calibration.first_hidden())
+    done, hidden, beside = read_state(folder, fingerprint) or (0, calibration.first_hidden(), {})
+    for name, values in beside.items():
+        for batch, value in zip(calibration.batches[name], values, strict=True):
+            batch.beside = {done: value}
     if done:
         logger.info("calibration: %d of %d layers are finished already", done, count)
     saved = time.monotonic()
@@ -56,7 +63,11 @@ def calibrated_layers(
             layer = calibration.quantize(number, hidden)
             _write_layer(layer_path(folder, number), layer, stream, number, settings)
             if time.monotonic() - saved > STATE_S or number + 1 == count:
-                write_state(folder, hidden, layers=number + 1, fingerprint=fingerprint)
+                beside = {
+                    name: [batch.beside[number + 1] for batch in batches]
+                    for name, batches in calibration.batches.items()
+                }
+                write_state(folder, hidden, beside, layers=number + 1, fingerprint=fingerprint)
                 saved = time.monotonic()
             progress.add(1)
     return hidden
@@ -138,22 +149,37 @@ def remove_state(folder: Path) -> None:
         path.unlink()
 
 
-def write_state(folder: Path, hidden: Hidden, *, layers: int, fingerprint: str) -> None:
-    """Keep the hidden states after so many layers, in place of earlier ones."""
-    streams = {"calibration": hidden.calibration} | hidden.measured
+def write_state(
+    folder: Path,
+    hidden: Hidden,
+    beside: Mapping[str, Sequence[Beside]],
+    *,
+    layers: int,
+    fingerprint: str,
+) -> None:
+    """Keep the hidden states after so many layers, and what goes beside them into the next, in
+    place of earlier ones.
+    """
     tensors = {
-        f"{name}.{number}": states.contiguous()
-        for name, batches in streams.items()
+        f"{name}.{number}.{HIDDEN}": states.contiguous()
+        for name, batches in hidden.by_stream().items()
         for number, states in enumerate(batches)
+    } | {
+        f"{name}.{number}.{key}": tensor.clone(memory_format=torch.contiguous_format)
+        for name, batches in beside.items()
+        for number, handed_on in enumerate(batches)
+        for key, tensor in handed_on.tensors().items()
     }
     metadata = {"layers": str(layers), "fingerprint": fingerprint}
     with atomic_path(folder / STATE) as temporary:
         save_file(tensors, temporary, metadata=metadata)
 
 
-def read_state(folder: Path, fingerprint: str) -> tuple[int, Hidden] | None:
-    """Return how many layers are finished, and the hidden states after them; None if nothing can be
-    continued.
+def read_state(
+    folder: Path, fingerprint: str
+) -> tuple[int, Hidden, dict[str, list[Beside]]] | None:
+    """Return how many layers are finished, and what `write_state` has kept after them; None if
+    nothing can be continued.
     """
     try:
         with safe_open(folder / STATE, framework="pt") as file:
@@ -161,15 +187,17 @@ def read_state(folder: Path, fingerprint: str) -> tuple[int, Hidden] | None:
             if facts["fingerprint"] != fingerprint:
                 return None
             layers = int(facts["layers"])
-            streams: dict[str, dict[int, torch.Tensor]] = {}
+            found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
             for key in file.keys():  # noqa: SIM118 (not a mapping)
-                name, _, number = key.rpartition(".")
-                streams.setdefault(name, {})[int(number)] = file.get_tensor(key)
+                name, number, part = key.split(".", 2)
+                batches = found.setdefault(name, {})
+                batches.setdefault(int(number), {})[part] = file.get_tensor(key)
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
     if not all(layer_path(folder, number).is_file() for number in range(layers)):
         return None
-    ordered = {name: [found[n] for n in sorted(found)] for name, found in streams.items()}
-    return layers, Hidden(
-        ordered["calibration"], {model: ordered.get(model, []) for model in MODELS}
-    )
+    ordered = {name: [batches[n] for n in sorted(batches)] for name, batches in found.items()}
+    hidden = {name: [parts.pop(HIDDEN) for parts in batches] for name, batches in ordered.items()}
+    beside = {name: [beside_of(parts) for parts in batches] for name, batches in ordered.items()}
+    rows = hidden.pop(ROWS)
+    return layers, Hidden(rows, {model: hidden.get(model, []) for model in MODELS}), beside

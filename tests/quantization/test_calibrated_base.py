@@ -1,0 +1,144 @@
+"""A calibrated base of every kind of family: what it records of whole models, and how it goes on
+after a kill.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.quantization.test_layer_stream import folder_of
+from tests.support.families import FAMILIES, VOCAB
+from tests.support.models import quantized
+from workflow.lib.artifacts.quantization_record import HeldoutLosses
+from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.export.stock_models import load_base
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.quantization import resumable
+from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
+from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
+from workflow.lib.quantization.layer_stream import attention_of
+from workflow.lib.quantization.nf4_checkpoint import (
+    copy_companions,
+    modules_in_16_bits,
+    nf4_config,
+    quantizable_linears,
+    read_model_config,
+)
+from workflow.lib.settings.config import QuantizeConfig
+from workflow.lib.system.files import write_json
+
+CPU = torch.device("cpu")
+SETTINGS = QuantizeConfig(method="calibrated", calibration_tokens=256)
+LENGTHS = [[9, 6, 8], [23], [3, 19, 1], [2, 2, 17, 2]]
+# Keys of earlier layers and a linear beside them; states of routers; recurrent layers beside
+# experts; tokens that an indexer chose.
+KINDS = ("gemma4_text", "zaya", "jamba", "glm_moe_dsa")
+# What is summed in another order: recorded losses in float32, of a few documents.
+ROUNDING = 2e-4
+
+
+@cache
+def store() -> TokenStore:
+    draw = np.random.default_rng(5)
+    positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in LENGTHS])
+    offsets = np.array([0, 13, 30])
+    mask = np.ones(30, bool)
+    mask[offsets[:-1]] = False
+    arrays = {
+        "train.input_ids.npy": draw.integers(3, VOCAB, size=positions.shape, dtype=np.uint32),
+        "train.loss_mask.npy": positions > 0,
+        "train.position_ids.npy": positions.astype(np.int32),
+        "heldout.input_ids.npy": draw.integers(3, VOCAB, size=30, dtype=np.uint32),
+        "heldout.loss_mask.npy": mask,
+        "heldout.offsets.npy": offsets,
+    }
+    manifest = {"seq_len": 23, "vocab_size": VOCAB, "pad_token_id": 0}
+    return TokenStore(manifest=manifest, arrays=arrays)
+
+
+def calibrate(original: Path, target: Path) -> HeldoutLosses:
+    model = build_on_meta(original, dtype=torch.bfloat16)
+    target.mkdir(parents=True, exist_ok=True)
+    with ConvertedReader(original, model) as reader:
+        linears = quantizable_linears(model)
+        inputs = CalibrationInputs(original, reader, store(), linears, CPU, torch.float32)
+        _, facts = write_calibrated(target, inputs, SETTINGS, fingerprint="x")
+    copy_companions(original, target)
+    config = read_model_config(original)
+    in_16_bits = modules_in_16_bits(model)
+    write_json(target / "config.json", nf4_config(config, SETTINGS, in_16_bits=in_16_bits))
+    return facts.heldout
+
+
+@torch.no_grad()
+def losses(model: torch.nn.Module) -> list[float]:
+    """Summed loss of each held-out document, by the whole model."""
+    totals = []
+    for ids, mask in store().heldout_documents():
+        tokens = torch.from_numpy(np.array(ids, dtype=np.int64))
+        logits = model.eval()(input_ids=tokens[None], use_cache=False).logits[0]
+        targets = torch.from_numpy(np.array(mask)).nonzero().flatten()
+        log_p = logits.float().log_softmax(-1)
+        totals.append(-float(log_p[targets - 1, tokens[targets]].sum()))
+    return totals
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
+        for name in dict.fromkeys((*KINDS, *FAMILIES))
+    ],
+)
+def test_recorded_losses_are_those_of_the_whole_models_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original, target = folder_of(name, tmp_path / "original"), tmp_path / "calibrated"
+    kill_before_last_layer(original, target, monkeypatch)
+    recorded = calibrate(original, target)
+    attention = attention_of(original)
+    whole = AutoModelForCausalLM.from_pretrained(
+        original, dtype=torch.float32, attn_implementation=attention
+    )
+    assert recorded.original == pytest.approx(losses(whole), rel=ROUNDING)
+    plain = quantized(original, tmp_path / "absmax")
+    for base, found in ((target, recorded.calibrated), (plain, recorded.absmax)):
+        model = load_base(base, device=CPU, compute_dtype=torch.float32, attention=attention)
+        assert found == pytest.approx(losses(model), rel=ROUNDING)
+
+
+def kill_before_last_layer(original: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Calibration.quantize
+
+    def killed(self: Calibration, number: int, hidden: Hidden) -> QuantizedLayer:
+        if number + 1 == len(self._stream.layers):
+            raise KeyboardInterrupt
+        return whole(self, number, hidden)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resumable, "STATE_S", -1.0)  # after every layer
+        patched.setattr(Calibration, "quantize", killed)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(original, target)
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+def test_calibration_that_was_killed_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    original = folder_of(name, tmp_path / "original")
+    calibrate(original, tmp_path / "whole")
+    kill_before_last_layer(original, tmp_path / "resumed", monkeypatch)
+    finished = len(list((tmp_path / "resumed").glob("layer-*.safetensors")))
+    assert finished == build_on_meta(original, dtype=torch.bfloat16).config.num_hidden_layers - 1
+    calibrate(original, tmp_path / "resumed")
+    for path in (tmp_path / "whole").glob("*.safetensors"):
+        resumed = load_file(tmp_path / "resumed" / path.name)
+        for key, tensor in load_file(path).items():
+            assert torch.equal(resumed[key], tensor), key
