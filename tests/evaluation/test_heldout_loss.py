@@ -56,7 +56,9 @@ def test_losses_do_not_depend_on_the_memory_for_logits(model, monkeypatch):
 
 
 def test_batches_keep_within_the_memory_for_logits():
-    batches = list(heldout_loss._batches(DOCUMENTS, batch_size=5, most_rows=60))
+    batches = list(
+        heldout_loss._batches(DOCUMENTS, [()] * len(DOCUMENTS), batch_size=5, most_rows=60)
+    )
     assert sorted(n for batch in batches for n in batch) == list(range(11))
     for batch in batches:
         padded = len(batch) * max(len(DOCUMENTS[n][0]) for n in batch)

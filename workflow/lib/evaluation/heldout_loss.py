@@ -2,9 +2,10 @@
 export would measure.
 
 Documents are not packed. A batch is padded on the right: in a causal model nothing sees what
-follows it, so padding needs no mask and changes no loss. Only positions that predict a trained
-token get logits (`logits_to_keep`), and a batch closes early where those would outgrow
-`LOGITS_BYTES`.
+follows it, so padding needs no mask and changes no loss. Where positions are rotated by the length
+of a row, a batch has documents that are rotated as each alone (`rotated_alike`). Only positions
+that predict a trained token get logits (`logits_to_keep`), and a batch closes early where those
+would outgrow `LOGITS_BYTES`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from torch import nn
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.model.layers.rotary.by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
 LOGITS_BYTES = (
@@ -66,7 +68,8 @@ def _losses(
     with Progress(
         description, total=len(documents), unit="documents", total_work=sum(lengths)
     ) as progress:
-        for batch in _batches(documents, batch_size=batch_size, most_rows=rows):
+        alike = [rotated_alike(config, length) for length in lengths]
+        for batch in _batches(documents, alike, batch_size=batch_size, most_rows=rows):
             sums = _batch_losses(model, [documents[number] for number in batch], device=device)
             for number, loss_sum in zip(batch, sums, strict=True):
                 losses[number] = (loss_sum, int(documents[number][1].sum()))
@@ -75,16 +78,21 @@ def _losses(
 
 
 def _batches(
-    documents: Sequence[Document], *, batch_size: int, most_rows: int
+    documents: Sequence[Document],
+    alike: Sequence[tuple[int, ...]],
+    *,
+    batch_size: int,
+    most_rows: int,
 ) -> Iterator[list[int]]:
-    """Group documents of similar length, longest first: what does not fit in memory fails at
-    once.
+    """Group documents of similar length that are `alike`, longest first: what does not fit in
+    memory fails at once.
     """
     batch: list[int] = []
     longest = 0
     for number in sorted(range(len(documents)), key=lambda n: -len(documents[n][0])):
         longest = longest or len(documents[number][0])
-        if len(batch) == batch_size or (batch and (len(batch) + 1) * longest > most_rows):
+        full = len(batch) == batch_size or (len(batch) + 1) * longest > most_rows
+        if batch and (full or alike[batch[0]] != alike[number]):
             yield batch
             batch, longest = [], len(documents[number][0])
         batch.append(number)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.distributed.work_sharing import in_step, is_sharded, shared_out
 from workflow.lib.distributed.world import World
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.model.layers.rotary.by_length import in_groups, rotated_alike
 from workflow.lib.system.progress import Progress
 
 WINDOWS = 64
@@ -73,7 +75,11 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
             return []
         longest = max(len(self.tok_encode(request.args[0])) for request in requests)
         return self._in_batches(
-            lambda: super(SharingHFLM, self).generate_until(requests, True),
+            lambda: in_groups(
+                requests,
+                self._generated_alike,
+                lambda alike: super(SharingHFLM, self).generate_until(alike, True),
+            ),
             requests=len(requests),
             tokens=longest + self.max_gen_toks,
             keeps_cache=True,
@@ -86,10 +92,28 @@ class SharingHFLM(HFLM):  # type: ignore[misc]
         if not requests:
             return []
         return self._in_batches(
-            lambda: super(SharingHFLM, self)._loglikelihood_tokens(requests, True),
+            lambda: in_groups(
+                requests,
+                self._scored_alike,
+                lambda alike: super(SharingHFLM, self)._loglikelihood_tokens(alike, True),
+            ),
             requests=len(requests),
             tokens=max(len(context) + len(answer) for _, context, answer in requests),
         )
+
+    def _scored_alike(self, request: tuple[Any, list[int], list[int]]) -> tuple[int, ...]:
+        """Return what is the same for requests that a batch takes as each alone; the last token is
+        predicted only.
+        """
+        _, context, answer = request
+        tokens = min(len(context) + len(answer) - 1, self.max_length)
+        return rotated_alike(self.model.config, tokens)
+
+    def _generated_alike(self, request: Any) -> tuple[int, ...]:
+        prompt, asked = request.args
+        new_tokens: int = normalize_gen_kwargs(asked, self.max_gen_toks)["max_gen_toks"]
+        tokens = min(len(self.tok_encode(prompt)), self.max_length - new_tokens)
+        return rotated_alike(self.model.config, tokens, new_tokens=new_tokens)
 
     def _model_generate(self, context: Any, *args: Any, **options: Any) -> Any:
         """Generate without Transformers' own way to keep sharded processes in step, which needs

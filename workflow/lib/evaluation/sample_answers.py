@@ -10,6 +10,7 @@ draw depends on neither batch nor number of processes, and all subjects answer w
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 from workflow.lib.data.tokens.token_store import Document
 from workflow.lib.distributed.work_sharing import is_sharded
 from workflow.lib.evaluation.batch_size import fitting_batch_size, halving
+from workflow.lib.model.layers.rotary.by_length import rotated_alike
 from workflow.lib.system.progress import Progress
 
 
@@ -146,10 +148,15 @@ def generate_answers(
         keeps_cache=True,
     )
 
+    alike = [
+        rotated_alike(model.config, len(prompt.prompt), new_tokens=settings.max_new_tokens)
+        for prompt in prompts
+    ]
+
     def with_size(size: int) -> list[list[int]]:
         answers: list[list[int]] = [[]] * len(prompts)
         with Progress(description, total=len(prompts), unit="answers") as progress:
-            for batch in _batches(prompts, size=size):
+            for batch in _batches(prompts, alike, size=size):
                 rows = _continue(
                     model, [prompts[index] for index in batch], settings, device=device
                 )
@@ -161,11 +168,17 @@ def generate_answers(
     return halving(with_size, start=start, what=description, collective=is_sharded(model))
 
 
-def _batches(prompts: Sequence[Prompt], *, size: int) -> Iterator[list[int]]:
-    """Group prompts of similar length, longest first: what does not fit in memory fails at once."""
+def _batches(
+    prompts: Sequence[Prompt], alike: Sequence[tuple[int, ...]], *, size: int
+) -> Iterator[list[int]]:
+    """Group prompts of similar length that are `alike`, longest first: what does not fit in memory
+    fails at once.
+    """
     by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].prompt))
-    for first in range(0, len(prompts), size):
-        yield by_length[first : first + size]
+    for _, group in groupby(by_length, key=lambda index: alike[index]):
+        numbers = list(group)
+        for first in range(0, len(numbers), size):
+            yield numbers[first : first + size]
 
 
 @torch.no_grad()  # as in `heldout`

@@ -21,6 +21,7 @@ from workflow.lib.distributed.world import World
 from workflow.lib.export.stack_names import StackNames, stored_names, trained_targets
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, is_nf4, refuse_unmatched
 from workflow.lib.model.layers.expert_stacks import expert_stacks
+from workflow.lib.model.layers.rotary.by_length import rotate_by_call_alone_
 from workflow.lib.model.lora import adapted, trainable_parameters
 from workflow.lib.model.nf4_model import (
     build_nf4_on_meta,
@@ -102,6 +103,7 @@ def _refuse_plain_experts(model: PreTrainedModel, config: LoraConfig, folder: Pa
 def _on_meta(folder: Path, *, compute_dtype: torch.dtype, attention: str) -> PreTrainedModel:
     model = build_nf4_on_meta(folder, compute_dtype=compute_dtype, attention=attention)
     model.config.use_cache = True  # answers are generated
+    rotate_by_call_alone_(model)
     if (folder / "generation_config.json").is_file():  # names the tokens that end an answer
         model.generation_config = GenerationConfig.from_pretrained(str(folder))
     return model

@@ -3,7 +3,7 @@
 What is measured and compared after training goes through here and never through the training code,
 so an export that only our own code could read would show. Two things are added to the stock calls.
 They refuse what Transformers and PEFT only warn about (tensors missing, left over, or of another
-shape). And they mend three traps:
+shape). And they mend four traps:
 
 * Transformers 5.23 leaves every tensor of a pre-quantized bitsandbytes checkpoint in the type of
   the
@@ -14,6 +14,8 @@ shape). And they mend three traps:
   1e-2.
 * bitsandbytes 0.50 decodes rows wrongly on a CPU where they are not whole blocks
   (`nf4_linear.decoded`). Such weights are decoded here once, and multiplied by a plain linear.
+* Dynamic NTK scaling of Transformers 5.23 rotates a row by the frequencies of a longer one that
+  came before (`by_length`).
 
 Nothing here runs remote code or needs a network.
 """
@@ -33,6 +35,7 @@ from workflow.lib.export.packed_stacks import pack_, with_linears
 from workflow.lib.export.stack_names import names_of_experts
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import decoded
+from workflow.lib.model.layers.rotary.by_length import rotate_by_call_alone_
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.safetensors_reader import check_whole, open_whole
 from workflow.lib.system.errors import UserError
@@ -76,6 +79,7 @@ def load_base(
     _set_up_linears_(model, compute_dtype)
     pack_(model, stacks, linears=names_of_experts(stock) if stacks else ())
     decode_partial_rows_(model)
+    rotate_by_call_alone_(model)
     return model
 
 

@@ -1,5 +1,6 @@
 """That a document is rotated by its own length, whatever it is packed with."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_a_document_alone_has_the_familys_own_logits(length: int) -> None:
         ours = model(ids, position_ids=positions, use_cache=False).logits
     assert isinstance(model.model.rotary_emb, RotaryByDocument)
     assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_packed_documents_beyond_dynamic_ntks_limit_have_the_familys_own_logits() -> None:
+    """Each has frequencies of its own length, as a fresh stock model has for it alone."""
+    lengths = (9, 40, 17, 33)
+    changes: dict[str, Any] = {"max_position_embeddings": SHORT, "rope_parameters": DYNAMIC}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()
+    ids = torch.randint(0, 101, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    alone = [deepcopy(model)(x, use_cache=False).logits for x in ids.split(lengths, 1)]
+    rotate_by_document_(model)
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_fixed_frequencies_are_left_as_they_are() -> None:

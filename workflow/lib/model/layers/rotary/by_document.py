@@ -8,15 +8,18 @@ document would be rotated otherwise beside a long one, or beside a long padding 
 Here copies of the family's own module have fixed frequencies: one is asked for the long documents,
 the other for all else.
 
-Dynamic NTK scaling leaves positions up to max_position_embeddings alone, and rows are no longer
-than that: its frequencies are those of the beginning.
+Dynamic NTK scaling has frequencies of its own for every length beyond max_position_embeddings.
+Training rows are no longer than that; a held-out document may be. Then a copy is called with each
+token's own frequencies.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -40,17 +43,46 @@ class RotaryByDocument(nn.Module):
         """
         short, long = self.copies(x.device)
         tables: tuple[torch.Tensor, torch.Tensor] = short(x, position_ids, *layer_type, **named)
-        limit = short_positions(self.original, *layer_type, *named.values())
+        of_type = next(iter((*layer_type, *named.values())), None)
+        kind, limit = changes_beyond(self.original, of_type)
         if limit is None or position_ids.shape[1] <= limit:
             return tables
-        is_long = document_lengths(position_ids) > limit
+        lengths = document_lengths(position_ids)
+        if kind == LONGROPE:
+            others = long(x, position_ids, *layer_type, **named)
+        else:
+            others = self._by_length(x, position_ids, lengths, of_type)
         cos, sin = (
-            torch.where(is_long[..., None], table, other)
-            for table, other in zip(
-                long(x, position_ids, *layer_type, **named), tables, strict=True
-            )
+            torch.where((lengths > limit)[..., None], other, table)
+            for table, other in zip(tables, others, strict=True)
         )
         return cos, sin
+
+    def _by_length(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        layer_type: str | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the family's tables with the frequencies of dynamic NTK scaling for `lengths`
+        (rows, seq_len).
+        """
+        fixed, _ = self.copies(x.device)
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, _ = ROPE_INIT_FUNCTIONS[DYNAMIC](
+            self.original.config, x.device, seq_len=lengths[..., None], **named
+        )
+
+        def of_token(
+            own: torch.Tensor, position: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            buffers = {_frequencies_of(layer_type): own}
+            cos, sin = functional_call(fixed, buffers, (x, position.view(1, 1)), named)
+            return cos[0, 0], sin[0, 0]
+
+        cos, sin = torch.vmap(of_token)(frequencies.flatten(0, 1), position_ids.flatten())
+        return cos.unflatten(0, position_ids.shape), sin.unflatten(0, position_ids.shape)
 
     def copies(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
         """Return the family's module with the frequencies of short documents, and with those of
@@ -67,13 +99,12 @@ class RotaryByDocument(nn.Module):
         fixed = deepcopy(self.original, {id(one): one for one in shared}).to(device)
         kinds: Any = self.original.rope_type
         for layer_type in kinds if long and isinstance(kinds, dict) else [None] * long:
-            limit = short_positions(self.original, layer_type)
-            if limit is not None:
+            kind, limit = changes_beyond(self.original, layer_type)
+            if kind == LONGROPE and limit is not None:
                 frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
                     config, torch.device("cpu"), seq_len=limit + 1, layer_type=layer_type
                 )
-                name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-                setattr(fixed, name, frequencies.to(device))
+                setattr(fixed, _frequencies_of(layer_type), frequencies.to(device))
         by_type = isinstance(kinds, dict)
         fixed.rope_type = dict.fromkeys(kinds, FIXED) if by_type else FIXED  # type: ignore[assignment]
         return fixed
@@ -89,14 +120,27 @@ def rotate_by_document_(model: PreTrainedModel) -> None:
             setattr(model.get_submodule(parent), name, RotaryByDocument(module))
 
 
-def short_positions(rotary: Any, layer_type: str | None = None) -> int | None:
-    """Return the positions up to which a rotary embedding takes its short factors for layers of
-    this type; None without LongRoPE.
+def changes_beyond(rotary: Any, layer_type: str | None = None) -> tuple[str, int | None]:
+    """Return the kind of a rotary embedding for layers of this type, and up to which length of a
+    document its frequencies are those of the beginning; None: of any.
     """
     kind, parameters = rotary.rope_type, rotary.config.rope_parameters
     if layer_type is not None:
         kind, parameters = kind[layer_type], parameters[layer_type]
-    return int(parameters["original_max_position_embeddings"]) if kind == LONGROPE else None
+    return kind, length_limit(kind, parameters, rotary.config)
+
+
+def length_limit(kind: str, parameters: Mapping[str, Any], config: Any) -> int | None:
+    """Return the length up to which frequencies of this kind are those of the beginning; None: they
+    do not change.
+    """
+    if kind == LONGROPE:
+        return int(parameters["original_max_position_embeddings"])
+    return int(config.max_position_embeddings) if kind == DYNAMIC else None
+
+
+def _frequencies_of(layer_type: str | None) -> str:
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
