@@ -8,8 +8,9 @@ from workflow.lib.artifacts.manifest_record import Manifest
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record, read_steps
 from workflow.lib.artifacts.training_record import Summary
+from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_text
+from workflow.lib.system.files import write_checked_json, write_text
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_plan_of_another_version_says_what_to_delete(
 
 def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None:
     path = folder / "finetune" / "summary.json"
-    write_text(path, "{}")
+    write_checked_json(path, {})
     with pytest.raises(UserError, match=r"the field run is missing; .*; and \d+ more\."):
         read_record(path, Summary)
 
@@ -65,14 +66,14 @@ def test_many_broken_fields_are_counted_and_not_all_listed(folder: Path) -> None
 def test_file_that_is_no_json_is_refused(folder: Path, text: str) -> None:
     path = folder / "finetune" / "summary.json"
     write_text(path, text)
-    with pytest.raises(UserError, match=r"summary\.json: not valid JSON"):
+    with pytest.raises(UserError, match=r"summary\.json is damaged: it is not valid JSON"):
         read_record(path, Summary)
 
 
 def test_file_that_is_not_utf8_is_refused(folder: Path) -> None:
     path = folder / "finetune" / "summary.json"
     path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(UserError, match=r"summary\.json: is not UTF-8"):
+    with pytest.raises(UserError, match=r"summary\.json is damaged: it is not UTF-8"):
         read_record(path, Summary)
 
 
@@ -83,16 +84,16 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_empty_metrics_are_refused(folder: Path) -> None:
     path = folder / "finetune" / "metrics.jsonl"
-    write_text(path, "\n")
+    write_text(path, "")
     with pytest.raises(UserError, match=r"metrics\.jsonl: has no line"):
         read_steps(path)
 
 
 def test_broken_metrics_line_is_named_by_number(folder: Path) -> None:
     path = folder / "finetune" / "metrics.jsonl"
-    lines = path.read_text().split("\n")
-    lines[4] = lines[4].replace('"grad_norm"', '"norm"')
-    write_text(path, "\n".join(lines))
+    rows = read_lines(path)
+    rows[4]["norm"] = rows[4].pop("grad_norm")
+    write_lines(path, rows)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 5: the field grad_norm is missing"):
         read_steps(path)
 
@@ -100,13 +101,13 @@ def test_broken_metrics_line_is_named_by_number(folder: Path) -> None:
 def test_loss_that_is_not_finite_is_refused(folder: Path) -> None:
     path = folder / "finetune" / "metrics.jsonl"
     write_text(path, path.read_text().replace('"loss": ', '"loss": NaN, "was": ', 1))
-    with pytest.raises(UserError, match=r"line 1: loss = 'nan': Input should be a finite number"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged: .*\(line 1\)"):
         read_steps(path)
 
 
 def test_steps_that_go_back_are_refused(folder: Path) -> None:
     path = folder / "finetune" / "metrics.jsonl"
-    lines = path.read_text().strip().split("\n")
-    write_text(path, "\n".join([*lines, lines[6]]))
+    rows = read_lines(path)
+    write_lines(path, [*rows, rows[6]])
     with pytest.raises(UserError, match=r"line 14: step = 7 does not follow step 13"):
         read_steps(path)

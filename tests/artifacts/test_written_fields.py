@@ -13,7 +13,8 @@ from tests.support.tokenizing import Stage
 from workflow.lib.artifacts.manifest_record import ConversationFacts, Manifest, Probe
 from workflow.lib.artifacts.records import Record
 from workflow.lib.artifacts.training_record import Step, Summary
-from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.files import read_checked_json
 
 
 def undeclared(document: Any, annotation: Any) -> Iterator[str]:
@@ -42,13 +43,13 @@ def run(shared_folder: Path) -> Path:
 
 
 def test_every_field_of_the_summary_is_declared(run: Path) -> None:
-    document = read_json(run / "finetune" / "summary.json")
+    document = read_checked_json(run / "finetune" / "summary.json")
     assert list(undeclared(document, Summary)) == []
     assert list(undeclared(document | {"speed": 1}, Summary)) == ["Summary.speed"]
 
 
 def test_every_field_of_a_step_is_declared(run: Path) -> None:
-    lines = read_jsonl(run / "finetune" / "metrics.jsonl")
+    lines = read_lines(run / "finetune" / "metrics.jsonl")
     assert lines
     assert list(undeclared(lines, list[Step])) == []
 

@@ -18,8 +18,9 @@ from workflow.lib.distributed.stop_signals import SIGNALS, StopRequest, on_any
 from workflow.lib.distributed.world import World, process_group
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
 pytestmark = pytest.mark.slow
@@ -113,8 +114,8 @@ def test_stopped_and_repeated_run_gives_the_weights_of_an_undisturbed_one(
 
 
 def test_stopped_and_repeated_run_says_so_and_has_every_line_once(stopped: Path) -> None:
-    assert read_json(stopped / "finetune" / "summary.json")["resumed_from_steps"] == [3]
-    assert [row["step"] for row in read_jsonl(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
+    assert read_checked_json(stopped / "finetune" / "summary.json")["resumed_from_steps"] == [3]
+    assert [row["step"] for row in read_lines(stopped / "finetune" / "metrics.jsonl")] == [1, 3, 6]
 
 
 def diverging(folder: Path) -> str:

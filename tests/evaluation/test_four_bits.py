@@ -12,7 +12,7 @@ from workflow.lib.artifacts.quantization_record import (
     StackErrors,
 )
 from workflow.lib.evaluation.four_bits import WORST, four_bits_of, method_of, summarize
-from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.files import provenance, write_checked_json
 
 TOKENS = [10, 30, 20, 40]
 ORIGINAL = [20.0, 63.0, 38.0, 79.0]
@@ -86,9 +86,11 @@ def record(**changes: Any) -> dict[str, Any]:
 
 def test_base_that_was_not_calibrated_has_no_cost(tmp_path: Path) -> None:
     assert four_bits_of(tmp_path) is None, "a base that was made elsewhere"
-    write_json(tmp_path / "quantization.json", record())
+    write_checked_json(tmp_path / "quantization.json", record())
     assert four_bits_of(tmp_path) is None
-    write_json(tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json()))
+    write_checked_json(
+        tmp_path / "quantization.json", record(calibration=facts(documents=0).as_json())
+    )
     assert four_bits_of(tmp_path) is None, "no held-out documents"
 
 
@@ -99,10 +101,10 @@ def test_method_is_read_from_the_base_with_its_reason(tmp_path: Path) -> None:
         ({"method": "absmax"}, "absmax"),
         ({"method": "calibrated", "method_reason": "it is small"}, "calibrated (it is small)"),
     ):
-        write_json(tmp_path / "quantization.json", record(**changes))
+        write_checked_json(tmp_path / "quantization.json", record(**changes))
         assert method_of(tmp_path) == told
 
 
 def test_cost_is_read_from_the_base(tmp_path: Path) -> None:
-    write_json(tmp_path / "quantization.json", record(calibration=facts().model_dump()))
+    write_checked_json(tmp_path / "quantization.json", record(calibration=facts().model_dump()))
     assert four_bits_of(tmp_path) == summarize(facts())

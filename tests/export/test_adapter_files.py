@@ -40,7 +40,7 @@ from workflow.lib.model.architecture.adapter_targets import adapter_scale
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import ExportConfig, ModelConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, write_json
+from workflow.lib.system.files import read_checked_json, read_json, write_json
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj"
 A, B = f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"
@@ -58,7 +58,7 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def config(run: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = read_json(run / "finetune" / "adapter_config.json")
+    loaded: dict[str, Any] = read_checked_json(run / "finetune" / "adapter_config.json")
     return loaded
 
 

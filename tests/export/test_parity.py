@@ -20,7 +20,7 @@ from workflow.lib.export.parity import (
 )
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model.lora import trainable_parameters
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json
 
 CPU = torch.device("cpu")
 A = "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"
@@ -39,7 +39,9 @@ def record(run: Path) -> dict[str, torch.Tensor]:
 def reloaded(run: Path, folder: Path, **changes: torch.Tensor) -> Any:
     """Export the adapter, with some tensors replaced, and load it as a user would."""
     adapter = read_sharded_adapter(run / "finetune" / "adapter")
-    save_adapter(adapter | changes, read_json(run / "finetune" / "adapter_config.json"), folder)
+    save_adapter(
+        adapter | changes, read_checked_json(run / "finetune" / "adapter_config.json"), folder
+    )
     base = load_base(run / "base", device=CPU, compute_dtype=torch.float32, attention="sdpa")
     return load_adapter(base, folder)
 

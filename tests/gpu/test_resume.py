@@ -19,6 +19,7 @@ import torch
 from tests.gpu.test_stages import stage
 from workflow.lib.artifacts import layout
 from workflow.lib.settings.config import load_config
+from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import saved_steps
 
 pytestmark = pytest.mark.gpu
@@ -115,7 +116,7 @@ def test_interrupted_run_on_gpus_ends_with_the_bytes_of_an_undisturbed_one(
     assert interrupt(command, checkpoints, number=signal.SIGKILL, worker=True) == 1
     assert interrupt(command, checkpoints, number=signal.SIGTERM, worker=False) == os.EX_TEMPFAIL
     subprocess.run(command, check=True)
-    summary = json.loads((disturbed / "finetune" / "summary.json").read_text())
+    summary = read_checked_json(disturbed / "finetune" / "summary.json")
     print(json.dumps(summary["resumed_from_steps"]))
     assert len(summary["resumed_from_steps"]) == 2
     assert [row["step"] for row in metrics(disturbed)] == list(range(1, STEPS + 1))
@@ -142,7 +143,7 @@ def test_losses_of_4_then_2_gpus_are_those_of_4(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     inputs["preflight"] = plan(tmp_path / "of-two.json", "exact", tokens=inputs["tokens"])
     subprocess.run(finetune(elastic, "exact", **inputs), check=True)
-    summary = json.loads((elastic / "finetune" / "summary.json").read_text())
+    summary = read_checked_json(elastic / "finetune" / "summary.json")
     assert summary["processes"] == 2
     assert len(summary["resumed_from_steps"]) == 1
     losses, expected = ([row["loss"] for row in metrics(x)] for x in (elastic, undisturbed))

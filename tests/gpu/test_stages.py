@@ -13,7 +13,7 @@ import torch
 
 from workflow.lib.artifacts import layout
 from workflow.lib.settings.config import RunConfig, load_config
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.gpu
 
@@ -102,8 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_gpu: int) -> Path:
 
 def test_demo_trains_and_exports_on_gpus_within_the_predicted_memory(folder: Path) -> None:
     summary, parity = (
-        read_json(folder / "finetune" / "summary.json"),
-        read_json(folder / "export" / "parity.json"),
+        read_checked_json(folder / "finetune" / "summary.json"),
+        read_checked_json(folder / "export" / "parity.json"),
     )
     print(json.dumps({"summary": summary, "parity": parity}))
     assert summary["processes"] == torch.cuda.device_count()
@@ -141,7 +141,7 @@ def evaluated(folder: Path, division: str) -> dict[str, Any]:
         "--output",
         out / "evaluate_run",
     )
-    found: dict[str, Any] = read_json(out / "evaluate_run" / "tuned.json")
+    found: dict[str, Any] = read_checked_json(out / "evaluate_run" / "tuned.json")
     return found
 
 

@@ -14,7 +14,7 @@ from workflow.lib.report.figures import (
 )
 from workflow.lib.report.html_page import TEMPLATES
 from workflow.lib.report.run_results import Run, read_runs
-from workflow.lib.system.files import read_jsonl, write_jsonl
+from workflow.lib.system.artifact_files import read_lines, write_lines
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_heldout_loss_while_training_is_drawn_where_it_was_measured(tmp_path: Pa
     path = folder / "finetune" / "metrics.jsonl"
     rows = [
         row | ({"heldout_loss": 3.0 - row["step"] / 10} if row["step"] % 4 == 0 else {})
-        for row in read_jsonl(path)
+        for row in read_lines(path)
     ]
-    write_jsonl(path, rows)
+    write_lines(path, rows)
     tokens = {"demo": tmp_path / "tokens" / "demo-data"}
     runs = read_runs(tmp_path / "runs", names=["demo"], tokens=tokens)
     (figure,) = [figure for figure in curve_figures(runs) if figure.key == "heldout_loss"]

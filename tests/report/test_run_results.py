@@ -7,7 +7,7 @@ import pytest
 from tests.support.report_examples import edit, write_run
 from workflow.lib.report.run_results import Run, read_runs
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json, read_json
 
 
 def read(root: Path, *names: str) -> list[Run]:
@@ -22,12 +22,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_values_are_those_of_the_files(tmp_path: Path, folder: Path) -> None:
     (run,) = read(tmp_path, "demo")
-    tuned = read_json(folder / "evaluate_run" / "tuned.json")
+    tuned = read_checked_json(folder / "evaluate_run" / "tuned.json")
     served = run.measured.served.heldout
     assert served is not None
     assert served.loss == tuned["heldout"]["loss"]
     assert list(served.loss_ci95) == tuned["heldout"]["loss_ci95"]
-    assert run.summary.elapsed_s == read_json(folder / "finetune" / "summary.json")["elapsed_s"]
+    assert (
+        run.summary.elapsed_s
+        == read_checked_json(folder / "finetune" / "summary.json")["elapsed_s"]
+    )
 
 
 def test_samples_stand_reference_beside_served(tmp_path: Path, folder: Path) -> None:

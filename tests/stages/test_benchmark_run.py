@@ -26,8 +26,9 @@ from workflow.lib.model.describe_model import describe_config
 from workflow.lib.planning.memory.closed_form import predict
 from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.settings.config import load_benchmark
+from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_jsonl, write_json, write_jsonl
+from workflow.lib.system.files import write_json
 from workflow.scripts import benchmark_run
 
 TINY: dict[str, Any] = {
@@ -57,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def rows(project: Project) -> dict[str, dict[str, Any]]:
     """Return the measurements by case."""
     (path,) = project.root.glob("results/benchmark/*/page/measurements.jsonl")
-    return {row["case"]: row for row in read_jsonl(path)}
+    return {row["case"]: row for row in read_lines(path)}
 
 
 def test_measured_case_has_speed_losses_and_peaks(project: Project) -> None:
@@ -231,7 +232,7 @@ def test_cases_that_no_time_is_left_for_are_rows(tmp_path: Path) -> None:
     output = tmp_path / "measurements.jsonl"
     words = ["--cases", "flash", "trl_fsdp2", "--output", str(output), "--time-limit-s", "0"]
     benchmark_run.main(benchmark_run.parser().parse_args(words))
-    assert [row["cause"] for row in read_jsonl(output)] == ["not run: out of time"] * 2
+    assert [row["cause"] for row in read_lines(output)] == ["not run: out of time"] * 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="the peer is installed")
@@ -240,7 +241,7 @@ def test_peer_that_is_not_installed_is_a_row_that_says_so(tmp_path: Path) -> Non
     benchmark_run.main(
         benchmark_run.parser().parse_args(["--cases", "trl_fsdp2", "--output", str(output)])
     )
-    (row,) = read_jsonl(output)
+    (row,) = read_lines(output)
     assert row["status"] == "not_installed"
     assert row["cause"].startswith("not installed: trl")
 
@@ -249,10 +250,10 @@ def test_finished_case_is_kept_and_only_the_rest_is_tried(tmp_path: Path) -> Non
     output = tmp_path / "measurements.jsonl"
     words = ["--output", str(output), "--time-limit-s", "0", "--cases", "flash", "sdpa"]
     benchmark_run.main(benchmark_run.parser().parse_args(words))
-    first, second = read_jsonl(output)
-    write_jsonl(output, [first | {"status": "measured", "cause": None}, second])
+    first, second = read_lines(output)
+    write_lines(output, [first | {"status": "measured", "cause": None}, second])
     benchmark_run.main(benchmark_run.parser().parse_args(words))
-    assert [row["status"] for row in read_jsonl(output)] == ["measured", "not_run"]
+    assert [row["status"] for row in read_lines(output)] == ["measured", "not_run"]
 
 
 def test_one_start_measures_neighbours_that_are_alike_and_peers_alone() -> None:

@@ -22,7 +22,12 @@ from workflow.lib.data.encoding.probes import PROBE
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256, read_json, write_json
+from workflow.lib.system.files import (
+    file_sha256,
+    read_checked_json,
+    read_json,
+    write_checked_json,
+)
 from workflow.scripts.consolidate import main
 
 # Of one's own: another form than the base's template, and a turn ends with another token than eos.
@@ -84,7 +89,7 @@ def test_folder_has_what_the_design_promises_and_nothing_temporary(output: Path)
 
 
 def test_parity_is_recorded_as_passed(output: Path) -> None:
-    parity = read_json(output / "parity.json")
+    parity = read_checked_json(output / "parity.json")
     assert parity["passed"]
     assert parity["identical_values"]
     assert "commit" in parity["provenance"]
@@ -117,9 +122,9 @@ def test_export_that_writes_a_conversation_otherwise_is_refused(
     run: Path, tmp_path: Path, merged: bool
 ) -> None:
     manifest = write_manifest(run, tmp_path / "manifest.json", chat_template=OWN_TEMPLATE)
-    content = read_json(manifest)
+    content = read_checked_json(manifest)
     content["probes"][-1]["ids"][4] += 1
-    write_json(manifest, content)
+    write_checked_json(manifest, content)
     with pytest.raises(UserError) as caught:
         consolidated(run, tmp_path / "consolidate", manifest=manifest, merged=merged)
     assert "writes a conversation (" in str(caught.value)
@@ -138,9 +143,9 @@ def test_run_without_a_chat_template_keeps_that_of_the_base(run: Path, tmp_path:
 
 def test_tokens_of_an_earlier_version_are_one_message(run: Path, tmp_path: Path) -> None:
     manifest = write_manifest(run, tmp_path / "manifest.json")
-    content = read_json(manifest)
+    content = read_checked_json(manifest)
     del content["probes"]
-    write_json(manifest, content)
+    write_checked_json(manifest, content)
     with pytest.raises(UserError, match=r"manifest\.json: the field probes is missing"):
         consolidated(run, tmp_path / "consolidate", manifest=manifest)
 

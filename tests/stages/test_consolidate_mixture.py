@@ -15,7 +15,7 @@ from tests.support.finished import CONFIG, finished_mixture
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.settings.config import ExportConfig
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json
 from workflow.scripts.consolidate import main
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def output(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stock_reload_of_the_adapter_is_the_trained_model(output: Path) -> None:
-    parity = read_json(output / "parity.json")
+    parity = read_checked_json(output / "parity.json")
     assert parity["passed"]
     assert parity["identical_values"]
     assert parity["adapter_effect"] > 100 * parity["rms_difference"]

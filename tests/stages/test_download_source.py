@@ -13,6 +13,7 @@ import pytest
 from tests.support.hub_server import HubRepo, start_hub
 from tests.support.preflight_examples import TINY
 from tests.support.shared import reserved_ports
+from workflow.lib.system.files import read_checked_json
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def manifest(folder: Path) -> dict[str, Any]:
     """Return `source.json`."""
-    value: dict[str, Any] = json.loads((folder / "source.json").read_text())
+    value: dict[str, Any] = read_checked_json(folder / "source.json")
     return value
 
 

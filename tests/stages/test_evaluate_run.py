@@ -22,8 +22,8 @@ from workflow.lib.system.files import (
     canonical_json,
     provenance,
     read_json,
+    write_checked_json,
     write_checksums,
-    write_json,
 )
 
 MEASURED = ["original", "base", "tuned", "merged"]
@@ -84,7 +84,7 @@ def finished(folder, settings, tmp_path_factory):
     estimate = {"total_s": 120.0, "subjects_s": seconds, "read_tokens": 1, "written_tokens": 1}
     forecast = make_forecast(evaluation=estimate | {"not_counted": ["writes"]})
     record = forecast.model_dump() | {"provenance": provenance()}
-    write_json(folder / "preflight.json", record)
+    write_checked_json(folder / "preflight.json", record)
     return evaluate(folder, output, settings), output
 
 

@@ -21,7 +21,7 @@ from workflow.lib.export.stock_models import decode_partial_rows_
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json
 
 STEPS = 3  # the third begins the second pass over the rows
 ROWS, SEQ_LEN, BATCH = 10, 37, 4
@@ -325,7 +325,7 @@ def test_one_bit_of_base_or_tokens_stops_all_processes_before_the_model_is_loade
 
 def test_summary_tells_that_the_files_were_compared_with_their_record(prepared: Path) -> None:
     run_distributed(finetune, arguments(prepared), world_size=2)
-    first, *others = read_json(prepared / "finetune" / "summary.json")["checks"]
+    first, *others = read_checked_json(prepared / "finetune" / "summary.json")["checks"]
     files = [*(prepared / "base").glob("*[!S]"), *(prepared / "tokens").glob("*.npy")]
     assert first == {
         "name": "base and tokens have their recorded SHA-256",

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.forked_stage import forked_stage
 from tests.support.preflight_examples import TINY, manifest, write_checkpoint
+from workflow.lib.system.files import read_checked_json, write_checked_json
 
 DOCUMENT_KEYS = {
     "verdict",
@@ -44,7 +45,7 @@ class Stage:
         self.model = write_checkpoint(folder / "model")
         self.tokens = folder / "tokens" / "manifest.json"
         self.tokens.parent.mkdir()
-        self.tokens.write_text(json.dumps(manifest()))
+        write_checked_json(self.tokens, manifest())
         self.output = folder / "run" / "preflight.json"
         self.log = folder / "logs" / "preflight.log"
 
@@ -62,7 +63,7 @@ class Stage:
         return forked_stage("preflight_run", *words, *flags)
 
     def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.output.read_text())
+        document: dict[str, Any] = read_checked_json(self.output)
         return document
 
 
@@ -189,14 +190,14 @@ def test_disk_counts_the_tokens_as_they_lie_there(stage: Stage) -> None:
 
 
 def test_broken_manifest_is_refused(stage: Stage) -> None:
-    stage.tokens.write_text("{}")
+    write_checked_json(stage.tokens, {})
     refused(stage, "no manifest of a tokens folder", "Delete the folder")
 
 
 def test_manifest_without_rows_is_refused(stage: Stage) -> None:
     empty = manifest()
     empty["splits"]["train"]["packed_rows"] = 0
-    stage.tokens.write_text(json.dumps(empty))
+    write_checked_json(stage.tokens, empty)
     refused(stage, "no training row", "rejects.jsonl")
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from tests.support.hub_server import WRITE_TOKEN, HubRepo, start_hub
 from tests.support.report_examples import edit, write_run
 from tests.support.workflow_project import make_project
-from workflow.lib.system.files import write_checksums, write_json
+from workflow.lib.system.files import read_checked_json, read_json, write_checksums, write_json
 
 ROOT = Path(__file__).parents[2]
 CARD = (
@@ -78,7 +78,7 @@ def test_adapter_and_card_are_in_a_repository_that_is_private_unless_asked(
     adapter = run / "consolidate" / "adapter"
     assert files_of(repos["acme/demo"]) == {p.name: p.read_bytes() for p in adapter.iterdir()}
     assert repos["acme/demo"].private is not public
-    published = json.loads((run / "publish_run" / "published.json").read_text())
+    published = read_checked_json(run / "publish_run" / "published.json")
     assert published["commit_url"].endswith(repos["acme/demo"].branches["main"])
 
 
@@ -133,7 +133,8 @@ def name_folder_in_card(run: Path) -> None:
 
 def name_folder_in_adapter(run: Path) -> None:
     adapter = run / "consolidate" / "adapter"
-    edit(adapter / "adapter_config.json", lambda d: d.update(base_model_name_or_path=str(run)))
+    config = read_json(adapter / "adapter_config.json")
+    write_json(adapter / "adapter_config.json", config | {"base_model_name_or_path": str(run)})
     write_checksums(adapter)
 
 

@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_tokenizer
 from tests.system.test_checksums import flip, recorded_as_download
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import file_sha256, read_json
+from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 
 
 def stage(model: Path, output: Path) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_base_brings_tokenizer_and_checksums_and_nothing_stale(folder: Path) -> 
 
 
 def test_record_counts_what_was_quantized(folder: Path) -> None:
-    record = read_json(folder / "base" / "quantization.json")
+    record = read_checked_json(folder / "base" / "quantization.json")
     per_layer = 2 * 80 * 80 + 2 * 16 * 80 + 3 * 176 * 80
     assert record["quantized_linears"] == 3 * 7
     assert record["quantized_parameters"] == 3 * per_layer

@@ -23,7 +23,7 @@ from workflow.lib.planning import calibration_cost
 from workflow.lib.quantization import resumable
 from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256, read_json
+from workflow.lib.system.files import file_sha256, read_checked_json, read_json
 from workflow.scripts.command import stage_parser
 from workflow.scripts.quantize_base import add_arguments, main
 
@@ -69,7 +69,7 @@ def losses(model: torch.nn.Module, store: TokenStore) -> list[float]:
 
 def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: Path) -> None:
     store = TokenStore.open(folder / "tokens")
-    record = read_json(base / "quantization.json")["calibration"]["heldout"]
+    record = read_checked_json(base / "quantization.json")["calibration"]["heldout"]
     assert record["tokens"] == [int(mask.sum()) for _, mask in store.heldout_documents()]
     original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert record["original"] == pytest.approx(losses(original, store), rel=1e-5)
@@ -81,7 +81,7 @@ def test_losses_in_the_record_are_those_of_the_whole_models(folder: Path, base: 
 
 
 def test_every_linear_is_better_than_absmax_for_its_inputs(base: Path) -> None:
-    linears = read_json(base / "quantization.json")["calibration"]["linears"]
+    linears = read_checked_json(base / "quantization.json")["calibration"]["linears"]
     assert len(linears) == LAYERS * 7
     for path, errors in linears.items():
         assert errors["calibrated"] < errors["absmax"] < 0.1, path
@@ -102,7 +102,7 @@ def test_auto_decides_by_the_model_and_says_why(
     caplog.set_level("INFO", "workflow")
     monkeypatch.setattr(calibration_cost, "AFFORDABLE_MIN", minutes)
     chosen = quantize(folder, tmp_path / "base", method="auto")
-    record = read_json(chosen / "quantization.json")
+    record = read_checked_json(chosen / "quantization.json")
     assert record["method"] == method
     assert ("calibration" in record) == (method == "calibrated")
     assert f"{method}: {record['method_reason']}" in caplog.text
@@ -172,7 +172,9 @@ def test_unfinished_work_for_other_settings_is_not_continued(
             quantize(folder, tmp_path / "base")
     quantize(folder, tmp_path / "base", block_size=128)
     assert "finished already" not in caplog.text
-    assert read_json(tmp_path / "base" / "quantization.json")["settings"]["block_size"] == 128
+    assert (
+        read_checked_json(tmp_path / "base" / "quantization.json")["settings"]["block_size"] == 128
+    )
 
 
 def kill(*_: object) -> None:
@@ -183,7 +185,7 @@ def test_half_of_the_tokens_are_of_a_text_of_ones_own(folder: Path, tmp_path: Pa
     text = tmp_path / "text.txt"
     text.write_text("One two three four, said the five of them. " * 400)
     base = quantize(folder, tmp_path / "base", calibration_text=str(text))
-    tokens = read_json(base / "quantization.json")["calibration"]["tokens"]
+    tokens = read_checked_json(base / "quantization.json")["calibration"]["tokens"]
     assert math.isclose(tokens, 1024, rel_tol=0.2)
 
 
@@ -193,7 +195,7 @@ def test_more_tokens_than_there_are_are_told(
     rows = TokenStore.open(folder / "tokens").num_rows
     base = quantize(folder, tmp_path / "base", calibration_tokens=100_000)
     assert f"and there are {rows}: all calibrate" in caplog.text
-    assert read_json(base / "quantization.json")["calibration"]["tokens"] < 100_000
+    assert read_checked_json(base / "quantization.json")["calibration"]["tokens"] < 100_000
 
 
 def bad_text(folder: Path, content: bytes) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from workflow.lib.quantization import expert_tokens, resumable
 from workflow.lib.quantization.calibration import Calibration, Hidden, QuantizedLayer
 from workflow.lib.quantization.layer_stream import attention_of
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256, read_json
+from workflow.lib.system.files import file_sha256, read_checked_json
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def test_losses_in_the_record_are_those_of_the_whole_models(
     attention = attention_of(model)
     base = quantize(tokens, tmp_path / "base", model=model)
     plain = quantize(tokens, tmp_path / "absmax", model=model, method="absmax")
-    record = read_json(base / "quantization.json")["calibration"]["heldout"]
+    record = read_checked_json(base / "quantization.json")["calibration"]["heldout"]
     original = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation=attention
     )
@@ -65,7 +65,7 @@ def test_losses_in_the_record_are_those_of_the_whole_models(
 
 
 def test_stacks_are_better_than_absmax_for_their_inputs(base: Path) -> None:
-    record = read_json(base / "quantization.json")
+    record = read_checked_json(base / "quantization.json")
     stacks = record["calibration"]["stacks"]
     assert record["quantized_stacks"] == len(stacks) == 4
     for path, errors in stacks.items():
@@ -95,7 +95,7 @@ def test_experts_that_few_tokens_reach_are_told(
     monkeypatch.setattr(expert_tokens, "ENOUGH", 1.0)
     model = tokens / "qwen3_moe"
     base = quantize(tokens, tmp_path / "base", model=model, calibration_tokens=256)
-    stacks = read_json(base / "quantization.json")["calibration"]["stacks"]
+    stacks = read_checked_json(base / "quantization.json")["calibration"]["stacks"]
     wide = [x for path, x in stacks.items() if path.endswith("gate_up_proj")]
     assert all(0 < errors["filled"] <= 11 and errors["fewest_tokens"] < 64 for errors in wide)
     for errors in stacks.values():
@@ -120,7 +120,7 @@ def test_stage_that_was_killed_goes_on_to_the_same_bytes(
     again = quantize(tokens, tmp_path / "base", model=tokens / "qwen3_moe")
     for path in base.glob("*.safetensors"):
         assert file_sha256(again / path.name) == file_sha256(path), path.name
-    calibration = [read_json(x / "quantization.json")["calibration"] for x in (base, again)]
+    calibration = [read_checked_json(x / "quantization.json")["calibration"] for x in (base, again)]
     assert calibration[0] == calibration[1]
 
 
@@ -130,7 +130,7 @@ def test_stock_packages_decode_what_the_errors_were_measured_on(
 ) -> None:
     model = tokens / "qwen3_moe"
     base = quantize(tokens, tmp_path / "base", model=model, **settings)
-    record = read_json(base / "quantization.json")["calibration"]
+    record = read_checked_json(base / "quantization.json")["calibration"]
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     stock = load_base(base, device=CPU, compute_dtype=torch.float32, attention="sdpa")
     decoded = dict(stock.named_parameters())

@@ -13,7 +13,7 @@ from workflow.lib.benchmark.cases import CHOICE
 from workflow.lib.benchmark.measure import Observed, together
 from workflow.lib.benchmark.page import benchmark_figure, page_name, render_page
 from workflow.lib.settings.benchmark import BenchmarkConfig
-from workflow.lib.system.files import write_jsonl
+from workflow.lib.system.artifact_files import write_lines
 
 GIB = 2**30
 
@@ -137,7 +137,7 @@ def test_figure_has_a_row_per_measured_case() -> None:
 
 
 def test_command_writes_page_and_figure(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "m.jsonl", [row.as_json() for row in ROWS])
+    write_lines(tmp_path / "m.jsonl", [row.as_json() for row in ROWS])
     done = forked_stage(
         "render_benchmark",
         *("--measurements", str(tmp_path / "m.jsonl"), "--output", str(tmp_path / "page")),

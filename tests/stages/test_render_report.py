@@ -12,7 +12,7 @@ from playwright.sync_api import Browser
 from tests.support.browser import Visit, chromium, needs_chromium, visit
 from tests.support.forked_stage import forked_stage
 from tests.support.report_examples import HOSTILE, edit, write_run
-from workflow.lib.system.files import read_jsonl
+from workflow.lib.system.artifact_files import read_lines
 
 NUM_FIGURES = (
     10  # held-out loss, parallel coordinates, five curves, memory, lengths of two data sets
@@ -134,7 +134,7 @@ def test_browser_paints_curves_from_the_style_sheet(light: Visit, dark_phone: Vi
 @needs_chromium
 def test_drawn_losses_are_those_of_the_file(root: Path, light: Visit) -> None:
     drawn = light.page.evaluate("document.querySelector('[data-figure=loss]').data[0].y")
-    steps = read_jsonl(root / "runs" / "demo" / "finetune" / "metrics.jsonl")
+    steps = read_lines(root / "runs" / "demo" / "finetune" / "metrics.jsonl")
     assert drawn == [step["loss"] for step in steps]
 
 

@@ -13,7 +13,7 @@ from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
 from workflow.lib.report.verdict import Measured
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import canonical_json, write_json
+from workflow.lib.system.files import canonical_json, read_checked_json, write_checked_json
 
 TUNED = evaluation(
     "demo", "tuned"
@@ -85,8 +85,8 @@ def test_every_missed_requirement_of_every_run_is_named():
 
 def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
     evaluations = folder / "runs" / "demo" / "evaluate_run"
-    write_json(evaluations / "tuned.json", TUNED)
-    write_json(evaluations / "base.json", evaluation("demo", "base"))
+    write_checked_json(evaluations / "tuned.json", TUNED)
+    write_checked_json(evaluations / "base.json", evaluation("demo", "base"))
     config = {"demo": {"require": {"heldout_loss": least}, "require_by": "estimate"}}
     arguments = ["--config", canonical_json(config), "--runs-dir", str(folder / "runs")]
     output = ["--output", str(folder / "requirements.json")]
@@ -95,7 +95,7 @@ def gate(folder: Path, least: float) -> subprocess.CompletedProcess[str]:
 
 def test_stage_writes_its_verdicts_if_all_are_met(tmp_path):
     assert gate(tmp_path, 1.0).returncode == 0
-    written = json.loads((tmp_path / "requirements.json").read_text())
+    written = read_checked_json(tmp_path / "requirements.json")
     assert [verdict["met"] for verdict in written["runs"]["demo"]] == [True]
 
 

@@ -19,15 +19,15 @@ from tests.support.tokenizing import (
     save_rows,
 )
 from workflow.lib.data.tokens.token_store import TokenStore
+from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_jsonl
 
 
 def test_bad_rows_are_listed_by_line_and_counted(stage: Stage) -> None:
     bad = ["{broken", "[1]", {"prompt": "q"}, {"prompt": "q", "completion": ""}]
     save_rows(stage.train, [*rows(2), *bad, *rows(100, start=2)])
     store = stage.run(max_rejected_share=0.04)
-    listed = read_jsonl(stage.output / "rejects.jsonl")
+    listed = read_lines(stage.output / "rejects.jsonl")
     assert [line["row"] for line in listed] == [3, 4, 5, 6]
     assert {line["file"] for line in listed} == {str(stage.train)}
     assert listed[0]["preview"] == "{broken"
@@ -49,7 +49,7 @@ def test_too_many_bad_rows_stop_with_counts_reasons_and_a_list_that_stays(stage:
     assert "data.max_rejected_share = 0.01: 1 of 21 rows" in text
     assert "row 21: broken JSON: " in text
     assert str(stage.rejects) in text
-    assert [line["row"] for line in read_jsonl(stage.rejects)] == [21]
+    assert [line["row"] for line in read_lines(stage.rejects)] == [21]
     assert not stage.output.exists()
 
 
@@ -100,7 +100,7 @@ def test_overlong_row_is_cut_at_the_end_and_listed(stage: Stage) -> None:
     assert tuple(full[:SEQ_LEN]) in documents_of(store)
     assert store.manifest["splits"]["train"]["truncated"] == 1
     assert store.manifest["splits"]["train"]["length_percentiles"]["max"] == len(full)
-    (line,) = read_jsonl(stage.output / "truncated.jsonl")
+    (line,) = read_lines(stage.output / "truncated.jsonl")
     assert (line["row"], line["tokens"]) == (NUM_TRAIN + 1, len(full))
 
 
@@ -118,7 +118,7 @@ def test_overlong_row_that_is_split_becomes_several_documents(stage: Stage) -> N
     pieces = [tuple(full[start : start + SEQ_LEN]) for start in range(0, len(full), SEQ_LEN)]
     assert len(pieces) > 2
     assert set(pieces) <= documents_of(store).keys()
-    whole, prompt = read_jsonl(stage.output / "truncated.jsonl")
+    whole, prompt = read_lines(stage.output / "truncated.jsonl")
     assert (whole["tokens"], whole["documents"], whole["kept"]) == (
         len(full),
         len(pieces),
@@ -141,7 +141,7 @@ def test_file_of_broken_rows_alone_is_listed_row_by_row(stage: Stage) -> None:
     save_rows(stage.train, ["{broken", "[]"])
     with pytest.raises(UserError, match="2 of 2 rows"):
         stage.run()
-    assert len(read_jsonl(stage.rejects)) == 2
+    assert len(read_lines(stage.rejects)) == 2
 
 
 def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage: Stage) -> None:
@@ -203,7 +203,7 @@ def test_example_of_a_turn_that_does_not_fit_is_cut_or_drops_its_row(
     train = store.manifest["splits"]["train"]
     assert train["documents"] == NUM_TRAIN + documents
     assert train["rows_dropped"] == 1 - documents
-    cuts = read_jsonl(stage.output / "truncated.jsonl")
+    cuts = read_lines(stage.output / "truncated.jsonl")
     assert [(cut["row"], cut["documents"]) for cut in cuts] == [(NUM_TRAIN + 1, 1)] * documents
 
 
@@ -214,7 +214,7 @@ def test_rows_of_several_files_keep_their_file_and_line(stage: Stage) -> None:
     save_rows(folder / "b.jsonl", ["{broken", *rows(20, start=20)])
     save_rows(folder / "a.jsonl", [*rows(20), "{broken"])
     store = stage.run(train=str(folder / "*.jsonl"), max_rejected_share=0.1)
-    listed = read_jsonl(stage.output / "rejects.jsonl")
+    listed = read_lines(stage.output / "rejects.jsonl")
     assert [(line["file"], line["row"]) for line in listed] == [
         (str(folder / "a.jsonl"), 21),
         (str(folder / "b.jsonl"), 1),

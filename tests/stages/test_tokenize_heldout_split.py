@@ -11,8 +11,8 @@ from tests.support.tokenizing import (
     rows,
     save_rows,
 )
+from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_jsonl
 
 
 def test_share_of_the_training_file_is_held_out_if_no_file_is_given(stage: Stage) -> None:
@@ -44,7 +44,7 @@ def test_training_rows_are_taken_out_of_the_heldout_ones(stage: Stage) -> None:
     assert store.num_heldout_documents == NUM_HELDOUT
     assert store.manifest["train_heldout_overlap"] == 2
     assert (heldout["rows_read"], heldout["rows_kept"], heldout["rows_dropped"]) == (9, 7, 2)
-    first, _ = read_jsonl(stage.output / "rejects.jsonl")
+    first, _ = read_lines(stage.output / "rejects.jsonl")
     assert first["row"] == NUM_HELDOUT + 1
     assert first["reason"] == "duplicate of a training row"
     assert "Question 0?" in first["preview"]
@@ -70,7 +70,7 @@ def test_near_duplicates_of_training_rows_are_taken_out_of_the_heldout_ones(stag
     stories(stage)
     store = stage.run(near_duplicates="remove", seq_len=256)
     assert (store.num_heldout_documents, store.manifest["train_heldout_near_duplicates"]) == (1, 1)
-    (line,) = read_jsonl(stage.output / "rejects.jsonl")
+    (line,) = read_lines(stage.output / "rejects.jsonl")
     assert line["row"] == 1
     assert f"row {NUM_TRAIN + 1} of {stage.train}" in line["reason"]
     assert store.manifest["dropped_by_reason"] == {"near-duplicate of a training row": 1}

@@ -28,7 +28,6 @@ from workflow.lib.system.files import (
     read_checked_json,
     write_checked_json,
     write_checksums,
-    write_json,
 )
 
 STEPS, BATCH, ROWS, SEQ_LEN = 7, 4, 11, 23
@@ -77,7 +76,7 @@ def prepare(folder: Path, *, model: Callable[..., Path] = tiny_llama) -> None:
     write_checksums(folder / "base")
     save_tokens(folder / "tokens")
     forecast = make_forecast(plan=PLAN, peak_bytes=PREDICTED_BYTES).model_dump()
-    write_json(folder / "preflight.json", forecast | {"provenance": provenance()})
+    write_checked_json(folder / "preflight.json", forecast | {"provenance": provenance()})
 
 
 def save_tokens(folder: Path) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 
 from tests.support.plans import make_forecast, make_plan, tried_plan
 from workflow.lib.settings.subjects import SUBJECTS
-from workflow.lib.system.files import read_json, write_json, write_jsonl
+from workflow.lib.system.artifact_files import write_lines
+from workflow.lib.system.files import (
+    read_checked_json,
+    write_checked_json,
+    write_checksums,
+    write_json,
+)
 
 HOSTILE = (
     "<script>alert('x')</script></script><img src=x onerror=alert(1)> \x1b[31mred\x1b[0m "
@@ -73,6 +79,8 @@ def summary(run: str, num_steps: int, *, rate: float) -> dict[str, Any]:
         "tokens": 4099 * num_steps,
         "trained_tokens": 1511 * num_steps,
         "elapsed_s": 4021.7,
+        "logged_steps": num_steps,
+        "parity_sha256": "0" * 64,
         "tokens_per_s": 12_931.5,
         "peak_bytes": {
             "predicted": int(20.1 * GIB),
@@ -342,14 +350,15 @@ def settings(rate: float) -> dict[str, Any]:
 def write_run(root: Path, name: str, *, num_steps: int = 211, rate: float = 2e-4) -> Path:
     """Write a complete run `name` and its tokens folder below `root`; return the run's folder."""
     folder = root / "runs" / name
-    write_json(folder / "preflight_run" / "preflight.json", preflight())
-    write_json(folder / "finetune" / "summary.json", summary(name, num_steps, rate=rate))
-    write_jsonl(folder / "finetune" / "metrics.jsonl", metrics(num_steps, rate=rate))
-    write_json(folder / "consolidate" / "parity.json", parity())
+    write_checked_json(folder / "preflight_run" / "preflight.json", preflight())
+    write_checked_json(folder / "finetune" / "summary.json", summary(name, num_steps, rate=rate))
+    write_lines(folder / "finetune" / "metrics.jsonl", metrics(num_steps, rate=rate))
+    write_checked_json(folder / "consolidate" / "parity.json", parity())
     write_json(folder / "consolidate" / "adapter" / "adapter_config.json", ADAPTER_CONFIG)
+    write_checksums(folder / "consolidate" / "adapter")
     for subject in ("base", "tuned"):
-        write_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
-    write_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())
+        write_checked_json(folder / "evaluate_run" / f"{subject}.json", evaluation(name, subject))
+    write_checked_json(root / "tokens" / f"{name}-data" / "manifest.json", manifest())
     return folder
 
 
@@ -378,14 +387,15 @@ def add_gguf(folder: Path) -> None:
         "modelfile": True,
         "provenance": provenance("convert_gguf"),
     }
-    write_json(folder / "convert_gguf" / "gguf.json", document)
+    write_checked_json(folder / "convert_gguf" / "gguf.json", document)
 
 
 def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False) -> None:
     """Add an evaluation to the run in `folder`: the tuned one's with this held-out loss, compared
     with all that are there.
     """
-    others = {path.stem: read_json(path) for path in (folder / "evaluate_run").glob("*.json")}
+    measured = (folder / "evaluate_run").glob("*.json")
+    others = {path.stem: read_checked_json(path) for path in measured}
     document = others["tuned"] | {"subject": subject, "served": served}
     document["heldout"] = document["heldout"] | {"loss": loss}
     document["comparisons"] = {
@@ -393,16 +403,16 @@ def add_subject(folder: Path, subject: str, *, loss: float, served: bool = False
         for name, other in others.items()
         if SUBJECTS.index(name) < SUBJECTS.index(subject)
     }
-    write_json(folder / "evaluate_run" / f"{subject}.json", document)
+    write_checked_json(folder / "evaluate_run" / f"{subject}.json", document)
 
 
 def add_original(folder: Path, *, loss: float) -> None:
     """Add the original's evaluation to the run in `folder`, and all others' comparison with it."""
     add_subject(folder, "original", loss=loss)
-    original = read_json(folder / "evaluate_run" / "original.json")
+    original = read_checked_json(folder / "evaluate_run" / "original.json")
     for path in (folder / "evaluate_run").glob("*.json"):
         if path.stem != "original":
-            own = read_json(path)["heldout"]["loss"]
+            own = read_checked_json(path)["heldout"]["loss"]
             edit(
                 path,
                 lambda d, own=own: d["comparisons"].update(original=compared(original, loss=own)),
@@ -419,6 +429,6 @@ def compared(other: Any, *, loss: float) -> dict[str, Any]:
 
 def edit(path: Path, change: Any) -> None:
     """Apply `change` to the JSON document at `path`, in place."""
-    document = read_json(path)
+    document = read_checked_json(path)
     change(document)
-    write_json(path, document)
+    write_checked_json(path, document)

@@ -12,17 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.files import (
     atomic_path,
     canonical_json,
     file_sha256,
     provenance,
     read_json,
-    read_jsonl,
     short_hash,
     write_checksums,
     write_json,
-    write_jsonl,
     write_text,
 )
 
@@ -47,12 +46,12 @@ def test_file_hash_is_the_sha256_of_its_bytes(tmp_path: Path) -> None:
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     write_text(tmp_path / "f", "old")
 
-    def rows() -> Iterator[int]:
-        yield 1
+    def rows() -> Iterator[dict[str, int]]:
+        yield {"a": 1}
         raise RuntimeError("broken off")
 
     with pytest.raises(RuntimeError):
-        write_jsonl(tmp_path / "f", rows())
+        write_lines(tmp_path / "f", rows())
     assert (tmp_path / "f").read_text() == "old"
     assert list(tmp_path.iterdir()) == [tmp_path / "f"]
 
@@ -81,7 +80,7 @@ def test_number_that_json_cannot_spell_is_refused(tmp_path: Path, number: float)
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "f.json", {"loss": number})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_jsonl(tmp_path / "f.jsonl", [{"loss": number}])
+        write_lines(tmp_path / "f.jsonl", [{"loss": number}])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,14 +89,6 @@ def test_json_round_trips_with_text_as_it_is(tmp_path: Path) -> None:
     write_json(tmp_path / "f.json", value)
     assert read_json(tmp_path / "f.json") == value
     assert "世界" in (tmp_path / "f.json").read_text(encoding="utf-8")
-
-
-def test_json_lines_round_trip_and_blank_lines_are_skipped(tmp_path: Path) -> None:
-    rows = [{"text": "a\nb\u2028c"}, 2, "three"]
-    write_jsonl(tmp_path / "f.jsonl", rows)
-    with (tmp_path / "f.jsonl").open("a") as file:
-        file.write("\n")
-    assert read_jsonl(tmp_path / "f.jsonl") == rows
 
 
 def folder_with_checksums(folder: Path) -> Path:

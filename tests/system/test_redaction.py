@@ -1,5 +1,8 @@
 """Secrets in text: masked where they are, and nothing else."""
 
+import subprocess
+import sys
+
 import pytest
 
 from workflow.lib.settings.config import load_config
@@ -21,6 +24,21 @@ TOKEN = "hf_" + "abcdefgh" * 4
             "https://s3.example/k?a=1&X-Amz-Signature=***&b=2",
         ),
         ("https://cdn.example/k?Signature=0f~9_ now", "https://cdn.example/k?Signature=*** now"),
+        ("postgres://me:w/or@d'\"x@db.example/x now", "postgres://***@db.example/x now"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic ***"),
+        ("{'authorization': 'Basic dXNlcjpwYXNz'}", "{'authorization': 'Basic ***'}"),
+        ("https://a.example/x?access_token=abc&b=1", "https://a.example/x?access_token=***&b=1"),
+        ('{"api_key": "abc"}', '{"api_key": "***"}'),
+        ("PGPASSWORD=abcdef psql", "PGPASSWORD=*** psql"),
+        (f"given ghp_{'a1' * 18}.", "given ***"),
+        (f"given glpat-{'a1b2' * 5}!", "given ***!"),
+        (f"given AIza{'Sy-_7' * 7}.", "given ***."),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc-def now", "*** now"),
+        ("https://hooks.slack.example/services/T0/B0/x", "https://***"),
+        ("https://chat.example/api/webhooks/12/ab-cd now", "https://*** now"),
+        ("Basic settings, a basic understanding", "Basic settings, a basic understanding"),
+        ("pad_token=2, model-00001-of-00001.safetensors",) * 2,
+        (f"step-00000016 of {'0f' * 32}",) * 2,
         ("the bearer of news; tokens?token", "the bearer of news; tokens?token"),
         ("https://hub.example/owner@v2", "https://hub.example/owner@v2"),
         ("mail a@b.example, see http://x.example", "mail a@b.example, see http://x.example"),
@@ -39,6 +57,9 @@ def test_values_of_variables_named_like_secrets_are_secrets() -> None:
         "WANDB_API_KEY": "another-long-value",
         "AWS_SECRET_ACCESS_KEY": "third-long-value!!!",
         "MY_PASSWORD": "short",
+        "SSH_AUTH_SOCK": "/tmp/a-long-path",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/a-long-path",
+        "PWD": "/home/a-long-path",
         "TOKENIZERS_PARALLELISM": "a-long-value-too",
         "PATH": "/usr/bin:/bin",
     }
@@ -50,6 +71,30 @@ def test_values_of_variables_named_like_secrets_are_secrets() -> None:
         "a-long-value",
     ]
     assert redacted("x another-long-value y", secrets=values) == "x *** y"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PGPASSWORD", "MYSQL_PWD", "CI_PAT", "AZURE_CREDENTIAL", "HF_TOKEN_READ", "SLACK_WEBHOOK_URL"],
+)
+def test_variable_of_this_name_holds_a_secret(name: str) -> None:
+    values = secret_values({name: "a long & odd value"})
+    assert redacted("x a%20long%20%26%20odd%20value y", secrets=values) == "x *** y"
+
+
+def test_packages_that_know_tokens_are_loaded_only_for_a_text_that_may_hold_one() -> None:
+    code = (
+        "import sys; from workflow.lib.system.redaction import redacted; redacted('step 5 of 10');"
+        "assert 'detect_secrets' not in sys.modules; redacted('x' * 20);"
+        "assert 'detect_secrets' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("part", ["://a:", "a" * 9, "://", "Bearer ", "password", "webhook/"])
+def test_text_made_to_be_slow_is_redacted(part: str) -> None:
+    """A pattern without a bound would take hours, and this test its limit of time."""
+    assert redacted(part * (100_000 // len(part)))
 
 
 def test_message_to_the_user_masks_what_it_quotes() -> None:

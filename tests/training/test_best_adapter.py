@@ -20,8 +20,9 @@ from workflow.lib.evaluation.heldout_loss import heldout_losses
 from workflow.lib.export.adapter_files import read_sharded_adapter
 from workflow.lib.export.stock_models import load_base
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
+from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, heldout_rows
 from workflow.lib.training.build import Numerics, build_training_model
 
@@ -48,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heldout_by_step(run: Path) -> dict[int, float]:
-    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    rows = read_lines(run / "finetune" / "metrics.jsonl")
     return {row["step"]: row["heldout_loss"] for row in rows if "heldout_loss" in row}
 
 
@@ -65,7 +66,7 @@ def test_exported_adapter_is_that_of_the_lowest_heldout_loss(run: Path) -> None:
     losses = heldout_by_step(run)
     best = min(losses, key=lambda step: losses[step])
     assert best < STEPS, "random tokens: the longer it trains, the worse it does on others"
-    assert read_json(run / "finetune" / "summary.json")["selected_step"] == best
+    assert read_checked_json(run / "finetune" / "summary.json")["selected_step"] == best
     exported = read_sharded_adapter(run / "finetune" / "adapter")
     kept = read_sharded_adapter(checkpoints(run) / f"best-{best:08d}")
     assert exported.keys() == kept.keys()
@@ -92,7 +93,7 @@ def test_run_that_was_killed_selects_the_same_adapter(run: Path, tmp_path: Path)
     shutil.rmtree(checkpoints(folder) / f"step-{STEPS:08d}")
     shutil.rmtree(folder / "finetune")
     run_distributed(finetune, arguments(folder), SELECTING, SHORT, world_size=2)
-    assert read_json(folder / "finetune" / "summary.json")["resumed_from_steps"] == [4]
+    assert read_checked_json(folder / "finetune" / "summary.json")["resumed_from_steps"] == [4]
     assert heldout_by_step(folder) == heldout_by_step(run)
     found, expected = (read_sharded_adapter(f / "finetune" / "adapter") for f in (folder, run))
     assert all(torch.equal(found[name], expected[name]) for name in expected)

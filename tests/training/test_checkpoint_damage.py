@@ -113,7 +113,7 @@ def _have_one_shape(pieces: list[dict[str, Any]]) -> bool:
 
 
 DAMAGES = {
-    swap_two_pieces: "its content does not have the SHA-256 that it names",
+    swap_two_pieces: "does not have the SHA-256 that it names",
     lead_out: "names a file that is not of this folder",
     truncate: "bytes instead of",
     flip_one_bit: "does not have its SHA-256",

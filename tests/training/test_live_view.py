@@ -16,8 +16,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tests.support.finished import finished
 from workflow.lib.settings.tracking import TrackingConfig
+from workflow.lib.system.artifact_files import read_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_jsonl
 from workflow.lib.training.live_view import check_tracking, live_view
 from workflow.scripts import finetune
 
@@ -55,7 +55,7 @@ def test_every_logged_step_of_a_training_is_a_point(
     shared_folder: Path,
 ) -> None:
     run = finished(shared_folder)
-    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    rows = read_lines(run / "finetune" / "metrics.jsonl")
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_s", "peak_bytes"):
         drawn = points(run / "tensorboard" / "demo", f"training/{name}")
         assert [step for step, _ in drawn] == [1, 3, 6]

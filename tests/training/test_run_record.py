@@ -13,7 +13,8 @@ from tests.support.finished import BATCH, CONFIG, PREDICTED_BYTES, ROWS, SEQ_LEN
 from tests.support.models import random_store
 from workflow.lib.distributed.world import process_group
 from workflow.lib.settings.schedule import step_rows
-from workflow.lib.system.files import read_json, read_jsonl
+from workflow.lib.system.artifact_files import read_lines
+from workflow.lib.system.files import read_checked_json
 from workflow.lib.training.checkpoint import Resumed
 from workflow.lib.training.loop import StepMetrics
 from workflow.lib.training.run_record import Journal, trained_tokens
@@ -38,7 +39,7 @@ def run(shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(run: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = read_json(run / "finetune" / "summary.json")
+    loaded: dict[str, Any] = read_checked_json(run / "finetune" / "summary.json")
     return loaded
 
 
@@ -121,12 +122,12 @@ def test_all_checks_passed(summary: dict[str, Any]) -> None:
 
 
 def test_lines_are_the_first_step_and_every_third(run: Path) -> None:
-    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 3, 6]
 
 
 def test_losses_are_those_of_first_and_last_lines(run: Path, summary: dict[str, Any]) -> None:
-    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert summary["first_loss"] == rows[0]["loss"]
     assert summary["final_loss"] == rows[-1]["loss"]
 
@@ -135,7 +136,7 @@ def test_time_is_that_of_all_steps_also_of_those_without_a_line(
     run: Path, summary: dict[str, Any]
 ) -> None:
     """The seventh step has none."""
-    rows = read_jsonl(run / "finetune" / "metrics.jsonl")
+    rows = read_lines(run / "finetune" / "metrics.jsonl")
     assert summary["elapsed_s"] > rows[-1]["elapsed_s"]
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / summary["elapsed_s"])
 
@@ -192,7 +193,7 @@ def test_journal_continues_after_the_checkpoints_step_on_all_processes(kept: Any
 
 def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) -> None:
     folder, _ = kept
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = read_lines(folder / "metrics.jsonl")
     assert [(row["step"], row["elapsed_s"]) for row in rows] == [
         (1, 0.5),
         (2, 1.0),
@@ -200,12 +201,12 @@ def test_journal_has_every_step_once_and_the_last_invocations_values(kept: Any) 
         (4, 22.0),
         (5, 22.5),
     ]
-    assert read_jsonl(folder / "copy.jsonl") == rows
+    assert read_lines(folder / "copy.jsonl") == rows
 
 
 def test_every_start_is_in_the_history(kept: Any) -> None:
     folder, _ = kept
-    assert [row["first_step"] for row in read_jsonl(folder / "history.jsonl")] == [0, 3, 3]
+    assert [row["first_step"] for row in read_lines(folder / "history.jsonl")] == [0, 3, 3]
 
 
 def test_damaged_checkpoints_of_every_start_are_told_on_all_processes(kept: Any) -> None:

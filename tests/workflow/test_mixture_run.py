@@ -9,7 +9,7 @@ from tests.support.mixtures import SIZES
 from tests.support.packed_checkpoints import fp8_checkpoint
 from tests.support.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.support.workflow_project import make_project
-from workflow.lib.system.files import read_json
+from workflow.lib.system.files import read_checked_json, read_json
 
 SUBJECTS = ["original", "base", "tuned", "tuned_on_original", "merged"]
 
@@ -27,7 +27,7 @@ def test_mixture_goes_through_all_stages(tmp_path: Path) -> None:
     assert done.status == 0, done.output
     run = tmp_path / "results" / "runs" / "demo"
     assert {path.stem for path in (run / "evaluate_run").glob("[a-z]*.json")} == {*SUBJECTS}
-    parity = read_json(run / "consolidate" / "parity.json")
+    parity = read_checked_json(run / "consolidate" / "parity.json")
     assert parity["passed"]
     assert parity["adapter_effect"] > 100 * parity["rms_difference"]
     (record,) = (tmp_path / "results" / "base").glob("*/quantization.json")

@@ -14,6 +14,7 @@ from snakemake.utils import update_config
 from workflow.lib.artifacts import layout
 from workflow.lib.artifacts.local_inputs import check_local_paths
 from workflow.lib.artifacts.stage_logs import failure_causes, from_the_future
+from workflow.lib.artifacts.trained_content import trained_content
 from workflow.lib.artifacts.stored_inputs import check_stored_paths, travelling_files
 from workflow.lib.benchmark.cases import benchmark_folder, on_gpus, requests
 from workflow.lib.evaluation.task_files import refuse_code
@@ -262,16 +263,14 @@ def checkpoints(wildcards, input):
 
     Data or weights edited in place must not continue from what their old content has trained.
     """
-    tokens = json.loads(Path(input.tokens).read_text())["files"]
     # An input that is still to be made has to be named by the error; then Snakemake asks again later.
-    Path(input.base).stat()
-    base = Path(input.base, "SHA256SUMS").read_text().splitlines()
-    content = [
-        *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
-        *(line for line in base if line.endswith((" config.json", ".safetensors"))),
-    ]
+    for path in (input.tokens, input.base):
+        Path(path).stat()
     folder = layout.checkpoint_dir(wildcards.run, RUNS[wildcards.run])
-    return f"{folder}-{layout.short_hash(content)}"
+    try:
+        return f"{folder}-{trained_content(Path(input.tokens), Path(input.base))}"
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
 
 
 def cards(run, *, most=None):
@@ -316,12 +315,15 @@ def asked(name, need, input, attempt, *, run):
     for path in input:
         # An input that is still to be made has to be named by the error; then Snakemake asks again later.
         Path(path).stat()
-    found = need(
-        run,
-        model=layout.model_dir(run),
-        description=layout.description(run),
-        manifest=f"{layout.tokens_dir(run)}/manifest.json",
-    )
+    try:
+        found = need(
+            run,
+            model=layout.model_dir(run),
+            description=layout.description(run),
+            manifest=f"{layout.tokens_dir(run)}/manifest.json",
+        )
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
     return found.runtime if name == "runtime" else found.mem_mb * (1 + attempt) // 2
 
 

@@ -47,14 +47,12 @@ from workflow.lib.benchmark.random_base import write_random_base
 from workflow.lib.benchmark.time_limit import TimeLimit
 from workflow.lib.recording.recording_process import recording_process
 from workflow.lib.settings.config import load_benchmark, merge
+from workflow.lib.system.artifact_files import read_artifact, read_lines, write_lines
 from workflow.lib.system.environment import is_worker
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
-    read_json,
-    read_jsonl,
     short_hash,
-    write_json,
-    write_jsonl,
+    write_checked_json,
 )
 from workflow.lib.system.hardware import visible_gpus
 from workflow.lib.system.locks import exclusive
@@ -83,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
         work(args)
         return
     gpus = visible_gpus()
-    rows = {row["key"]: row for row in read_jsonl(args.output)} if args.output.is_file() else {}
+    rows = {row["key"]: row for row in read_lines(args.output)} if args.output.is_file() else {}
     wanted = {
         short_hash([request.document(), [gpu.name for gpu in gpus]]): request
         for request in wanted_requests(args, num_gpus=len(gpus))
@@ -100,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
                 for row in several(args, asked, prepared, enough_time=enough_time):
                     rows[row.key] = row.as_json()
                     logger.info("%s: %s", wanted[row.key].label, summary_words(row))
-            write_jsonl(args.output, rows.values())
+            write_lines(args.output, rows.values())
             shutil.rmtree(kept_folder(args), ignore_errors=True)
 
 
@@ -125,11 +123,11 @@ def work(args: argparse.Namespace) -> None:
     """Measure, as one of the workers, one case after the other; a file for each, named by the
     case's key.
     """
-    asked = read_json(args.job)
+    asked = read_artifact(args.job)
     jobs = [Job.of(document) for document in asked.values()]
     for key, measured in zip(asked, measure(jobs), strict=True):
         if measured is not None:
-            write_json(args.output / f"{key}.json", measured.as_json())
+            write_checked_json(args.output / f"{key}.json", measured.as_json())
 
 
 def kept_folder(args: argparse.Namespace) -> Path:
@@ -255,7 +253,7 @@ def launch(args: argparse.Namespace, ready: Mapping[str, Prepared]) -> Exception
             key: job_of(args, prepared, scratch=folder / f"{key}.checkpoints").document()
             for key, prepared in ready.items()
         }
-        write_json(folder / "jobs.json", jobs)
+        write_checked_json(folder / "jobs.json", jobs)
         options = ["--job", str(folder / "jobs.json"), "--output", str(folder)]
         options += ["--log", str(args.log)] if args.log else []
         launch_workers(Workers(module, options, first.processes, what=first.label))

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from workflow.lib.export.gguf_files import check_convertible
-from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -17,7 +17,7 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     check_convertible(args.model, llama_cpp=args.llama_cpp)
-    write_json(args.output, {"provenance": provenance()})
+    write_checked_json(args.output, {"provenance": provenance()})
     logger.info("llama.cpp's converter knows class and tokenizer of %s", args.model)
 
 

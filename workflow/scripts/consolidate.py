@@ -18,6 +18,7 @@ import torch
 from workflow.lib.artifacts.manifest_record import ConversationFacts
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.distributed.work_sharing import check_recorded
 from workflow.lib.export.adapter_files import (
     base_reference,
@@ -52,7 +53,9 @@ from workflow.lib.model.published.converted_reader import ConvertedReader, Modul
 from workflow.lib.model.published.decoded_reader import DecodedReader
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.checksums import (
+    RecordedFile,
     check_files,
     downloaded_files,
     listed_files,
@@ -61,9 +64,8 @@ from workflow.lib.system.checksums import (
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import (
     put_in_place,
-    read_json,
+    write_checked_json,
     write_checksums,
-    write_json,
 )
 from workflow.scripts.command import run, stage_parser
 
@@ -75,10 +77,12 @@ def main(args: argparse.Namespace) -> None:
     partial = args.output.with_name(f".{args.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     facts = read_record(args.manifest, ConversationFacts)
-    check_recorded(listed_files(args.base))
+    summary = read_record(args.finetune / "summary.json", Summary)
+    trained = RecordedFile(args.finetune, "parity.safetensors", summary.parity_sha256)
+    check_recorded([*listed_files(args.base), trained])
     check_files(without_weights(downloaded_files(args.model)))
     adapter = read_sharded_adapter(args.finetune / "adapter")
-    trained_config = read_json(args.finetune / "adapter_config.json")
+    trained_config = read_artifact(args.finetune / "adapter_config.json")
     adapter_config = trained_config | base_reference(
         config.model, args.model, base_id=config.export.base_id
     )
@@ -96,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     check_conversations(partial / "adapter", facts.probes)
 
     parity = prove(args, config, partial / "adapter", names=names)
-    write_json(partial / "parity.json", parity.as_json())
+    write_checked_json(partial / "parity.json", parity.as_json())
     write_checksums(partial / "adapter")
     if config.export.merged:
         merge(args, config, adapter, adapter_config, partial / "merged", facts=facts)

@@ -46,8 +46,8 @@ from workflow.lib.system.checksums import downloaded_files, listed_files
 from workflow.lib.system.files import (
     put_in_place,
     read_json,
+    write_checked_json,
     write_checksums,
-    write_json,
     write_text,
 )
 from workflow.scripts.command import run, stage_parser
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
         files += checked(served, probes, tokens=args.tokens)
         texts = write_modelfile(served, probes)
     checks = GgufChecks(files=files, modelfile=texts is not None, provenance=Provenance.now())
-    write_json(partial / "gguf.json", checks.as_json())
+    write_checked_json(partial / "gguf.json", checks.as_json())
     write_checksums(partial)
     put_in_place(partial, args.output)
 

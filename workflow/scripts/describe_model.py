@@ -19,7 +19,7 @@ from workflow.lib.model.architecture.model_shape import (
 )
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -28,7 +28,7 @@ logger = logging.getLogger("workflow")
 def main(args: argparse.Namespace) -> None:
     shape = describe_folder(args.model)
     check_models(args.checks, shape)
-    write_json(args.output, shape.document() | {CONFIG: read_config(args.model)})
+    write_checked_json(args.output, shape.document() | {CONFIG: read_config(args.model)})
     logger.info("%s", facts(shape))
 
 

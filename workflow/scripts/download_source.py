@@ -15,7 +15,7 @@ from typing import Any
 from workflow.lib.data.reading import hub_download
 from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.planning.preflight.checks import CHECKS_HELP, check_models
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import write_checked_json
 from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
 
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> None:
         files = hub_download.choose_files(source, listing, commit=commit, folder=partial)
         hub_download.check_disk_space(source, files, folder=partial)
         sha256 = fetch_all(source, files, commit=commit, folder=partial)
-        write_json(
+        write_checked_json(
             partial / hub_download.MANIFEST,
             hub_download.manifest(source, files, commit=commit, sha256=sha256),
         )

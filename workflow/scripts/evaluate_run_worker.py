@@ -43,7 +43,7 @@ from workflow.lib.settings.config import EvaluateConfig, ModelConfig
 from workflow.lib.settings.subjects import SUBJECT_LABELS, SubjectName
 from workflow.lib.system.checksums import RecordedFile, listed_files
 from workflow.lib.system.environment import is_worker
-from workflow.lib.system.files import put_in_place, write_json
+from workflow.lib.system.files import put_in_place, write_checked_json
 
 logger = logging.getLogger("workflow")
 
@@ -222,7 +222,7 @@ def write(folder: Path, results: dict[SubjectName, Evaluation]) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for subject, evaluation in results.items():
-        write_json(partial / f"{subject}.json", evaluation.as_json())
+        write_checked_json(partial / f"{subject}.json", evaluation.as_json())
     put_in_place(partial, folder)
     for line in summary_lines(results):
         logger.info("%s", line)

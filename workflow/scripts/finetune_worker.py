@@ -35,7 +35,7 @@ from workflow.lib.model.backends import (
 )
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.checksums import listed_files
-from workflow.lib.system.files import provenance, put_in_place, write_json
+from workflow.lib.system.files import file_sha256, provenance, put_in_place, write_checked_json
 from workflow.lib.system.locks import exclusive
 from workflow.lib.training.best_adapter import BestAdapter, HeldOut, open_best, open_heldout
 from workflow.lib.training.build import Numerics, TrainingModel, build_training_model
@@ -329,7 +329,7 @@ def write_results(
     if not world.is_main:
         return
     save_logits(logits, partial / "parity.safetensors")
-    write_json(partial / "adapter_config.json", run.model.adapter_config())
+    write_checked_json(partial / "adapter_config.json", run.model.adapter_config())
     journal.copy_to(partial / "metrics.jsonl")
     summary = summarize(
         run,
@@ -338,9 +338,11 @@ def write_results(
         peak_bytes=peak,
         checks=checks,
         selected_step=selected_step,
+        parity_sha256=file_sha256(partial / "parity.safetensors"),
     )
     of_experts = {"expert_load": load.model_dump()} if load else {}
-    write_json(partial / "summary.json", summary | of_experts | {"provenance": provenance()})
+    facts = summary | of_experts | {"provenance": provenance()}
+    write_checked_json(partial / "summary.json", facts)
     put_in_place(partial, args.output)
     logger.info(
         "trained %d steps in %.0f s: loss %.3f -> %.3f",

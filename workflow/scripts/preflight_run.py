@@ -48,7 +48,7 @@ from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.recording.recording_process import PlanRecorder, recording_process
 from workflow.lib.settings.config import RunConfig
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import file_sha256, provenance, write_json
+from workflow.lib.system.files import file_sha256, provenance, write_checked_json
 from workflow.lib.system.gpu_models import parse_gpus
 from workflow.lib.system.importing import importing
 from workflow.scripts.command import run, stage_parser
@@ -151,7 +151,7 @@ def predict(
     tasks = task_tokens(settings.evaluate)
     result = forecast(decision, settings, shape, machine, tokens, tasks=tasks)
     if args.output is not None:
-        write_json(args.output, result.model_dump() | {"provenance": provenance()})
+        write_checked_json(args.output, result.model_dump() | {"provenance": provenance()})
     show = logger.debug if args.brief and decision.fits else logger.info
     show("%s", render(result, run=args.run))
     attention = training_attention(settings.model, machine, attention_needs(shape))

@@ -16,7 +16,7 @@ from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.export.publishing import Publication, refuse_failed, refuse_private, upload
 from workflow.lib.settings.config import ExportConfig
 from workflow.lib.system.checksums import check_files, listed_files
-from workflow.lib.system.files import provenance, write_json
+from workflow.lib.system.files import provenance, write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
     )
     refuse_private(publication)
     address = upload(publication, message=f"{settings.hub_form} of the run {args.run}")
-    write_json(args.output, {"commit_url": address, "provenance": provenance()})
+    write_checked_json(args.output, {"commit_url": address, "provenance": provenance()})
     logger.info("%s of the run %s: %s", settings.hub_form, args.run, address)
 
 

@@ -45,6 +45,7 @@ from workflow.lib.system.files import (
     package_versions,
     put_in_place,
     short_hash,
+    write_checked_json,
     write_checksums,
     write_json,
 )
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
         **facts,
         provenance=Provenance.now(),
     )
-    write_json(partial / "quantization.json", record.as_json())
+    write_checked_json(partial / "quantization.json", record.as_json())
     write_checksums(partial)
     put_in_place(partial, args.output)
     logger.info(

@@ -8,25 +8,25 @@ import shutil
 from pathlib import Path
 
 from workflow.lib.artifacts.benchmark_record import BenchmarkRow
-from workflow.lib.artifacts.read_records import read_lines
+from workflow.lib.artifacts.read_records import read_records
 from workflow.lib.benchmark.page import measured_rows, page_name, render_page, write_figure
+from workflow.lib.system.artifact_files import write_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import put_in_place, read_jsonl, write_jsonl, write_text
+from workflow.lib.system.files import put_in_place, write_text
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
 
 
 def main(args: argparse.Namespace) -> None:
-    lines = [line for path in args.measurements for line in read_jsonl(path)]
-    rows = [row for path in args.measurements for row in read_lines(path, BenchmarkRow)]
+    rows = [row for path in args.measurements for row in read_records(path, BenchmarkRow)]
     if not rows:
         raise UserError("there is no measurement in the files that --measurements names.")
     name = page_name(rows)
     partial = args.output.with_name(f".{args.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_jsonl(partial / "measurements.jsonl", lines)
+    write_lines(partial / "measurements.jsonl", (row.as_json() for row in rows))
     if measured_rows(rows):
         write_figure(partial / f"{name}.png", rows)
     write_text(partial / f"{name}.md", render_page(rows, figure=f"{name}.png"))

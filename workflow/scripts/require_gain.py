@@ -13,7 +13,7 @@ from workflow.lib.artifacts.evaluation_record import Requirements
 from workflow.lib.artifacts.records import Provenance
 from workflow.lib.report.required_gains import refuse_unmet, verdicts
 from workflow.lib.report.verdict import read_measured
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 logger = logging.getLogger("workflow")
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
         by_run[name] = verdicts(settings["require"], measured, by=settings["require_by"])
     refuse_unmet(by_run)
     requirements = Requirements(runs=by_run, provenance=Provenance.now())
-    write_json(args.output, requirements.as_json())
+    write_checked_json(args.output, requirements.as_json())
     logger.info("every gain that evaluate.require demands is reached: %s", ", ".join(by_run))
 
 

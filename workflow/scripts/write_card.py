@@ -17,6 +17,7 @@ from workflow.lib.report.card_inputs import CardInputs
 from workflow.lib.report.model_card import model_card
 from workflow.lib.report.verdict import read_measured
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.checksums import check_files, listed_files
 from workflow.lib.system.files import read_json, write_text
 from workflow.scripts.command import run, stage_parser
 
@@ -25,7 +26,9 @@ logger = logging.getLogger("workflow")
 
 def main(args: argparse.Namespace) -> None:
     config = RunConfig.model_validate(args.config)
-    adapter_config = read_json(args.adapter_config)
+    config_file = args.adapter_config
+    check_files([f for f in listed_files(config_file.parent) if f.path == config_file])
+    adapter_config = read_json(config_file)
     inputs = CardInputs(
         model_id=config.base_id,
         revision=adapter_config["revision"],

@@ -13,7 +13,11 @@ from workflow.lib.data.tokens.token_store import ARRAYS, FORMAT_VERSION, TokenSt
 from workflow.lib.data.tokens.token_writer import Window, write_heldout, write_train
 from workflow.lib.system.checksums import findings
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import file_sha256, read_json, write_checked_json, write_json
+from workflow.lib.system.files import (
+    file_sha256,
+    read_json,
+    write_checked_json,
+)
 
 SEQ_LEN = 7
 PAD = 9
@@ -194,7 +198,7 @@ def test_manifest_without_sizes_is_damage(folder: Path) -> None:
 
 def test_manifest_with_a_changed_number_is_damage(folder: Path) -> None:
     manifest = read_json(folder / "manifest.json")
-    write_json(folder / "manifest.json", manifest | {"seq_len": SEQ_LEN + 1})
+    write_checked_json(folder / "manifest.json", manifest | {"seq_len": SEQ_LEN + 1})
     with pytest.raises(UserError, match=r"is damaged: manifest\.json cannot be read .* SHA-256"):
         TokenStore.open(folder)
 

@@ -1,6 +1,5 @@
 """What a cluster is asked for: from the same prediction as preflight's verdict, with room."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from workflow.lib.planning.preflight.cluster_request import (
 )
 from workflow.lib.settings.config import RunConfig, load_config
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import write_checked_json
 
 BASE = REPOSITORY / "workflow" / "resources" / "base"
 H100 = {"gpus": 2, "gpu_model": "H100", "nodes": 4}
@@ -31,7 +31,7 @@ def run_config(**sections: Any) -> RunConfig:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The model of the demo, and its description."""
     path = tmp_path_factory.mktemp("model") / "description.json"
-    path.write_text(json.dumps(describe_folder(BASE).document()))
+    write_checked_json(path, describe_folder(BASE).document())
     return {"model": str(BASE), "description": str(path)}
 
 
@@ -41,7 +41,7 @@ def manifest(tmp_path: Path) -> str:
     train = {"packed_rows": 10**6, "tokens": 256 * 10**6, "trained_tokens": 128 * 10**6}
     path = tmp_path / "manifest.json"
     splits = {"train": train, "heldout": {"tokens": 10**5, "documents": 500}}
-    path.write_text(json.dumps({"seq_len": 256, "vocab_size": 1024, "splits": splits}))
+    write_checked_json(path, {"seq_len": 256, "vocab_size": 1024, "splits": splits})
     return str(path)
 
 
@@ -115,7 +115,7 @@ def test_calibration_of_a_mixture_asks_for_its_experts(
     """
     monkeypatch.setattr(calibration_cost, "COLUMN_S", 1.0)
     model, path = tiny_mixture("qwen3_moe", tmp_path / "model"), tmp_path / "description.json"
-    path.write_text(json.dumps(describe_folder(model).document()))
+    write_checked_json(path, describe_folder(model).document())
     ask = {"model": str(model), "description": str(path), "manifest": "not there"}
     hardware = {"gpus": 1, "gpu_model": "H100"}
     plain, calibrated = (

@@ -3,6 +3,7 @@ whatever is wrong.
 """
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,31 +11,32 @@ from pydantic import ValidationError
 
 from workflow.lib.artifacts.records import Record
 from workflow.lib.artifacts.training_record import Step
+from workflow.lib.system.artifact_files import read_artifact, read_lines
 from workflow.lib.system.errors import UserError
 
 RecordT = TypeVar("RecordT", bound=Record)
 
 
 def read_record(path: Path, model: type[RecordT]) -> RecordT:
-    """Read a JSON artifact; raises `UserError` naming the file, and the field if one is missing or
-    wrong.
+    """Read a JSON artifact; raises `UserError` as `read_artifact`, and naming the field if one is
+    missing or wrong.
     """
-    return _parse(_read(path), model, where=str(path))
+    return _parse(read_artifact(path), model, where=str(path))
 
 
-def read_lines(path: Path, model: type[RecordT]) -> list[RecordT]:
-    """Read a JSON Lines artifact, perhaps without lines; raises `UserError` naming file, line and
-    field.
+def read_records(path: Path, model: type[RecordT]) -> list[RecordT]:
+    """Read a JSON Lines artifact, perhaps without lines; raises `UserError` as `read_lines`, and
+    naming line and field.
     """
-    lines = [line for line in _read(path).split("\n") if line.strip()]
-    return [_parse(line, model, where=f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+    rows = enumerate(read_lines(path), 1)
+    return [_parse(row, model, where=f"{path}, line {number}") for number, row in rows]
 
 
 def read_steps(path: Path) -> list[Step]:
     """Read `metrics.jsonl`: at least one line, steps ascending; raises `UserError` naming file,
     line and field.
     """
-    steps = read_lines(path, Step)
+    steps = read_records(path, Step)
     if not steps:
         raise UserError(f"{path}: has no line, so there is no curve to draw. Run finetune again.")
     for number, (before, after) in enumerate(itertools.pairwise(steps), 2):
@@ -46,18 +48,9 @@ def read_steps(path: Path) -> list[Step]:
     return steps
 
 
-def _read(path: Path) -> str:
+def _parse(content: dict[str, Any], model: type[RecordT], *, where: str) -> RecordT:
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file. Run the stage that writes it.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 ({error.reason}). Run its stage again.") from None
-
-
-def _parse(text: str, model: type[RecordT], *, where: str) -> RecordT:
-    try:
-        return model.model_validate_json(text)
+        return model.model_validate_json(json.dumps(content))  # of JSON, a list may be a tuple
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = "; ".join(_explain(detail) for detail in details[:5])
@@ -71,6 +64,4 @@ def _explain(detail: Any) -> str:
         return f"the field {field} is missing"
     if detail["type"] == "extra_forbidden":
         return f"the field {field} is not known"
-    if detail["type"] == "json_invalid":
-        return f"not valid JSON ({detail['ctx']['error']})"
     return f"{field} = {str(detail['input'])[:80]!r}: {detail['msg']}"

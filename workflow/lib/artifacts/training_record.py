@@ -132,6 +132,10 @@ class Summary(Record):
     """Prediction targets of all steps."""
     elapsed_s: float
     """Seconds of training, over all starts."""
+    logged_steps: int
+    """Lines of `metrics.jsonl`."""
+    parity_sha256: str
+    """SHA-256 of `parity.safetensors`."""
     tokens_per_s: float
     """`tokens` a second, over all processes."""
     graphs_off: str | None = None

@@ -15,12 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.system.artifact_files import said
 from workflow.lib.system.checksums import RecordedFile
-from workflow.lib.system.files import json_sha256, provenance, read_json, short_hash, write_json
+from workflow.lib.system.files import (
+    provenance,
+    read_checked_json,
+    short_hash,
+    write_checked_json,
+)
 
 logger = logging.getLogger("workflow")
 
-FORMAT_VERSION = 1  # raised whenever the same part is measured otherwise than before
+FORMAT_VERSION = 2  # raised whenever a part is measured or written otherwise than before
 # Named in checksums, but without influence on any number: they tell when and how a folder was made.
 UNMEASURED = ("README.md", "quantization.json")
 
@@ -49,25 +55,15 @@ class Archive:
         if not path.is_file():
             return None
         try:
-            entry = read_json(path)
-            value, digest = entry["value"], entry["sha256"]
-        except (ValueError, KeyError, TypeError) as error:
-            _note_damage(path, repr(error))
+            return read_checked_json(path)["value"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            _note_damage(path, said(error))
             return None
-        if digest != json_sha256(value):
-            _note_damage(path, "its checksum does not agree")
-            return None
-        return value
 
     def keep(self, subject: str, part: str, facts: Mapping[str, Any], value: Any) -> None:
         """Write one measurement (JSON, finite numbers), atomically."""
-        entry = {
-            "part": part,
-            "value": value,
-            "sha256": json_sha256(value),
-            "provenance": provenance(),
-        }
-        write_json(self._path(subject, part, facts), entry)
+        entry = {"part": part, "value": value, "provenance": provenance()}
+        write_checked_json(self._path(subject, part, facts), entry)
 
     def _path(self, subject: str, part: str, facts: Mapping[str, Any]) -> Path:
         readable = re.sub(r"[^\w.-]", "_", part)

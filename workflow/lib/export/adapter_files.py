@@ -32,8 +32,9 @@ from workflow.lib.quantization.nf4_checkpoint import (
     read_settings,
 )
 from workflow.lib.settings.config import ExportConfig, ModelConfig, is_hub_id
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import atomic_path, read_json, write_json, write_text
+from workflow.lib.system.files import atomic_path, write_json, write_text
 
 PREFIX = "base_model.model."
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -119,7 +120,7 @@ def base_reference(
         name = base_id or str(Path(settings.source).absolute())
         return {"base_model_name_or_path": name, "revision": None}
     record = folder / MANIFEST
-    commit = read_json(record)["commit"] if record.is_file() else settings.revision
+    commit = read_artifact(record)["commit"] if record.is_file() else settings.revision
     return {"base_model_name_or_path": settings.source, "revision": commit}
 
 

@@ -28,7 +28,7 @@ from workflow.lib.quantization.calibration import (
 from workflow.lib.quantization.layer_stream import LayerStream
 from workflow.lib.quantization.nf4_codes import packed_tensors, stored_tensors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.files import atomic_path, read_json, write_json
+from workflow.lib.system.files import atomic_path, read_checked_json, write_checked_json
 from workflow.lib.system.progress import Progress
 
 logger = logging.getLogger("workflow")
@@ -100,7 +100,7 @@ def _write_layer(
         else:
             tensors[name] = stream.source_tensor(name)
     # Not into the file's metadata: safetensors writes several entries in no fixed order.
-    write_json(
+    write_checked_json(
         _errors_path(path),
         {
             "linears": {f"{prefix}.{name}": e.as_json() for name, e in layer.errors.items()},
@@ -136,7 +136,7 @@ def layer_errors(
     linears: dict[str, LinearErrors] = {}
     stacks: dict[str, StackErrors] = {}
     for number in range(count):
-        found = read_json(_errors_path(layer_path(folder, number)))
+        found = read_checked_json(_errors_path(layer_path(folder, number)))
         linears |= {path: LinearErrors(**values) for path, values in found["linears"].items()}
         stacks |= {path: StackErrors(**values) for path, values in found["stacks"].items()}
     return linears, stacks

@@ -19,6 +19,7 @@ from workflow.lib.artifacts.records import Provenance
 from workflow.lib.artifacts.training_record import Check, Step, Summary
 from workflow.lib.report.verdict import Measured, read_measured, refuse_mismatch
 from workflow.lib.settings.section_base import NAME_PATTERN
+from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import setting_error
 
 
@@ -187,3 +188,6 @@ def _check_belongs(run: Run, *, folder: Path, tokens_dir: Path) -> None:
     if run.steps[-1].step > run.summary.num_steps:
         steps = f"{summary} num_steps"
         refuse_mismatch(metrics, "step", run.steps[-1].step, steps, run.summary.num_steps)
+    if len(run.steps) != run.summary.logged_steps:
+        finding = f"has {len(run.steps)} lines, and {run.summary.logged_steps} were written"
+        raise damaged(metrics.parent, metrics.name, finding)

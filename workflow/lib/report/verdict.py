@@ -20,6 +20,7 @@ from workflow.lib.artifacts.evaluation_record import (
 )
 from workflow.lib.artifacts.read_records import read_record
 from workflow.lib.settings.subjects import REFERENCES, SUBJECT_LABELS, SUBJECTS, SubjectName
+from workflow.lib.system.checksums import damaged
 from workflow.lib.system.errors import UserError
 
 Outcome = Literal["improved", "worsened", "unclear", "not measured"]
@@ -141,6 +142,9 @@ def read_measured(folder: Path, *, run: str) -> Measured:
     for name, evaluation in found.items():
         refuse_mismatch(files[name], "run", evaluation.run, "its folder", run)
         refuse_mismatch(files[name], "subject", evaluation.subject, "its file name", name)
+        if lost := evaluation.comparisons.keys() - found.keys():
+            finding = f"is not there, and {files[name].name} compares with it"
+            raise damaged(folder, f"{min(lost)}.json", finding)
     measured = Measured(found)
     _check_questions(measured, files)
     return measured

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import SUMS, file_sha256, is_passing, read_json
+from workflow.lib.system.files import SUMS, file_sha256, is_passing, read_json, verified
 
 LOADED = (".safetensors", ".json")  # what of a model's folder must be listed: it would be loaded
 NOT_AS_MADE = "does not have the SHA-256 that was recorded when it was made"
@@ -60,7 +60,7 @@ def listed_files(folder: Path) -> list[RecordedFile]:
             f"{folder} holds no {SUMS}: it is no finished folder. Run the workflow again, which "
             "makes it."
         )
-    text = (folder / SUMS).read_text(encoding="utf-8", errors="replace")
+    text = (folder / SUMS).read_text(encoding="utf-8", errors="backslashreplace")
     files = [_listed(folder, line) for line in text.splitlines()]
     present = {
         p.name for p in folder.iterdir() if p.suffix in LOADED and not p.name.startswith(".")
@@ -86,8 +86,9 @@ def downloaded_files(folder: Path) -> list[RecordedFile]:
         return []
     try:
         record = read_json(folder / HUB_RECORD)
-        if "repo_id" not in record:  # another file of this name
+        if not {"repo_id", "sha256"} & set(record):  # another file of this name
             return []
+        record = verified(record)
         return [RecordedFile(folder, file["path"], file["sha256"]) for file in record["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

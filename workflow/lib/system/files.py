@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
@@ -99,44 +99,44 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically; NaN and infinity are refused with `ValueError`."""
+    """Write indented JSON atomically, in the form of another package: what is ours is checked.
+
+    NaN and infinity are refused with `ValueError`.
+    """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file."""
+    """Read a JSON file in the form of another package."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write an indented JSON object atomically, with `sha256`, the hash of all else in it."""
-    write_json(path, {**value, "sha256": json_sha256(value)})
+def with_checksum(value: Mapping[str, object]) -> dict[str, Any]:
+    """Return a JSON object with `sha256`, the hash of all else in it as it will be read."""
+    content: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
+    return {**content, "sha256": json_sha256(content)}
 
 
-def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read what `write_checked_json` wrote; return it without its `sha256`.
+def verified(value: Any) -> dict[str, Any]:
+    """Return what `with_checksum` made, without its `sha256`.
 
     Raises `ValueError` if that does not agree with the rest, `TypeError` if it is no object.
     """
-    value = read_json(path)
     if not isinstance(value, dict):
-        raise TypeError(f"a JSON object is expected, not {type(value).__name__}")
+        raise TypeError(f"is no JSON object, but a {type(value).__name__}")
     if value.pop("sha256", None) != json_sha256(value):
-        raise ValueError("its content does not have the SHA-256 that it names")
+        raise ValueError("does not have the SHA-256 that it names")
     return value
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    """Write one JSON value a line, atomically."""
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+def write_checked_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write an indented JSON object atomically, with `sha256`."""
+    write_json(path, with_checksum(value))
 
 
-def read_jsonl(path: Path) -> list[Any]:
-    """Read all rows of a JSON Lines file."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Read what `write_checked_json` wrote, without its `sha256`; raises as `verified`."""
+    return verified(read_json(path))
 
 
 SUMS = "SHA256SUMS"

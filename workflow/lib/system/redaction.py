@@ -1,41 +1,119 @@
 """Passwords and tokens taken out of text that is shown or kept: messages, logs.
 
 Secrets belong into the environment (`HF_TOKEN`), never into settings; but a library's message may
-quote one.
+quote one. What a service's tokens look like is known from `detect-secrets`, which is kept up for
+that; here stands what it does not look for in running text: logins of URLs, what follows a name
+such as `access_token=`, and the tokens of the hub and of Google. Of its list is used what tells a
+token by its own form, not by entropy, which checksums have as well.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
+from urllib.parse import quote
 
 MASK = "***"
-# The login in a URL, the hub's access tokens (https://huggingface.co/docs/hub/security-tokens),
-# what signs a URL of object storage for a while, and what a request is authorized by.
-SECRET_TEXT = re.compile(
-    r"(?<=://)[^/\s@'\"]+(?=@)|\bhf_[A-Za-z0-9]{20,}"
-    r"|(?<=[?&]sig=)[^&\s'\"]+|(?<=[?&]token=)[^&\s'\"]+|(?<=[?&]Signature=)[^&\s'\"]+"
-    r"|(?<=[?&]X-Amz-Signature=)[^&\s'\"]+|(?<=[?&]X-Amz-Security-Token=)[^&\s'\"]+"
-    r"|(?<=[Bb]earer )[\w.~+/=-]{8,}"
-)
-# Names of variables that hold secrets: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...
-SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|(API)?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS)$", re.IGNORECASE
-)
 SHORTEST = 8  # characters; a shorter value is a word that occurs by itself
+# A login's password may hold any character: all up to the last @ of the word is taken for it.
+# Bounded, as every repetition here that may start anywhere: a text may be made to be slow.
+LOGIN = r"(?<=://)(?:[^/\s@:]{0,64}:\S{0,256}|[^/\s@'\"]{1,256})(?=@)"
+NAMED = (
+    r"(?:access|refresh|auth|id|security)[_-]?token|api[_-]?key|secret[_-]?access[_-]?key"
+    r"|client[_-]?secret|account[_-]?key|\w{0,32}(?:password|passwd|pwd)|X-(?:Amz|Goog)-[A-Za-z-]+"
+)
+IN_QUERY = r"(?<=[?&])(?:token|sig|signature|secret|key)="
+SECRET_TEXT = re.compile(
+    rf"{LOGIN}"
+    rf"|(?:{IN_QUERY}|(?<![A-Za-z-])(?:{NAMED})(?:=['\"]?|['\"]\s*[:=]\s*['\"]))(?P<value>[^&\s'\"]+)"
+    r"|\bBearer +(?P<bearer>[\w.~+/=-]{8,})"
+    r"|\bAuthorization['\"]?\s*[:=]\s*['\"]?\w+ +(?P<authorization>[\w.~+/=-]+)"
+    r"|\bBasic +(?P<basic>(?=[\w+/]*[\d=])[\w+/=]{8,})"
+    r"|\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}"  # huggingface.co/docs/hub/security-tokens
+    r"|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bgithub_pat_\w{20,}"
+    r"|(?<=://)hooks\.[^\s'\"]+|(?<=://)[^\s'\"]{1,200}webhook[^\s'\"]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END[A-Z ]*-----|\Z)",
+    re.IGNORECASE | re.DOTALL,
+)
+WORD = re.compile(r"[^\s'\"]{20,}")  # as long as the shortest token of the list
+# Names of variables that hold secrets: HF_TOKEN, HF_TOKEN_READ, PGPASSWORD, MYSQL_PWD, CI_PAT, ...
+SECRET_NAME = re.compile(
+    r"(TOKEN|PASSWORD|PASSWD|SECRET|APIKEY|PASSPHRASE|CREDENTIALS?|WEBHOOK)(_|$)"
+    r"|(_|^)(KEY|AUTH|PAT|PASS)$|_PWD$|(_|^)WEBHOOK",
+    re.IGNORECASE,
+)
+NO_SECRET_NAME = re.compile(r"(_|^)(OLDPWD|FILE|PATH|DIR|SOCK)$", re.IGNORECASE)
+
+
+@functools.cache
+def token_forms() -> re.Pattern[str]:
+    """Return what matches a token of a service, by its own form.
+
+    The package is imported when the first text may hold one: that takes a fifth of a second.
+    """
+    from detect_secrets.plugins import (
+        aws,
+        discord,
+        github_token,
+        gitlab_token,
+        jwt,
+        openai,
+        pypi_token,
+        sendgrid,
+        slack,
+        square_oauth,
+        stripe,
+        telegram_token,
+    )
+
+    detectors = (
+        aws.AWSKeyDetector,
+        discord.DiscordBotTokenDetector,
+        github_token.GitHubTokenDetector,
+        gitlab_token.GitLabTokenDetector,
+        jwt.JwtTokenDetector,
+        openai.OpenAIDetector,
+        pypi_token.PypiTokenDetector,
+        sendgrid.SendGridDetector,
+        slack.SlackDetector,
+        square_oauth.SquareOAuthDetector,
+        stripe.StripeDetector,
+        telegram_token.TelegramBotTokenDetector,
+    )
+    # But for those that look for a name before the token.
+    patterns = [
+        form.pattern
+        for detector in detectors
+        for form in detector.denylist
+        if not form.pattern.startswith("aws.")
+    ]
+    return re.compile(rf"(?:{'|'.join(patterns)})[\w.=-]*")
 
 
 def redacted(text: str, *, secrets: Iterable[str] = ()) -> str:
-    """Return `text` with logins of URLs, hub tokens and the given `secrets` replaced by `***`."""
+    """Return `text` with logins of URLs, tokens and the given `secrets` replaced by `***`."""
     for secret in secrets:
-        text = text.replace(secret, MASK)
-    return SECRET_TEXT.sub(MASK, text)
+        for form in (secret, quote(secret, safe="")):
+            text = text.replace(form, MASK)
+    text = SECRET_TEXT.sub(_masked, text)
+    return WORD.sub(lambda word: token_forms().sub(MASK, word[0]), text)
+
+
+def _masked(match: re.Match[str]) -> str:
+    """Return the match with the secret in it masked: a name before it stays."""
+    secret = next(filter(None, match.groups()), match[0])
+    return match[0].removesuffix(secret) + MASK
 
 
 def holds_secret(text: str) -> bool:
-    """Tell whether `text` has a login in a URL, or a hub token."""
-    return SECRET_TEXT.search(text) is not None
+    """Tell whether `text` has a login in a URL, or a token."""
+    return redacted(text) != text
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
     """Return the values of variables that are named like secrets, longest first."""
-    values = {v for k, v in environment.items() if SECRET_NAME.search(k) and len(v) >= SHORTEST}
+    values = {
+        value
+        for name, value in environment.items()
+        if len(value) >= SHORTEST and SECRET_NAME.search(name) and not NO_SECRET_NAME.search(name)
+    }
     return sorted(values, key=len, reverse=True)

@@ -8,7 +8,6 @@ so, and the one before it is taken. Only trainable tensors are in it; it can be 
 number of processes. Random numbers need no state: they are functions of (seed, step, rank).
 """
 
-import json
 import logging
 import queue
 import re
@@ -38,8 +37,9 @@ from workflow.lib.distributed.sharded_files import (
 from workflow.lib.distributed.world import World
 from workflow.lib.model.lora import trainable_parameters
 from workflow.lib.model.loss.loss_scale import loss_scale_of
+from workflow.lib.system.artifact_files import row_of, write_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import sync, write_jsonl
+from workflow.lib.system.files import sync
 from workflow.lib.training.expert_load import restore_routed_rows_, routed_rows
 from workflow.lib.training.optimizers import ShardwiseAdam
 
@@ -424,12 +424,12 @@ def rewind_metrics(path: Path, *, step: int, source: Path | None = None) -> list
     them.
     """
     rows = [row for row in whole_rows(source or path) if row["step"] <= step]
-    write_jsonl(path, rows)
+    write_lines(path, rows)
     return rows
 
 
 def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON Lines file up to the first line that is cut; none of no file.
+    """Yield the rows of a file of lines up to the first that is cut or damaged; none of no file.
 
     A process that is killed while it appends leaves its last line cut, and this line is ignored.
     Where lines follow a cut one, a disk has lost what was written there, or a later process has
@@ -439,8 +439,8 @@ def whole_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            yield json.loads(line)
-        except ValueError:
+            yield row_of(line)
+        except (ValueError, TypeError):
             return
 
 

@@ -4,7 +4,6 @@ Beside the checkpoints, in no rule's outputs: `metrics.jsonl` (rewound to the ch
 resuming, so without gaps or doubles) and `history.jsonl` (one line per start, never rewound).
 """
 
-import json
 import logging
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from workflow.lib.data.tokens.token_store import TokenStore
 from workflow.lib.distributed.world import World
 from workflow.lib.settings.config import RunConfig, TrainConfig
 from workflow.lib.settings.schedule import step_rows
-from workflow.lib.system.files import write_jsonl
+from workflow.lib.system.artifact_files import checked_line, write_lines
 from workflow.lib.training.build import TrainingModel
 from workflow.lib.training.checkpoint import (
     METRICS,
@@ -74,7 +73,7 @@ class Journal:
         if not self._world.is_main:
             return True
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics.as_dict()) + "\n")
+            file.write(checked_line(metrics.as_dict()))
         if time.monotonic() - self._last_line_s >= HEARTBEAT_S:
             self._last_line_s = time.monotonic()
             logger.debug("step %d: %s", metrics.step, self.line(metrics))
@@ -98,7 +97,7 @@ class Journal:
 
     def copy_to(self, path: Path) -> None:
         """Write the whole history to a results folder."""
-        write_jsonl(path, self.rows)
+        write_lines(path, self.rows)
 
 
 def trained_tokens(store: TokenStore, train: TrainConfig, *, num_steps: int) -> int:
@@ -119,7 +118,7 @@ def _note_start(path: Path, resumed: Resumed) -> list[dict[str, Any]]:
     """Append this start to the history; return the whole rows of it, and this one."""
     note = {"first_step": resumed.step, "skipped": resumed.skipped, "unix_s": round(time.time())}
     starts = [*whole_rows(path), note]
-    write_jsonl(path, starts)
+    write_lines(path, starts)
     return starts
 
 
@@ -145,6 +144,7 @@ def summarize(
     peak_bytes: int,
     checks: list[Check],
     selected_step: int,
+    parity_sha256: str,
 ) -> dict[str, Any]:
     """Return `summary.json` without its provenance. Called on the main process.
 
@@ -155,6 +155,8 @@ def summarize(
         "fingerprint": run.identity,
         **_device(run.world),
         "num_steps": run.plan.num_steps,
+        "logged_steps": len(journal.rows),
+        "parity_sha256": parity_sha256,
         "resumed_from_steps": journal.resumed_from,
         "skipped_checkpoints": journal.skipped,
         **_sizes(run),

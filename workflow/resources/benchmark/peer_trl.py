@@ -46,8 +46,9 @@ from workflow.lib.benchmark.random_base import random_rows
 from workflow.lib.distributed.heartbeat import Pulse
 from workflow.lib.distributed.world import die_with_parent
 from workflow.lib.settings.config import RunConfig
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import read_json, write_json
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts.command import run, stage_parser
 
 FSDP = {
@@ -103,7 +104,7 @@ class Watch(TrainerCallback):
 
 def main(args: argparse.Namespace) -> None:
     die_with_parent()
-    ((key, document),) = read_json(args.job).items()
+    ((key, document),) = read_artifact(args.job).items()
     job = Job.of(document)
     config = RunConfig.model_validate(job.run)
     if job.documents > 1:
@@ -126,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     if int(os.environ["RANK"]) == 0:
         tokens = job.plan.micro_batch_size * job.plan.accumulation_steps * config.data.seq_len
         measured = together(everyone, tokens_per_step=tokens)
-        write_json(args.output / f"{key}.json", measured.as_json())
+        write_checked_json(args.output / f"{key}.json", measured.as_json())
     if dist.is_initialized():
         dist.destroy_process_group()
 

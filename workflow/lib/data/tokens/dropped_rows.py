@@ -3,10 +3,11 @@
 They are written while reading, so that memory stays small.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Self, TypedDict
+
+from workflow.lib.system.artifact_files import checked_line
 
 # Why a held-out row is dropped.
 OVERLAP = "duplicate of a training row"
@@ -61,7 +62,7 @@ class Listing:
             "reason": row["reason"],
             "preview": row["preview"],
         }
-        self._rejects.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._rejects.write(checked_line(line))
 
     def cut(self, row: CutRow, *, file: str) -> None:
         """List a row that was cut."""
@@ -72,4 +73,4 @@ class Listing:
             "documents": row["documents"],
             "kept": row["kept"],
         }
-        self._truncated.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._truncated.write(checked_line(line))

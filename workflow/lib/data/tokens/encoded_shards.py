@@ -22,7 +22,7 @@ from workflow.lib.data.encoding.chat_messages import RowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
-from workflow.lib.system.files import canonical_json, read_json
+from workflow.lib.system.files import read_checked_json, write_checked_json
 
 SHARD_VERSION = 3  # to be raised when the same chunk and settings give another shard
 # Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
@@ -158,7 +158,7 @@ class ShardBuilder:
         for name, array in arrays.items():
             save_array(stem, name, array)
             self.facts.checksums[name] = checksum(array)
-        Path(f"{stem}.facts.json").write_text(canonical_json(asdict(self.facts)), encoding="utf-8")
+        write_checked_json(Path(f"{stem}.facts.json"), asdict(self.facts))
 
 
 def cut_to_length(encoded: Encoded, *, seq_len: int, overlong: Overlong) -> list[Piece]:
@@ -267,7 +267,7 @@ def is_finished(stem: Path) -> bool:
 
 def read_facts(stem: Path) -> ShardFacts:
     """Return the facts of a finished shard."""
-    return ShardFacts(**read_json(Path(f"{stem}.facts.json")))
+    return ShardFacts(**read_checked_json(Path(f"{stem}.facts.json")))
 
 
 def mapped(path: str) -> npt.NDArray[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.model.architecture.routers import router_paths
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json
 
@@ -335,20 +336,22 @@ def read_config(model: Path) -> dict[str, Any]:
     """Return the config.json of a model's folder, or the one that a description has beside its own
     fields.
     """
-    document: dict[str, Any] = read_json(model / "config.json" if model.is_dir() else model)
-    return document if model.is_dir() else dict(document[CONFIG])
+    if model.is_dir():
+        config: dict[str, Any] = read_json(model / "config.json")
+        return config
+    return dict(read_artifact(model)[CONFIG])
 
 
 def read_shape(path: Path) -> ModelShape:
     """Read a description that `describe_model` has written; raises `UserError` for another file."""
-    try:
-        document = read_json(path)
-        return shape_of_document({x: document[x] for x in document if x != CONFIG})
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(
             f"{path} is not there yet: describe_model writes it. Run the target tokenize first."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        )
+    document = read_artifact(path)
+    try:
+        return shape_of_document({x: document[x] for x in document if x != CONFIG})
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is no description of a model, or of another version ({error!r}). "
             "Delete it and run again."

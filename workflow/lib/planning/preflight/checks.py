@@ -30,8 +30,9 @@ from workflow.lib.planning.preflight.planning_inputs import (
 from workflow.lib.planning.token_counts import TokenCounts
 from workflow.lib.settings.config import HardwareConfig, RunConfig
 from workflow.lib.system import hardware
+from workflow.lib.system.artifact_files import read_artifact
 from workflow.lib.system.errors import UserError, setting_error
-from workflow.lib.system.files import file_sha256, read_json
+from workflow.lib.system.files import file_sha256
 from workflow.lib.system.gpu_models import parse_gpu
 
 CHECKS_HELP = "runs (JSON) whose settings are held against the model's config.json before any work"
@@ -68,8 +69,8 @@ def read_machine(settings: HardwareConfig) -> Machine:
 
 def read_tokens(path: Path) -> TokenCounts:
     """Read the counts in the manifest of a tokens folder; raises `UserError` if it lacks one."""
+    manifest = read_artifact(path)
     try:
-        manifest = read_json(path)
         train, heldout = manifest["splits"]["train"], manifest["splits"]["heldout"]
         sizes = [
             manifest["seq_len"],
@@ -77,7 +78,7 @@ def read_tokens(path: Path) -> TokenCounts:
             heldout["tokens"],
         ]
         sizes += [train["packed_rows"], train["trained_tokens"], heldout["documents"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no manifest of a tokens folder ({error!r}). Delete the folder and run "
             "again."

@@ -1,0 +1,27 @@
+"""What a run trains on, as content: data or weights that were edited in place are others."""
+
+from pathlib import Path
+
+from workflow.lib.system.artifact_files import read_artifact
+from workflow.lib.system.checksums import damaged, listed_files
+from workflow.lib.system.files import short_hash
+
+
+def trained_content(manifest: Path, base: Path) -> str:
+    """Return a short hash of the training tokens and of the base's weights and config.
+
+    Raises `UserError` if the record of either is damaged.
+    """
+    tokens = read_artifact(manifest).get("files")
+    if not isinstance(tokens, dict):
+        raise damaged(manifest.parent, manifest.name, "lacks checksums")
+    return short_hash(
+        [
+            *([name, sha] for name, sha in tokens.items() if name.startswith("train.")),
+            *(f"{f.sha256}  {f.name}" for f in listed_files(base) if _is_trained(f.name)),
+        ]
+    )
+
+
+def _is_trained(name: str) -> bool:
+    return name == "config.json" or name.endswith(".safetensors")

@@ -1,0 +1,85 @@
+"""JSON artifacts: each carries the SHA-256 of its content, and is read only if it still agrees.
+
+A file is an object with the field `sha256` (`files.write_checked_json`); of a file of lines, each
+line is such an object. So a bit that a disk lost is found by whoever reads, and the message says
+which file it is and what makes it anew. Files that other packages define (`config.json`, ...) are
+listed in `SHA256SUMS` of their folder instead.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.system.checksums import damaged
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.files import (
+    atomic_path,
+    is_passing,
+    read_checked_json,
+    verified,
+    with_checksum,
+)
+
+
+def read_artifact(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON artifact, which lies in the folder of the stage that made it.
+
+    Raises `UserError` for one that is missing, or is not what was written.
+    """
+    try:
+        return read_checked_json(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file. Run the stage that writes it.") from None
+    except OSError as error:
+        if is_passing(error) or isinstance(error, PermissionError):
+            raise
+        raise damaged(path.parent, path.name, f"cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path.parent, path.name, said(error)) from None
+
+
+def said(error: Exception) -> str:
+    """Return what is wrong with a file that is not what was written, as the end of a sentence."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 ({error.reason})"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not valid JSON ({error})"
+    return str(error) or type(error).__name__
+
+
+def checked_line(row: Mapping[str, object]) -> str:
+    """Return a line of a file of rows."""
+    return json.dumps(with_checksum(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write an object a line, atomically, each with its `sha256`."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(map(checked_line, rows))
+
+
+def row_of(line: str) -> dict[str, Any]:
+    """Return the row of a line, without its `sha256`; raises as `files.verified`."""
+    return verified(json.loads(line))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that `write_lines` wrote, perhaps none.
+
+    Raises `UserError`, with the line, for one that is not what was written.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file. Run the stage that writes it.") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:  # behind the last line's end
+            break
+        try:
+            rows.append(row_of(line.decode()))
+        except (ValueError, TypeError, RecursionError) as error:
+            finding = f"{said(error)} (line {number})"
+            raise damaged(path.parent, path.name, finding) from None
+    return rows
