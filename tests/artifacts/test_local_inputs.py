@@ -15,6 +15,8 @@ def local_run(folder: Path, **changes: dict[str, Any]) -> RunConfig:
     """Return a run whose local paths lie in `folder`, which gets all of them."""
     for name in ("base", "tasks"):
         (folder / name).mkdir(exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    (folder / "base" / "model.safetensors").touch()
     for name in ("train.jsonl", "heldout.jsonl"):
         (folder / name).touch()
     document = {
@@ -118,6 +120,48 @@ def test_gguf_file_as_base_model_is_told_how_to_convert_it(tmp_path: Path, sourc
 
 def test_folder_with_a_gguf_file_beside_its_weights_passes(tmp_path: Path) -> None:
     run = local_run(tmp_path)
-    for name in ("model.gguf", "model.safetensors"):
-        (tmp_path / "base" / name).touch()
+    (tmp_path / "base" / "model.gguf").touch()
+    check_local_paths("demo", run)
+
+
+OTHER_FOLDERS = {
+    "adapter": (["adapter_config.json", "adapter_model.safetensors"], "it is an adapter"),
+    "adapter-beside-model": (
+        ["adapter_config.json", "config.json", "model.safetensors"],
+        "Transformers loads that adapter with it",
+    ),
+    "no-config": (["model.safetensors", "tokenizer.json"], "it has no config.json; it has model."),
+    "no-weights": (["config.json", "tokenizer.json"], "it has no weights, neither"),
+    "pickles": (["config.json", "pytorch_model.bin"], "only pytorch_model.bin (pickles"),
+    "mistral": (["config.json", "consolidated.safetensors"], "(Mistral's own format)"),
+    "variant": (["config.json", "model.fp16.safetensors"], "(a variant, which Transformers"),
+    "shards": (
+        ["config.json", "model-00001-of-00002.safetensors"],
+        "(shards without model.safetensors.index.json)",
+    ),
+    "tekken": (
+        ["config.json", "model.safetensors", "tekken.json"],
+        "its only tokenizer is tekken.json, Mistral's own format",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "bound"), OTHER_FOLDERS.values(), ids=OTHER_FOLDERS)
+def test_folder_that_holds_no_model_says_what_it_holds(
+    tmp_path: Path, files: list[str], bound: str
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name in files:
+        (folder / name).write_text("{}")
+    with pytest.raises(UserError) as refusal:
+        check_local_paths("demo", local_run(tmp_path, model={"source": str(folder)}))
+    assert str(refusal.value).startswith(f"model.source = '{folder}': ")
+    assert bound in str(refusal.value)
+
+
+def test_weights_that_config_json_names_are_the_model(tmp_path: Path) -> None:
+    run = local_run(tmp_path)
+    (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "own.safetensors")
+    (tmp_path / "base" / "config.json").write_text('{"transformers_weights": "own.safetensors"}')
     check_local_paths("demo", run)

@@ -24,11 +24,12 @@ from workflow.lib.model.nf4_model import (
     read_specs,
 )
 from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.model.published.loading import check_loading
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.quantization.nf4_checkpoint import (
     ShardWriter,
-    check_checkpoint,
+    check_model,
     modules_in_16_bits,
     nf4_config,
     quantizable_linears,
@@ -96,8 +97,9 @@ def quantized(source: Path, target: Path, **settings: Any) -> Path:
     writer = ShardWriter(target, shard_bytes=2**16)
     model = build_on_meta(source, dtype=torch.float32)
     linears = quantizable_linears(model)
+    check_model(model, linears)
     with ConvertedReader(source, model) as reader:
-        check_checkpoint(model, linears, reader)
+        check_loading(model, reader)
         for _, parts in quantized_tensors(
             reader, linears, config, device=torch.device("cpu"), stacks=expert_stacks(model)
         ):

@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from tests.support.mixtures import tiny_mixture
 
 
-def fp8_checkpoint(folder: Path, *, block_size: tuple[int, int], **changes: Any) -> Path:
-    """Save a tiny Qwen 3 mixture in FP8 as it is published: all projections of decoder layers in
-    E4M3, with a scale for each block.
+def fp8_checkpoint(
+    folder: Path, *, block_size: tuple[int, int], family: str = "qwen3_moe", **changes: Any
+) -> Path:
+    """Save a tiny mixture in FP8 as it is published: all projections of decoder layers in E4M3,
+    with a scale for each block.
     """
-    tensors = load_file(tiny_mixture("qwen3_moe", folder, **changes) / "model.safetensors")
+    tensors = load_file(tiny_mixture(family, folder, **changes) / "model.safetensors")
     packed = {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):

@@ -85,7 +85,6 @@ def llama_shape(
         attention_masks=1,
         other_vectors=(("model.norm.weight", hidden),),
         source_dtype="BF16",
-        prefix="model.",
     )
 
 

@@ -175,7 +175,7 @@ def merge(
     ):
         tensors = merged_tensors(
             without_stacks(adapter, stacks), adapter_config, original=original, nf4=nf4, onto=onto,
-            module_name=ModuleNames(model).of,
+            module_name=ModuleNames(model).of, left=converted.left,
         )  # fmt: skip
         experts = merged_stacks(
             adapter, adapter_config, original=converted, nf4=nf4, onto=onto, stacks=stacks

@@ -24,7 +24,6 @@ from typing import Any
 
 from workflow.lib.evaluation.task_files import check_tasks
 from workflow.lib.evaluation.task_sizes import task_tokens
-from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.model_shape import (
     ModelShape,
     read_config,
@@ -121,16 +120,19 @@ def read_model(model: Path, description: Path | None) -> ModelShape:
         shape = read_shape(description)
         if config.is_file() and shape.config_sha256 == file_sha256(config):
             return shape
-    return with_checkpoint(described(config), model)
+    return described(model)
 
 
-def described(config: Path) -> ModelShape:
-    """Describe the model of a config.json."""
+def described(model: Path) -> ModelShape:
+    """Describe the model of a folder, with its weights if there are any, or of a config.json."""
     # Loading torch takes seconds, and most predictions need none.
     with importing():
-        from workflow.lib.model.describe_model import describe_file
+        from workflow.lib.model.describe_model import describe_file, describe_folder
 
-    return describe_file(config)
+    if not model.is_dir():
+        return describe_file(model)
+    weights = any(model.glob("*.safetensors"))
+    return describe_folder(model) if weights else describe_file(model / "config.json")
 
 
 def predict(

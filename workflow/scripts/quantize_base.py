@@ -24,12 +24,13 @@ from workflow.lib.model.backends import choose_device, resolve_dtype
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.nf4_model import build_on_meta
 from workflow.lib.model.published.converted_reader import ConvertedReader
+from workflow.lib.model.published.loading import check_loading
 from workflow.lib.planning.calibration_cost import chosen_method
 from workflow.lib.quantization.calibrated_base import CalibrationInputs, write_calibrated
 from workflow.lib.quantization.nf4_checkpoint import (
     SHARD_BYTES,
     ShardWriter,
-    check_checkpoint,
+    check_model,
     copy_companions,
     modules_in_16_bits,
     nf4_config,
@@ -63,8 +64,9 @@ def main(args: argparse.Namespace) -> None:
     config = read_model_config(args.model)
     model = build_on_meta(args.model, dtype=torch.bfloat16)
     linears = quantizable_linears(model)
+    check_model(model, linears)
     with ConvertedReader(args.model, model) as reader:
-        check_checkpoint(model, linears, reader)
+        check_loading(model, reader)
     stacks = expert_stacks(model)
     check_blocks(stacks, settings)
     shapes = [*linears.values(), *(stack.shape for stack in stacks.values())]

@@ -5,6 +5,12 @@ starts.
 from pathlib import Path
 
 from workflow.lib.data.reading.sources import resolve_splits, unexpanded
+from workflow.lib.model.architecture.model_files import (
+    TEKKEN,
+    fault_of_files,
+    fault_of_tokenizer,
+    named_weights,
+)
 from workflow.lib.settings.config import RunConfig, _check_dataset_id, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
@@ -22,6 +28,7 @@ def check_local_paths(name: str, run: RunConfig) -> None:
         "quantize.calibration_text": run.quantize.calibration_text,
     }
     _refuse_gguf(run.model.source)
+    _refuse_other_folders(run.model.source)
     if not is_hub_id(run.model.source):
         paths["model.source"] = run.model.source
         if run.model.revision is not None:
@@ -75,6 +82,21 @@ def _refuse_gguf(source: str) -> None:
         "T.from_pretrained(**of).save_pretrained('converted')\" (needs pip install gguf), and name "
         "the folder converted. What a GGUF file of few bits has lost stays lost",
     )
+
+
+def _refuse_other_folders(source: str) -> None:
+    """Raise `UserError` for a folder as base model whose files say that it is none: an adapter, a
+    folder without configuration or weights, a tokenizer in Mistral's own format.
+    """
+    folder = Path(source)
+    if is_hub_id(source) or not path_exists(source) or not folder.is_dir():
+        return
+    names = {path.name for path in folder.iterdir()}
+    fault = fault_of_files(names, named_weights=named_weights(folder))
+    if fault is None and TEKKEN in names:
+        fault = fault_of_tokenizer(names)
+    if fault is not None:
+        raise setting_error("model.source", source, *fault)
 
 
 def _check_braces(key: str, path: str) -> None:

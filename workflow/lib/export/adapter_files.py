@@ -7,7 +7,7 @@ so both hold the tokenizer, the chat template and the end tokens of the training
 `check_conversations` proves it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ def merged_tensors(
     nf4: CheckpointReader,
     onto: str,
     module_name: Callable[[str], str] = str,
+    left: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and bf16 tensor of the merged model: `merged_weight` where there is an adapter, a
     module's own where it was trained whole.
@@ -210,14 +211,20 @@ def merged_tensors(
     The names are those of the original's files; `module_name` returns the model's name for one
     (`converted_reader.ModuleNames`). What is not text is handed on. Stacks of experts are left out
     (`merged_stacks`).
+    left: stored names of what the model has no part for, which is handed on as it is stored (what
+    is packed is decoded, as all else).
     onto: `dequantized` (the weights that were trained on) or `original`. The sum is in fp32,
     rounded once. What is not quantized stays in fp32 in a 16-bit checkpoint.
     Raises `UserError` if an adapter belongs to no tensor of the model.
     """
     pending = {name.removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     whole = {name for name in adapter if ".lora_" not in name}
+    untouched = frozenset(left)
     narrow = _stored_in_16_bits(original, nf4, module_name)
     for stored in original.names():
+        if stored in untouched:
+            yield stored, original.tensor(stored)
+            continue
         name = module_name(stored)
         if f"{name}.{STATE_SUFFIX}" in nf4:
             continue

@@ -72,7 +72,8 @@ def load_base(
     refuse_unmatched(
         base_dir,
         missing=report["missing_keys"],
-        unexpected=report["unexpected_keys"],
+        # An original may have more, which `describe_model` tells, and a merged model has it too.
+        unexpected=report["unexpected_keys"] if is_nf4(stock) else set(),
         mismatched=[key for key, *_ in report["mismatched_keys"]],
     )
     _cast_unquantized_(model, compute_dtype)

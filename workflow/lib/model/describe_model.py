@@ -6,8 +6,7 @@ What a decoder layer does is what it did then (`layer_calls`). Which of its part
 model the decoder is described alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
-from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.config_file import (
     check_bounds,
     read_config,
@@ -27,15 +24,22 @@ from workflow.lib.model.architecture.config_file import (
     text_part,
     with_infinities,
 )
-from workflow.lib.model.architecture.model_shape import Linear, ModelShape
+from workflow.lib.model.architecture.model_shape import FLOAT_BYTES, Linear, ModelShape
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
 from workflow.lib.model.host_embedding import other_tables
 from workflow.lib.model.kernel_packages import compute_by_torch_code
-from workflow.lib.model.nf4_model import build_config_on_meta, say_quantized_
-from workflow.lib.model.published.converted_reader import ModuleNames
+from workflow.lib.model.nf4_model import build_config_on_meta, build_on_meta, say_quantized_
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.published.loaded_files import loaded_files
+from workflow.lib.model.published.loading import (
+    check_loading,
+    first_weight,
+    is_tied,
+    quiet_transformers,
+)
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import file_sha256
 
@@ -70,6 +74,8 @@ UNBUILDABLE = (
 )
 STORED = {"float32": "F32", "float16": "F16"}
 
+logger = logging.getLogger("workflow")
+
 
 def describe_file(path: Path) -> ModelShape:
     """Describe the model of a config.json; raises `UserError` as `describe_config` does."""
@@ -78,12 +84,30 @@ def describe_file(path: Path) -> ModelShape:
 
 
 def describe_folder(folder: Path) -> ModelShape:
-    """Describe the model in a folder, its checkpoint included; raises `UserError` as
-    `describe_config` and `with_checkpoint` do.
+    """Describe the model in a folder, its checkpoint included, as Transformers loads it; raises
+    `UserError` as `describe_config` and `check_loading` do. What is not loaded is told.
     """
-    path = folder / "config.json"
-    shape = describe_file(path)
-    return with_checkpoint(shape, folder)
+    loaded_files(folder)  # first: what is no model's folder has a message of its own
+    shape = describe_file(folder / "config.json")
+    model = build_on_meta(folder, dtype=torch.bfloat16)
+    with ConvertedReader(folder, model) as reader:
+        left = check_loading(model, reader)
+        dtype = reader.dtype(first_weight(model))
+    if left.stored:
+        logger.log(
+            logging.WARNING if left.told else logging.INFO,
+            "%s: the model has no part for %d tensors of the checkpoint (%s first), which are not "
+            "trained, and are copied into a merged model as they are%s",
+            folder, len(left.stored), left.stored[0],
+            f"; Transformers {transformers.__version__} does not say so of {left.told[0]}"
+            if left.told else "",
+        )  # fmt: skip
+    return replace(
+        shape,
+        source_dtype=dtype if dtype in FLOAT_BYTES else "BF16",
+        tied_embeddings=is_tied(model),
+        left_tensors=len(left.stored),
+    )
 
 
 def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
@@ -101,7 +125,7 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
         check_bounds(content, origin)
     _check_class(config, origin)
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             built = _decoder_config(config, part, origin)
             model = build_config_on_meta(built, dtype=torch.bfloat16)
             say_quantized_(model)
@@ -111,23 +135,12 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
         raise _unbuildable(error, origin) from None
     dtype = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
     try:
-        with _quiet_transformers():
-            return _shape(model, wrapped=part is not config, dtype=dtype)
+        with quiet_transformers():
+            return _shape(model, dtype=dtype)
     except UserError as error:
         raise UserError(f"{origin}: model_type = {built.model_type!r}: {error}") from None
     except UNBUILDABLE as error:
         raise _unbuildable(error, origin) from None
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep its advice on published settings from the user, who cannot change them."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _unbuildable(error: Exception, origin: Path) -> UserError:
@@ -182,8 +195,8 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
         )
     whole = kind.from_dict(with_infinities(config))
     built: PretrainedConfig = whole.get_text_config(decoder=True)
-    if built is not whole and "tie_word_embeddings" not in part:
-        built.tie_word_embeddings = whole.tie_word_embeddings
+    if built is not whole:
+        built.tie_word_embeddings = is_tied(build_config_on_meta(whole, dtype=torch.bfloat16))
     if built.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"{origin}: model_type = {built.model_type!r}: Transformers "
@@ -206,7 +219,7 @@ def _check_size(key: str, value: Any, origin: Path) -> None:
     check_bounds({key: value}, origin)
 
 
-def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
+def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
     config: Any = model.config
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
@@ -227,12 +240,11 @@ def _shape(model: PreTrainedModel, *, wrapped: bool, dtype: str) -> ModelShape:
         hidden_size=kinds[0].hidden_size,
         vocab_size=model.get_parameter(f"{paths['embedding']}.weight").shape[0],
         max_position_embeddings=config.max_position_embeddings,
-        tied_embeddings=_tied(model),
+        tied_embeddings=is_tied(model),
         logit_softcap=getattr(config, "final_logit_softcapping", None) is not None,
         attention_masks=1 + any("sliding" in x or "chunked" in x for x in types),
         **(paths | _others(model, paths)),
         source_dtype=STORED.get(dtype.removeprefix("torch."), "BF16"),
-        prefix="model.language_model." if wrapped else _parent(paths["embedding"]),
         attention_dropout=float(getattr(config, "attention_dropout", None) or 0.0),
         router_aux_loss_coef=family_coefficient(model),
         masked=any(RECORDER not in x.arguments for calls in layers for x in calls.attended),
@@ -282,14 +294,6 @@ def _paths(model: PreTrainedModel) -> dict[str, str]:
         "head": modules[head],
         "layers": first.rpartition(".")[0],
     }
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0] + "."
-
-
-def _tied(model: PreTrainedModel) -> bool:
-    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def _others(model: PreTrainedModel, paths: dict[str, str]) -> dict[str, Any]:

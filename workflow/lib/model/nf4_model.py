@@ -29,6 +29,7 @@ from workflow.lib.model.layers.nf4_linear import (
     NF4Spec,
     nf4_linears,
 )
+from workflow.lib.model.published.loading import differing_ties
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.undocumented_interfaces import OF_MODELS, check_interfaces
@@ -39,7 +40,8 @@ HAS_ITS_VALUE = "_is_hf_initialized"
 
 
 def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
-    """Build the causal LM that `folder/config.json` describes, without memory, in `dtype`.
+    """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
+    embedding and head are tied as it ties them.
 
     attention: `eager`, which every family has, will do unless the model is to compute.
     Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
@@ -47,7 +49,12 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return build_config_on_meta(config, dtype=dtype, attention=attention)
+        model = build_config_on_meta(config, dtype=dtype, attention=attention)
+        if differing_ties(model, folder):
+            for part in (config, config.get_text_config()):
+                part.tie_word_embeddings = False
+            model = build_config_on_meta(config, dtype=dtype, attention=attention)
+        return model
     except (ValueError, KeyError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(

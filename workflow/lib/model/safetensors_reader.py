@@ -7,7 +7,7 @@ convention).
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,16 +91,22 @@ def open_whole(path: Path, *, made_here: bool = False) -> Any:
 class CheckpointReader:
     """Random access to the tensors of a safetensors checkpoint; a context manager.
 
-    It holds the files open. recorded: files that are hashed when they are opened, just before they
-    are read; raises `UserError` if one is damaged.
+    It holds the files open. shards: the file of each tensor, if it is not to be looked for.
+    recorded: files that are hashed when they are opened, just before they are read; raises
+    `UserError` if one is damaged.
     """
 
     def __init__(
-        self, folder: Path, *, single: str = SINGLE, recorded: Iterable[RecordedFile] = ()
+        self,
+        folder: Path,
+        *,
+        single: str = SINGLE,
+        shards: Mapping[str, str] | None = None,
+        recorded: Iterable[RecordedFile] = (),
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self._recorded = {file.name: file for file in recorded}
-        self._shards = shard_of_tensor(folder, single=single)
+        self._shards = dict(shards or shard_of_tensor(folder, single=single))
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -149,7 +155,7 @@ class CheckpointReader:
     def _file(self, name: str) -> Any:
         if name not in self._shards:
             raise UserError(
-                f"{self._folder} has no tensor {name!r}: it is not a checkpoint of this model. "
+                f"{self.folder} has no tensor {name!r}: it is not a checkpoint of this model. "
                 "Check model.source, or delete the folder to have it made again."
             )
         shard = self._shards[name]
@@ -161,12 +167,12 @@ class CheckpointReader:
         """Open a shard, after a look whether it is as recorded, and holds what the index says."""
         if shard in self._recorded:
             check_files([self._recorded[shard]])
-        file = open_whole(self._folder / shard)
+        file = open_whole(self.folder / shard)
         promised = {name for name, holder in self._shards.items() if holder == shard}
         absent = promised.difference(file.keys())
         if absent:
             raise UserError(
-                f"{self._folder / shard} lacks {min(absent)!r}, which {INDEX} promises there: "
+                f"{self.folder / shard} lacks {min(absent)!r}, which {INDEX} promises there: "
                 "the files do not belong together. Download them again."
             )
         return file

@@ -23,12 +23,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.model.architecture.config_file import QUANTIZATION, refuse_quantized
+from workflow.lib.model.architecture.config_file import QUANTIZATION, TEXT_PART, refuse_quantized
 from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
-from workflow.lib.model.nf4_model import stored_buffers
+from workflow.lib.model.nf4_model import build_on_meta
+from workflow.lib.model.published.loading import is_tied
 from workflow.lib.model.safetensors_reader import INDEX, CheckpointReader
 from workflow.lib.quantization.stack_codes import quantize_stack
 from workflow.lib.settings.config import QuantizeConfig
@@ -36,7 +37,8 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import atomic_path, write_json
 
 SHARD_BYTES = 2**30  # bounds the host memory that waits to be written
-QUANTIZABLE = frozenset({"BF16", "F16", "F32"})  # safetensors' names of what bitsandbytes takes
+
+TIE = "tie_word_embeddings"
 
 # Files that make a model folder complete besides its weights.
 COMPANION_PATTERNS = ("generation_config.json", *TOKENIZER_PATTERNS)
@@ -97,14 +99,8 @@ def quantize_tensor(
     return {name: part.cpu().contiguous() for name, part in parts.items()}
 
 
-def check_checkpoint(
-    model: PreTrainedModel, linears: dict[str, tuple[int, int]], reader: CheckpointReader
-) -> None:
-    """Raise `UserError` unless the checkpoint holds all of the model's tensors, in their shapes,
-    with linears to quantize.
-
-    Looks at headers alone, so that an hour of quantization is not in vain.
-    """
+def check_model(model: PreTrainedModel, linears: dict[str, tuple[int, int]]) -> None:
+    """Raise `UserError` unless the model has linears to quantize, and experts that are known."""
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layer besides its head (GPT-2 keeps its weights "
@@ -117,29 +113,6 @@ def check_checkpoint(
             "a module of Transformers' common kind, which alone is supported. Choose another "
             "model.source."
         )
-    tensors = dict(model.named_parameters()) | dict(stored_buffers(model))
-    missing = [name for name in tensors if name not in reader]
-    if missing:
-        raise UserError(
-            f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more of the {len(tensors)} "
-            "tensors of its "
-            "config.json's model: it belongs to another model. Check model.source."
-        )
-    for name, tensor in tensors.items():
-        if reader.shape(name) != tuple(tensor.shape):
-            raise UserError(
-                f"{name} has shape {reader.shape(name)}, but config.json says "
-                f"{tuple(tensor.shape)}: "
-                "the files do not belong together. Check model.source."
-            )
-    stacks = expert_stacks(model)
-    for name in [*(f"{path}.weight" for path in linears), *stacks]:
-        if reader.dtype(name) not in QUANTIZABLE:
-            raise UserError(
-                f"{name} is stored as {reader.dtype(name)}: the checkpoint is quantized already, "
-                "in a format that is not known. "
-                "Set model.source to the original bf16 or fp16 checkpoint."
-            )
 
 
 def _unknown_stacks(model: PreTrainedModel) -> list[str]:
@@ -242,8 +215,8 @@ class ShardWriter:
 def nf4_config(
     original: dict[str, Any], settings: QuantizeConfig, *, in_16_bits: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return `config.json` of the NF4 checkpoint: the original plus Transformers'
-    `quantization_config`.
+    """Return `config.json` of the NF4 checkpoint: the original (`read_model_config`) plus
+    Transformers' `quantization_config`.
 
     in_16_bits: of `modules_in_16_bits`.
     """
@@ -282,10 +255,14 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's `config.json`; raises `UserError` if it is absent, broken, or of a
     quantized model that cannot be decoded.
 
-    What is packed is decoded when it is read, so the result says nothing of it.
+    What is packed is decoded when it is read, so the result says nothing of it; of ties it says
+    what Transformers makes of the tensors.
     """
     path = folder / "config.json"
     config = read_settings(path)
     refuse_quantized(config, path)
     config.pop(QUANTIZATION, None)
+    if config.get(TIE) is not False and not is_tied(build_on_meta(folder, dtype=torch.bfloat16)):
+        part = config.get(TEXT_PART)
+        config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})
     return config

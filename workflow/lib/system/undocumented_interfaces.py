@@ -98,6 +98,7 @@ INTERFACES = (
         "_experts_implementation",
     ),
     *_of("transformers", "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "get_interface"),
+    *_of("transformers", "transformers.modeling_utils", "", "_get_resolved_checkpoint_files"),
     *_of(
         "transformers",
         "transformers.conversion_mapping",

@@ -26,27 +26,23 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.hf_api import RepoFile
 
 from workflow.lib.data.reading.sources import matching
+from workflow.lib.model.architecture.model_files import (
+    TEKKEN,
+    TOKENIZERS,
+    fault_of_files,
+    fault_of_tokenizer,
+)
+from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256, read_json
 
 MANIFEST = HUB_RECORD
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "*.tiktoken",
-)
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
     *TOKENIZERS,
+    TEKKEN,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -153,27 +149,18 @@ def choose_files(
         wanted = _dataset_files(source, list(by_path))
     else:
         wanted = _model_files(source, list(by_path))
-        if WEIGHTS_INDEX in wanted:
-            fetch_file(source, by_path[WEIGHTS_INDEX], commit=commit, folder=folder)
-            wanted |= weight_shards(source, folder / WEIGHTS_INDEX, listed=by_path)
+        if INDEX in wanted:
+            fetch_file(source, by_path[INDEX], commit=commit, folder=folder)
+            wanted |= weight_shards(source, folder / INDEX, listed=by_path)
     return [by_path[path] for path in sorted(wanted)]
 
 
 def _model_files(source: Source, paths: Sequence[str]) -> set[str]:
     """Configuration, tokenizer, and the one weights file or the index of several."""
-    weights = next((name for name in (WEIGHTS, WEIGHTS_INDEX) if name in paths), None)
-    needed = {
-        "config.json": "config.json" in paths,
-        f"{WEIGHTS} or {WEIGHTS_INDEX}": weights is not None,
-        "tokenizer": any(_matches(path, TOKENIZERS) for path in paths),
-    }
-    missing = [name for name, there in needed.items() if not there]
-    if missing or weights is None:
-        raise source.error(
-            f"the repository has no {', no '.join(missing)}; it has {_some(paths)}",
-            "Name a repository with a Transformers model in safetensors files (pickles such as "
-            "*.bin and *.pt, GGUF files and bare adapters are not read)",
-        )
+    fault = fault_of_files(paths) or fault_of_tokenizer(paths)
+    if fault is not None:
+        raise source.error(*fault)
+    weights = next(name for name in (SINGLE, INDEX) if name in paths)
     return {weights} | {path for path in paths if _matches(path, MODEL_FILES)}
 
 
@@ -183,13 +170,13 @@ def weight_shards(source: Source, index: Path, *, listed: Iterable[str]) -> set[
         shards = set(map(str, read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise source.error(
-            f"{WEIGHTS_INDEX} of this repository is no index of a checkpoint ({error!r})",
+            f"{INDEX} of this repository is no index of a checkpoint ({error!r})",
             f"Set {source.section}.revision to a complete commit, or name another repository",
         ) from None
     wrong = sorted(s for s in shards if s not in listed or not s.endswith(".safetensors"))
     if wrong:
         raise source.error(
-            f"{WEIGHTS_INDEX} names {_some(wrong)}, no safetensors file of this repository",
+            f"{INDEX} names {_some(wrong)}, no safetensors file of this repository",
             f"Set {source.section}.revision to a complete commit, or name another repository",
         )
     return shards

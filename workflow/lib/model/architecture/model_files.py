@@ -1,4 +1,15 @@
-"""Which files of a model's folder belong to the model, and which to its tokenizer."""
+"""Which files of a model's folder belong to the model, and which to its tokenizer; what a folder or
+a repository is that has no model.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.safetensors_headers import INDEX, SINGLE, is_beside
+from workflow.lib.system.errors import UserError
 
 # Files of a local folder whose change makes what was made from them stale.
 TOKENIZER_PATTERNS = (
@@ -19,3 +30,124 @@ MODEL_PATTERNS = (
     "*.safetensors.index.json",
     *TOKENIZER_PATTERNS,
 )
+CONFIG = "config.json"
+WEIGHTS = "transformers_weights"
+ADAPTER = "adapter_config.json"
+TEKKEN = "tekken.json"
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+# Of what Transformers passes over: weights of formats that can run code when they are read, weights
+# in other precisions, Mistral's own format, shards without an index.
+OTHER_WEIGHTS = {
+    "*.bin": "pickles, which can run code when they are read",
+    "*.pt": "pickles, which can run code when they are read",
+    "*.pth": "pickles, which can run code when they are read",
+    "*.ckpt": "pickles, which can run code when they are read",
+    "*.pkl": "pickles, which can run code when they are read",
+    "*.gguf": "GGUF files",
+    "consolidated*.safetensors": "Mistral's own format",
+    "model-*.safetensors": f"shards without {INDEX}",
+    "model.*.safetensors": "a variant, which Transformers loads only if it is asked for by name",
+    "*.safetensors": "files of other names",
+}
+
+
+class Fault(NamedTuple):
+    """Why files are no model that can be trained, and what to change."""
+
+    bound: str
+    change: str
+
+
+def fault_of_files(names: Collection[str], *, named_weights: str | None = None) -> Fault | None:
+    """Return what is wrong with the files of a model's folder or repository, as far as their names
+    say; None if nothing is.
+
+    named_weights: the file that config.json names in place of the usual ones
+    (`transformers_weights`).
+    """
+    if ADAPTER in names:
+        return _adapter_fault(names)
+    if CONFIG not in names:
+        return Fault(
+            f"it has no {CONFIG}; it has {_some(names)}",
+            "Name the folder or repository of a Transformers model",
+        )
+    weights = {named_weights} if named_weights else {SINGLE, INDEX}
+    return None if weights & {*names} else _weights_fault(names, weights)
+
+
+def fault_of_tokenizer(names: Collection[str]) -> Fault | None:
+    """Return what is wrong with the files of a tokenizer by their names; None if nothing is."""
+    if any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
+        return None
+    if TEKKEN in names:
+        return Fault(
+            f"its only tokenizer is {TEKKEN}, Mistral's own format, which does not tell where each "
+            "token stands in the text",
+            "Name a repository or folder of the same model with tokenizer.json (later uploads of "
+            "Mistral, or conversions, have one)",
+        )
+    return Fault(
+        f"it has no tokenizer; it has {_some(names)}",
+        "Put the model's tokenizer.json and tokenizer_config.json beside it",
+    )
+
+
+def named_weights(folder: Path) -> str | None:
+    """Return the file that config.json names in place of the usual ones; raises `UserError`
+    if it is not beside it.
+    """
+    path = folder / CONFIG
+    named = read_bounded(path).get(WEIGHTS) if path.is_file() else None
+    if named is not None and not is_beside(folder, str(named)):
+        raise UserError(
+            f"{path}: {WEIGHTS} = {named!r}: there is no such file beside it. Complete the "
+            "download, or check model.source."
+        )
+    return named if named is None else str(named)
+
+
+def _adapter_fault(names: Collection[str]) -> Fault:
+    if CONFIG not in names:
+        return Fault(
+            f"it is an adapter ({ADAPTER}), not a model",
+            "Name the model that it is on. To go on from the adapter, merge it first (PEFT's "
+            "merge_and_unload, then save_pretrained of model and tokenizer), and name the merged "
+            "model's folder",
+        )
+    return Fault(
+        f"{ADAPTER} lies beside the model, and Transformers loads that adapter with it, so the "
+        "trained base would not be the model that others load",
+        "Move the files adapter_* out of a copy of the folder, or merge that adapter into the "
+        "model, and name that folder",
+    )
+
+
+def _weights_fault(names: Collection[str], weights: Collection[str]) -> Fault:
+    wanted = " nor ".join(sorted(weights, key=len))
+    for pattern, kind in OTHER_WEIGHTS.items():
+        found = sorted(name for name in names if fnmatchcase(name, pattern))
+        if found:
+            return Fault(
+                f"it has only {_some(found)} ({kind}), neither {wanted}",
+                "Convert them with `save_pretrained` of Transformers, or name a folder or "
+                "repository with safetensors weights",
+            )
+    return Fault(
+        f"it has no weights, neither {wanted}",
+        "Complete the download, or name another folder or repository",
+    )
+
+
+def _some(names: Collection[str], *, limit: int = 8) -> str:
+    """Spell a list that may be long or empty."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(sorted(names)[:limit]) + rest or "no files"

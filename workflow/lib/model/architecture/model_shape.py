@@ -192,8 +192,6 @@ class ModelShape:
     """Name and elements of what is neither in a decoder layer nor a table: the final norm."""
     source_dtype: str
     """Type of the linears in the checkpoint, as safetensors calls it."""
-    prefix: str
-    """What the names of the decoder's tensors begin with in the checkpoint."""
     attention_dropout: float = 0.0
     """Share of attention weights that training drops."""
     masked: bool = False
@@ -205,6 +203,9 @@ class ModelShape:
     router_aux_loss_coef: float | None = None
     """What the family's own training multiplies its load-balancing loss by, as config.json says;
     None: the family has no such loss."""
+    left_tensors: int = 0
+    """Tensors of the checkpoint that no part of the model is loaded from (layers of multi-token
+    prediction): they are not trained, and are copied into a merged model."""
     config_sha256: str = field(default="", compare=False)
     """Of the config.json that this describes."""
 

@@ -9,6 +9,7 @@ the file's size, so a truncated download is found here and not an hour later.
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # formats that can run code when they are read
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -43,37 +43,12 @@ class TensorInfo:
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
-def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of the checkpoint in `folder` by name.
+def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
+    """Return every tensor of safetensors files by name; of one that several files have, the last.
 
-    Raises `UserError` if there is no safetensors checkpoint, a file is missing, is not what its
-    name says, or is shorter than its header promises.
+    Raises `UserError` if a file is not what its name says, or is shorter than its header promises.
     """
-    if not (folder / INDEX).is_file():
-        return _read_file(_single_file(folder))
-    weight_map = _read_index(folder / INDEX)
-    tensors: dict[str, TensorInfo] = {}
-    for name in sorted(set(weight_map.values())):
-        tensors |= _read_file(folder / name)
-    lost = [name for name, file in weight_map.items() if name not in tensors]
-    if lost:
-        raise UserError(
-            f"{folder / INDEX} says that {weight_map[lost[0]]} holds {lost[0]!r}, but it does not "
-            f"({len(lost)} such tensors). The files do not belong together: download them again."
-        )
-    return tensors
-
-
-def _single_file(folder: Path) -> Path:
-    if (folder / SINGLE).is_file():
-        return folder / SINGLE
-    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
-    files = f"only {', '.join(pickles)}" if pickles else f"neither {SINGLE} nor {INDEX}"
-    raise UserError(
-        f"model.source: {folder} has {files}. Weights are read from safetensors files; "
-        "convert others with `save_pretrained` of Transformers, or choose a checkpoint that has "
-        "them."
-    )
+    return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 
 def is_beside(folder: Path, name: str) -> bool:
@@ -86,7 +61,10 @@ def is_beside(folder: Path, name: str) -> bool:
         return False
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of every tensor in an index; raises `UserError` if it is none, or names files
+    that are not beside it.
+    """
     try:
         if path.stat().st_size > MAX_HEADER_BYTES:
             raise ValueError(f"it is larger than {MAX_HEADER_BYTES // 10**6} MB")

@@ -36,6 +36,13 @@ class ModuleNames:
         self._prefix = model.base_model_prefix
         self._places: dict[str, Any] = model.state_dict()
         rules = get_model_conversion_mapping(model)
+        owned = {name for name, _ in model.named_parameters()}
+        self._tied: dict[str, str] = {
+            name: other
+            for pair in model.all_tied_weights_keys.items()
+            for name, other in (pair, pair[::-1])
+            if name not in owned and other in owned
+        }
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
@@ -44,6 +51,14 @@ class ModuleNames:
         name if the model has no place for it.
         """
         return self.named(stored)[0]
+
+    def has_place(self, name: str) -> bool:
+        """Tell whether the model has a tensor of this name."""
+        return name in self._places
+
+    def owner(self, name: str) -> str:
+        """Return the name under which a tied tensor is counted among a model's parameters."""
+        return self._tied.get(name, name)
 
     def loaded_as(self, name: str) -> str:
         """Return what PEFT takes the name of a linear's tensor for when it loads an adapter: by the
@@ -67,7 +82,10 @@ class ModuleNames:
 
 
 class ConvertedReader(DecodedReader):
-    """`DecodedReader` whose names are those of a model's parameters and buffers."""
+    """`DecodedReader` whose names are those of a model's parameters and buffers.
+
+    left: the stored names of what no part of the model is loaded from. A tied tensor is there once.
+    """
 
     def __init__(
         self, folder: Path, model: PreTrainedModel, *, recorded: Iterable[RecordedFile] = ()
@@ -76,9 +94,16 @@ class ConvertedReader(DecodedReader):
         self._model, self._names = model, ModuleNames(model)
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
         """By name: the stored tensors that it is made of, each with the converter's pattern."""
+        self.left: list[str] = []
         for stored in sorted(super().names(), key=natural_order):
             name, pattern = self._names.named(stored)
-            self._stored.setdefault(name, []).append((stored, pattern))
+            if self._names.has_place(name):
+                self._stored.setdefault(name, []).append((stored, pattern))
+            else:
+                self.left.append(stored)
+        for name in [name for name in self._stored if self._names.owner(name) != name]:
+            parts = self._stored.pop(name)
+            self._stored.setdefault(self._names.owner(name), parts)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -158,8 +183,21 @@ class ConvertedReader(DecodedReader):
         (whole,) = made.values()
         yield only, whole
 
-    def _check_parts(self, name: str) -> None:
+    def owner(self, name: str) -> str:
+        """Return the name that has a tied tensor, or the tensor's own."""
+        return self._names.owner(name)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of the checkpoint by its stored name."""
+        return {name: super(ConvertedReader, self).shape(name) for name in super().names()}
+
+    def check_parts(self) -> None:
         """Raise `UserError` if experts of a stack, or projections of an expert, are missing."""
+        for name in self._stored:
+            if self._only_stored(name) is None:
+                self._check_parts(name)
+
+    def _check_parts(self, name: str) -> None:
         converter = self._converter(name)
         if not is_by_expert(converter):
             return
@@ -168,7 +206,7 @@ class ConvertedReader(DecodedReader):
             count = len(parts.get(pattern, ()))
             if count != expected:
                 raise UserError(
-                    f"{self._folder} has {count} tensors {pattern} for {name}, but config.json "
+                    f"{self.folder} has {count} tensors {pattern} for {name}, but config.json "
                     f"says {expected} experts. The download is not complete, or the files do not "
                     "belong together: check model.source."
                 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.published.packed_formats import MX_BLOCK, decode_fp8, decode_mxfp4
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
@@ -24,7 +25,9 @@ class DecodedReader(CheckpointReader):
     """`CheckpointReader` that decodes FP8 and MXFP4."""
 
     def __init__(self, folder: Path, *, recorded: Iterable[RecordedFile] = ()) -> None:
-        super().__init__(folder, recorded=recorded)
+        tensors = loaded_tensors(folder)
+        shards = {name: tensor.file for name, tensor in tensors.items()}
+        super().__init__(folder, shards=shards, recorded=recorded)
         stored = self._shards.keys()
         self._fp8 = {
             name.removesuffix(FP8_SCALE)

@@ -87,7 +87,7 @@ def quantizing(run: RunConfig, *, model: str, description: str, manifest: str) -
     """Return what `quantize_base` needs, whatever the tokens: it streams, so three copies of the
     largest tensor, in 32 bits. Reads the headers of the checkpoint.
     """
-    tensors = read_headers(Path(model))
+    tensors = read_headers(sorted(Path(model).glob("*.safetensors")))
     largest = 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
     stored = sum(tensor.num_bytes for tensor in tensors.values())
     minutes = START_MIN + 4 * stored / DISK_BYTES_PER_S / 60

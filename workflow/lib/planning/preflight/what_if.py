@@ -16,7 +16,6 @@ from huggingface_hub import hf_hub_download
 from workflow.lib.data.reading.hub_download import Source
 from workflow.lib.data.reading.hub_errors import explained_errors
 from workflow.lib.data.reading.sources import unexpanded
-from workflow.lib.model.architecture.checkpoint_headers import with_checkpoint
 from workflow.lib.model.architecture.model_shape import ModelShape
 from workflow.lib.model.architecture.shipped_shapes import (
     known_config,
@@ -38,14 +37,11 @@ def find_shape(
     """Return the shape of a local folder, a config.json, a shipped model, or a model of the hub
     (its config.json alone).
 
-    describe: describes the model of a config.json, which takes torch. Raises `UserError` if there
-    is none of that name; the nearest shipped ones are listed.
+    describe: describes the model of a folder or a config.json, which takes torch. Raises
+    `UserError` if there is none of that name; the nearest shipped ones are listed.
     """
     path = Path(model)
-    if path.is_dir():
-        shape = describe(path / "config.json")
-        return with_checkpoint(shape, path) if any(path.glob("*.safetensors")) else shape
-    if path.is_file():
+    if path.exists():
         return describe(path)
     shipped = known_shape(model) if revision is None else None
     if shipped is not None:

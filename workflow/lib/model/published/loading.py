@@ -1,0 +1,190 @@
+"""A checkpoint held against Transformers' own loading of it.
+
+The family's `from_pretrained` gets tensors without values, of the names and shapes that are stored,
+and reports what it made of them: what is missing, of another shape, or left over, by its table of
+conversions, its ties and its lists of what it ignores. Tied tensors that are both stored it
+compares by value, which is done here (`differing_ties`).
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from workflow.lib.model.architecture.config_file import QUANTIZATION
+from workflow.lib.model.architecture.model_shape import FLOAT_BYTES
+from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
+from workflow.lib.model.published.decoded_reader import DecodedReader
+from workflow.lib.system.errors import UserError
+
+ROWS = 4096  # of two tables that are compared at once
+SHOWN = 200  # characters of an error of Transformers
+# Keys of config.json for the layers of multi-token prediction behind the decoder layers.
+EXTRA_LAYERS = (
+    "num_nextn_predict_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+    "mtp_num_layers",
+    "mtp_num_hidden_layers",
+)
+NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """What Transformers loads nothing from."""
+
+    stored: tuple[str, ...]
+    """Names of all such tensors in the checkpoint."""
+    told: tuple[str, ...]
+    """Names, as Transformers reports them, of those that the family does not say it ignores."""
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep its progress and its advice on published settings from the user, who cannot change
+    them.
+    """
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Tell whether embedding and head of a built model are one tensor."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    return head is not None and head.weight is embedding.weight
+
+
+def differing_ties(model: PreTrainedModel, folder: Path) -> bool:
+    """Tell whether a folder stores both of two tied tensors, with other values: Transformers does
+    not tie them then.
+    """
+    if not model.all_tied_weights_keys:
+        return False
+    names = ModuleNames(model)
+    with DecodedReader(folder) as reader:
+        stored = {names.of(name): name for name in reader.names()}
+        return any(
+            first in stored
+            and second in stored
+            and not _equal(reader, stored[first], stored[second])
+            for first, second in model.all_tied_weights_keys.items()
+        )
+
+
+def _equal(reader: DecodedReader, first: str, second: str) -> bool:
+    shape = reader.shape(first)
+    return shape == reader.shape(second) and all(
+        torch.equal(reader.rows(first, row, row + ROWS), reader.rows(second, row, row + ROWS))
+        for row in range(0, shape[0], ROWS)
+    )
+
+
+def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
+    """Return what Transformers leaves of a checkpoint; raise `UserError` unless it loads every
+    tensor of the model from it, in its shape, of a type that can be quantized.
+
+    model: of the folder, on meta. Looks at headers alone, so that hours are not in vain.
+    """
+    reader.check_parts()
+    report = _report(model, reader)
+    tensors = model.state_dict()
+    owned = [name for name in tensors if reader.owner(name) == name]
+    missing = sorted({name for name in owned if name not in reader} | report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{reader.folder}: the checkpoint has no tensor {missing[0]}, nor {len(missing) - 1} "
+            "more that the model of its config.json has. The files do not belong together, or the "
+            "download is not complete: check model.source."
+        )
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"{reader.folder}: {name} has shape {[*stored]}, but config.json says {[*expected]}. "
+            "The files do not belong together: check model.source."
+        )
+    for name in owned:
+        dtype = reader.dtype(name)
+        if tensors[name].is_floating_point() and dtype not in FLOAT_BYTES:
+            raise UserError(
+                f"{reader.folder}: {name} is stored as {dtype}: the model is quantized already, in "
+                "a format that is not known. Set model.source to the original bf16, fp16 or fp32 "
+                "checkpoint."
+            )
+    _check_no_more_layers(model, report["unexpected_keys"], reader.folder)
+    return LeftOver(stored=tuple(reader.left), told=tuple(sorted(report["unexpected_keys"])))
+
+
+def _report(model: PreTrainedModel, reader: ConvertedReader) -> dict[str, Any]:
+    """Return what Transformers reports of loading tensors of these names and shapes."""
+    config = copy.deepcopy(model.config)
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop(QUANTIZATION, None)  # they have the names that they are decoded to
+    stored = {
+        name: torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        for name, shape in reader.stored_shapes().items()
+    }
+    try:
+        with quiet_transformers():
+            loaded: Any = type(model).from_pretrained(
+                None,
+                config=config,
+                state_dict=stored,
+                dtype=torch.bfloat16,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:SHOWN]
+        raise UserError(
+            f"{reader.folder}: Transformers {transformers.__version__} cannot load the checkpoint "
+            f"into the model of its config.json ({reason}). The files do not belong together: "
+            "check model.source."
+        ) from None
+    report: dict[str, Any] = loaded[1]
+    return report
+
+
+def first_weight(model: PreTrainedModel) -> str:
+    """Return the name of the first weight of the decoder layers with two dimensions or more."""
+    (first, *_) = decoder_layers(model)
+    (path,) = (path for path, module in model.named_modules() if module is first)
+    return next(f"{path}.{name}" for name, x in first.named_parameters() if x.dim() > 1)
+
+
+def _check_no_more_layers(model: PreTrainedModel, told: Iterable[str], folder: Path) -> None:
+    """Raise `UserError` for decoder layers that neither the family ignores nor config.json counts
+    as those of multi-token prediction.
+    """
+    layers = decoder_layers(model)
+    first = next(path for path, module in model.named_modules() if module is layers[0])
+    start = first.rpartition(".")[0] + "."
+    rests = (name.removeprefix(start).split(".")[0] for name in told if name.startswith(start))
+    numbers = [int(number) for number in rests if NUMBER.fullmatch(number)]
+    config: Any = model.config.get_text_config()
+    extra = max(int(getattr(config, key, None) or 0) for key in EXTRA_LAYERS)
+    beyond = [number for number in numbers if number >= len(layers) + extra]
+    if beyond:
+        raise UserError(
+            f"{folder}: the checkpoint has decoder layer {max(beyond)}, but config.json says "
+            f"num_hidden_layers = {len(layers)}. The files do not belong together: check "
+            "model.source."
+        )
