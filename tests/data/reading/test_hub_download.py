@@ -58,7 +58,9 @@ def test_file_that_transformers_would_not_load_is_left(path: str) -> None:
     [
         (["model.safetensors", "tokenizer.json"], "no config.json;"),
         (["config.json", "model.safetensors"], "no tokenizer;"),
-        (["adapter_model.safetensors"], "no config.json, no model.safetensors or "),
+        (["adapter_config.json", "adapter_model.safetensors"], "it is an adapter"),
+        (["config.json", "tokenizer.json", "a.gguf"], r"only a\.gguf \(GGUF files\)"),
+        (["config.json", "model.safetensors", "tekken.json"], r"only tokenizer is tekken\.json"),
         ([], "it has no files"),
     ],
 )
@@ -68,7 +70,7 @@ def test_incomplete_model_is_refused_by_what_it_lacks(paths: Sequence[str], miss
 
 
 def test_long_listing_is_abridged_in_the_message() -> None:
-    with pytest.raises(UserError, match=r"it has f0, f1, f2, f3, f4, f5, f6, f7 and 93 more\."):
+    with pytest.raises(UserError, match=r"it has f0, f1, f10, f100, f11, f12, f13, f14 and 93 more\."):
         chosen(MODEL, *[f"f{number}" for number in range(101)])
 
 

@@ -41,7 +41,7 @@ HAS_ITS_VALUE = "_is_hf_initialized"
 
 def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
     """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
-    embedding and head are tied as it ties them.
+    embedding and head are tied as it ties them. A config.json alone will do.
 
     attention: `eager`, which every family has, will do unless the model is to compute.
     Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
@@ -55,6 +55,8 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
                 part.tie_word_embeddings = False
             model = build_config_on_meta(config, dtype=dtype, attention=attention)
         return model
+    except UserError:  # a ValueError too
+        raise
     except (ValueError, KeyError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(

@@ -77,7 +77,7 @@ def differing_ties(model: PreTrainedModel, folder: Path) -> bool:
     """Tell whether a folder stores both of two tied tensors, with other values: Transformers does
     not tie them then.
     """
-    if not model.all_tied_weights_keys:
+    if not model.all_tied_weights_keys or not any(folder.glob("*.safetensors")):
         return False
     names = ModuleNames(model)
     with DecodedReader(folder) as reader:
