@@ -70,7 +70,7 @@ def test_incomplete_model_is_refused_by_what_it_lacks(paths: Sequence[str], miss
 
 
 def test_long_listing_is_abridged_in_the_message() -> None:
-    with pytest.raises(UserError, match=r"it has f0, f1, f10, f100, f11, f12, f13, f14 and 93 more\."):
+    with pytest.raises(UserError, match=r"it has f0, f1, f10, f100, f11, f12, .* and 93 more\."):
         chosen(MODEL, *[f"f{number}" for number in range(101)])
 
 
