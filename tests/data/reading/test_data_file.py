@@ -148,13 +148,6 @@ def test_saved_dataset_is_read_as_it_was(tmp_path: Path) -> None:
     assert [row.value for row in rows if isinstance(row, Row)] == ROWS
 
 
-def test_null_fields_of_structs_in_a_table_are_no_keys(tmp_path: Path) -> None:
-    values = [{"m": [{"role": "a"}, {"content": "b"}], "top": None}, {"m": [], "top": 1}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a.parquet")
-    rows = [row.value for row in read(tmp_path / "a.parquet") if isinstance(row, Row)]
-    assert rows == values
-
-
 def test_invalid_utf8_in_a_table_is_a_broken_row(tmp_path: Path) -> None:
     buffers = [
         None,

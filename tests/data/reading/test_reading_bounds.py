@@ -10,7 +10,13 @@ import pytest
 
 from tests.support.data_files import read, write
 from workflow.lib.data.reading import chunks as chunks_module
-from workflow.lib.data.reading import compression, json_reader, table_readers, text_readers
+from workflow.lib.data.reading import (
+    compression,
+    json_reader,
+    table_readers,
+    table_rows,
+    text_readers,
+)
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.settings.data import FileType
@@ -20,7 +26,7 @@ from workflow.lib.system.errors import UserError
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of memory so small that a test reaches them."""
-    for module in (chunks_module, text_readers, json_reader):
+    for module in (chunks_module, text_readers, json_reader, table_rows):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", 1000)
     monkeypatch.setattr(text_readers, "MAX_SKIPPED_BYTES", 32_000)
     monkeypatch.setattr(text_readers, "MAX_BLANK_LINES", 50)

@@ -141,7 +141,7 @@ def _part(part: Any, what: str) -> str:
 
     Pictures and sounds are refused, not left out.
     """
-    given = part.get("type", "text") if isinstance(part, dict) else kind(part)
+    given = (part.get("type") or "text") if isinstance(part, dict) else kind(part)
     if given not in ("text", "input_text", "output_text"):
         raise RowError(f"not text: {what} has a part of type {given!r}")
     return text_of(part.get("text"), what, may_be_blank=True)
@@ -173,6 +173,7 @@ def _tool_calls(item: Values, written: Any, where: str) -> list[ToolCall]:
 
 
 def _tool_call(call: Any, where: str) -> ToolCall:
+    call = without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"broken tool call: {where} has one without a name")
@@ -201,6 +202,7 @@ def read_tools(raw: Any, *, what: str) -> list[Tool] | None:
 def _tool(item: Any, what: str) -> Tool:
     if isinstance(item, str):
         item = json_value(item, what)
+    item = without_nulls(item)
     function = item.get("function", item) if isinstance(item, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"not a tool: {what} has one without a name")
@@ -208,6 +210,19 @@ def _tool(item: Any, what: str) -> Tool:
         function = {**function, "parameters": json_value(function["parameters"], what)}
     check_unicode(function, what)
     return {"type": "function", "function": function}
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the null fields of objects.
+
+    A table gives every struct of a column all fields that any of them has, and so do the JSON Lines
+    that are exported from one.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def json_value(text: str, what: str) -> Any:

@@ -6,18 +6,14 @@ without parsing (CSV, JSON arrays), a chunk carries what was parsed.
 """
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import pyarrow
+from typing import Protocol
 
 from workflow.lib.data.reading.row import (
     MAX_ROW_BYTES,
     PREVIEW_CHARS,
     BrokenRow,
     Row,
-    Values,
     as_row,
     preview,
     too_large,
@@ -157,70 +153,3 @@ class Parsed:
 
     def rows(self) -> list[Row | BrokenRow]:
         return list(self.parsed)
-
-
-@dataclass(frozen=True)
-class TableRows:
-    """Rows of a table from row `first` on, as an Arrow stream.
-
-    A pickled batch would drag its whole file along.
-    """
-
-    first: int
-    stream: bytes
-    blank_lines: int = 0
-
-    def rows(self) -> list[Row | BrokenRow]:
-        table = pyarrow.ipc.open_stream(self.stream).read_all()
-        if len(self.stream) <= MAX_ROW_BYTES:
-            return [_table_row(n, v) for n, v in enumerate(_values(table), start=self.first)]
-        return [self._large_row(table, index) for index in range(table.num_rows)]
-
-    def _large_row(self, table: pyarrow.Table, index: int) -> Row | BrokenRow:
-        row = table.slice(index, 1)
-        if row.nbytes > MAX_ROW_BYTES:
-            return too_large(self.first + index, "")
-        (value,) = _values(row)
-        return _table_row(self.first + index, value)
-
-
-def table_rows(first: int, batch: pyarrow.RecordBatch) -> TableRows:
-    """Return a batch as a chunk."""
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return TableRows(first, sink.getvalue().to_pybytes())
-
-
-def _values(table: pyarrow.Table) -> Iterable[Values | None]:
-    """Yield each row's values by column, None where its bytes are no UTF-8."""
-    try:
-        return list(table.to_pylist())
-    except UnicodeDecodeError:
-        return _values_one_by_one(table)
-
-
-def _values_one_by_one(table: pyarrow.Table) -> Iterator[Values | None]:
-    for index in range(table.num_rows):
-        try:
-            yield table.slice(index, 1).to_pylist()[0]
-        except UnicodeDecodeError:
-            yield None
-
-
-def _table_row(number: int, value: Values | None) -> Row | BrokenRow:
-    if value is None:
-        return BrokenRow(number, NOT_UTF8, "")
-    return Row(number, {column: without_nulls(item) for column, item in value.items()})
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop the null fields of structs.
-
-    A table gives every struct of a column all fields that any of them has.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
-        return [without_nulls(item) for item in value]
-    return value

@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from workflow.lib.data.reading.chunks import Chunk, table_rows
+from workflow.lib.data.reading.chunks import Chunk
 from workflow.lib.data.reading.compression import UnreadableError, open_seekable
 from workflow.lib.data.reading.file_types import compression_of
+from workflow.lib.data.reading.table_rows import table_rows
 from workflow.lib.data.reading.text_readers import CHUNK_BYTES
 
 ARROW_FILE_MARK = b"ARROW1"
@@ -26,7 +27,10 @@ def read_parquet(path: Path, *, rows_per_chunk: int) -> Iterator[Chunk]:
         first = 1
         try:
             with pyarrow.parquet.ParquetFile(
-                raw, buffer_size=COLUMN_BUFFER_BYTES, pre_buffer=False
+                raw,
+                buffer_size=COLUMN_BUFFER_BYTES,
+                pre_buffer=False,
+                arrow_extensions_enabled=True,
             ) as file:
                 step = _rows_that_fit(
                     _stored_bytes(file.metadata), file.metadata.num_rows, rows_per_chunk
