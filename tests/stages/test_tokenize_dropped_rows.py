@@ -151,6 +151,20 @@ def test_blank_lines_are_counted_so_that_rows_add_up_to_lines(stage: Stage) -> N
     assert heldout["blank_lines"] == 0
 
 
+def test_what_is_read_of_a_source_and_what_is_not_is_listed(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoken = [{**row, "lang": "en", "score": n or None} for n, row in enumerate(rows(NUM_TRAIN))]
+    save_rows(stage.train, [*spoken, {"prompt": "q", "completion": "a", "weight": 0.5}])
+    caplog.set_level("INFO")
+    (train, _) = stage.run(max_rejected_share=0.5).manifest["sources"]
+    assert train["format"] == "prompt_completion"
+    assert train["columns"] == ["prompt", "completion", "weight"]
+    assert train["not_read"] == {"lang": NUM_TRAIN, "score": NUM_TRAIN - 1}
+    assert train["dropped_by_reason"] == {"unknown weight": 1}
+    assert f"not read: lang ({NUM_TRAIN:,}), score ({NUM_TRAIN - 1:,})" in caplog.text
+
+
 def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) -> None:
     save_rows(
         stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]

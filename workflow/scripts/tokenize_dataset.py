@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from workflow.lib.data.encoding.row_formats import WITHOUT_TEMPLATE, choose_format
+from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.reading.data_file import column_names
@@ -52,7 +52,7 @@ from workflow.lib.data.tokens.token_store import MANIFEST
 from workflow.lib.data.tokens.token_writer import write_heldout, write_train
 from workflow.lib.data.tokens.work_folder import finished_folder, rejects_beside, work_folder
 from workflow.lib.settings.config import DataConfig
-from workflow.lib.settings.data import Format
+from workflow.lib.settings.data import DataColumns, Format
 from workflow.lib.system.checksums import check_files, downloaded_files, without_weights
 from workflow.lib.system.files import package_versions, short_hash, write_checked_json
 from workflow.scripts.command import run, stage_parser
@@ -115,7 +115,7 @@ def find_encodings(
 ) -> dict[str, Encoding]:
     """Return how the rows of each split become tokens, once the template is known to serve."""
     formats = {split: find_formats(split, sources) for split, sources in splits.items()}
-    chats = any(format not in WITHOUT_TEMPLATE for some in formats.values() for format in some)
+    chats = any(name not in WITHOUT_TEMPLATE for some in formats.values() for name, _ in some)
     template = read_chat_template(tokenizer, settings.chat_template) if chats else None
     encoder = SampleEncoder(
         tokenizer,
@@ -127,16 +127,16 @@ def find_encodings(
         split: Encoding(
             encoder=encoder,
             chat_template=template,
-            formats=formats[split],
-            columns=tuple(source.columns for source in sources),
+            formats=tuple(name for name, _ in formats[split]),
+            columns=tuple(columns for _, columns in formats[split]),
             settings=settings,
         )
-        for split, sources in splits.items()
+        for split in splits
     }
 
 
-def find_formats(split: str, sources: list[Source]) -> tuple[Format, ...]:
-    """Return what a row of each source is."""
+def find_formats(split: str, sources: list[Source]) -> list[tuple[Format, DataColumns]]:
+    """Return what a row of each source is, and which column holds what."""
     formats = []
     for source in sources:
         setting = f"data.{split}"
@@ -145,7 +145,7 @@ def find_formats(split: str, sources: list[Source]) -> tuple[Format, ...]:
         formats.append(
             choose_format(names, format=source.format, columns=source.columns, setting=named)
         )
-    return tuple(formats)
+    return formats
 
 
 def work_key(

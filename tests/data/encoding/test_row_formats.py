@@ -8,77 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
-from workflow.lib.data.encoding.row_formats import REQUIRED, TokenRow, choose_format, to_sample
-from workflow.lib.settings.data import DataColumns
-from workflow.lib.system.errors import UserError
-
-EXCHANGE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-
-def sample(value: dict[str, Any], format: Any, **columns: str) -> Any:
-    return to_sample(value, format=format, columns=DataColumns(**columns))
-
-
-def messages_of(value: dict[str, Any], format: Any, **columns: str) -> list[Any]:
-    conversation = sample(value, format, **columns)
-    assert isinstance(conversation, Conversation)
-    return conversation.messages
-
-
-@pytest.mark.parametrize(
-    ("columns", "format"),
-    [
-        (["messages", "text"], "messages"),
-        (["id", "prompt", "completion"], "prompt_completion"),
-        (["instruction", "output"], "alpaca"),
-        (["text", "prompt"], "text"),
-        (["conversations", "id"], "messages"),
-        (["text", "input_ids", "labels"], "tokens"),
-        (["input_ids", "loss_mask"], "tokens"),
-        (["text", "input_ids", "attention_mask"], "text"),
-    ],
-)
-def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
-    chosen = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
-    assert chosen == format
-
-
-def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
-    names = DataColumns(prompt="question")
-    with pytest.raises(UserError) as caught:
-        choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
-    text = str(caught.value)
-    assert "data.format = 'prompt_completion': data.train has the columns 'q', 'a'" in text
-    assert "prompt_completion (question, completion)" in text
-    assert "data.columns" in text
-
-
-def test_misspelt_column_is_named_with_the_nearest_one() -> None:
-    names = DataColumns(prompt="Question text", completion="Reply", text="body")
-    with pytest.raises(UserError) as caught:
-        choose_format(
-            ["ID", "Question Text", "Answer "], format="auto", columns=names, setting="data.train"
-        )
-    text = str(caught.value)
-    assert "the columns 'ID', 'Question Text', 'Answer '," in text
-    assert (
-        "data.columns.prompt = 'Question text' is none of them; did you mean 'Question Text'?"
-        in text
-    )
-    assert "data.columns.completion = 'Reply' is none of them. " in text
-    assert "data.columns.messages" not in text
-
-
-def test_token_ids_without_targets_are_told_what_is_missing() -> None:
-    with pytest.raises(UserError, match=r"tokens \(input_ids with labels or loss_mask\)"):
-        choose_format(["input_ids"], format="auto", columns=DataColumns(), setting="data.train")
-
-
-def test_column_names_cannot_speak_to_the_terminal() -> None:
-    with pytest.raises(UserError) as caught:
-        choose_format(["\x1b[2J"], format="auto", columns=DataColumns(), setting="data.train")
-    assert r"\x1b[2J" in str(caught.value)
+from workflow.lib.data.encoding.row_columns import REQUIRED
+from workflow.lib.data.encoding.token_rows import TokenRow
 
 
 @pytest.mark.parametrize(
@@ -97,7 +30,7 @@ def test_column_names_cannot_speak_to_the_terminal() -> None:
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
             "messages",
-            {},
+            {"messages": "conversations"},
         ),
         ({"messages": json.dumps(EXCHANGE)}, "messages", {}),
         ({"prompt": EXCHANGE[:1], "completion": EXCHANGE[1:]}, "prompt_completion", {}),
@@ -144,12 +77,6 @@ def test_empty_system_message_is_allowed() -> None:
     assert messages_of({"messages": messages}, "messages") == messages
 
 
-def turn(role: Any = "assistant", content: Any = "a", **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "q"}, {"role": role, "content": content, **more}]
-    }
-
-
 @pytest.mark.parametrize(
     ("value", "format", "reason"),
     [
@@ -193,7 +120,7 @@ def turn(role: Any = "assistant", content: Any = "a", **more: Any) -> dict[str, 
         ({"messages": EXCHANGE, "tools": 3}, "messages", "not a list of tools: column 'tools'"),
         ({"messages": "[" * 70 + "]" * 70}, "messages", "nested too deeply: column 'messages'"),
         (turn(weight=0), "messages", "no trained token: "),
-        (turn(weight=0.5), "messages", "unknown weight: message 2 has 0.5"),
+        (turn(weight=0.5), "messages", "unknown weight: message 2 has weight = 0.5"),
         (turn(name="a\ud800"), "messages", "invalid Unicode: message 2"),
         ({"input_ids": [1, 2.0], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),
         ({"input_ids": [1, True], "labels": [1, 2]}, "tokens", "not a list of whole numbers"),
@@ -233,72 +160,120 @@ def test_other_keys_of_a_message_go_to_the_template() -> None:
     assert messages[1] == {**EXCHANGE[1], "reasoning_content": "hm"}
 
 
-FUNCTION = {"name": "f", "arguments": {"x": None}}
-CALLS = [{"type": "function", "function": FUNCTION}]
+SYSTEM = {"role": "system", "content": "s"}
+BEFORE = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
+
+
+@pytest.mark.parametrize("format", ROWS)
+@pytest.mark.parametrize(
+    "columns",
+    [{"system": "s"}, {"system_prompt": "s", "system": None}, {"system_message": "s"}],
+)
+def test_system_text_of_a_column_is_the_first_message(format: str, columns: dict[str, Any]) -> None:
+    assert messages_of({**ROWS[format], **columns}, format) == [SYSTEM, *EXCHANGE]
+
+
+@pytest.mark.parametrize("format", ["prompt_completion", "alpaca"])
+@pytest.mark.parametrize("history", [[["q0", "a0"]], BEFORE, json.dumps([["q0", "a0"]])])
+def test_history_stands_before_the_prompt(format: str, history: Any) -> None:
+    assert messages_of({**ROWS[format], "history": history}, format) == [*BEFORE, *EXCHANGE]
 
 
 @pytest.mark.parametrize(
-    "turn",
+    ("format", "trained"),
+    [("alpaca", [False, True, False, True]), ("prompt_completion", [False, False, False, True])],
+)
+def test_history_is_trained_as_the_format_says(format: str, trained: list[bool]) -> None:
+    assert sample({**ROWS[format], "history": BEFORE}, format).trained == trained
+
+
+@pytest.mark.parametrize("format", ROWS)
+def test_columns_that_say_nothing_change_nothing(format: str) -> None:
+    nothing = {"system": "", "history": [], "tools": None, "reasoning": "off", "prompt_id": None}
+    assert messages_of({**ROWS[format], **nothing}, format) == EXCHANGE
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
     [
-        {"role": "assistant", "content": None, "tool_calls": CALLS},
-        {"role": "assistant", "tool_calls": [FUNCTION]},
-        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": null}'}},
-        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": null}}'},
+        ({"system": "s", "system_prompt": "t"}, "two columns for one system text: 'system' and"),
+        ({"tools": [1], "functions": [2]}, "two columns for one list of tools: 'tools' and"),
+        ({"messages": [SYSTEM, *EXCHANGE], "system": "t"}, "two system texts: "),
+        ({"prompt": "another"}, "prompt beside messages: column 'prompt' holds a text that is in"),
+        ({"enable_thinking": "yes"}, "not bool: column 'enable_thinking' is str"),
+        ({"chat_template_kwargs": "[]x"}, "broken JSON: column 'chat_template_kwargs'"),
+        ({"chat_template_kwargs": [1]}, "not an object: column 'chat_template_kwargs' is list"),
     ],
 )
-def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
-    messages = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
-    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+def test_columns_that_contradict_each_other_are_refused(
+    columns: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RowError) as caught:
+        sample({"messages": EXCHANGE, **columns}, "messages")
+    assert str(caught.value).startswith(reason)
 
 
+def test_the_same_system_text_twice_is_one() -> None:
+    assert messages_of({"messages": [SYSTEM, *EXCHANGE], "system": " s "}, "messages") == [
+        {"role": "system", "content": " s "},
+        *EXCHANGE,
+    ]
+
+
+def test_prompt_that_is_in_the_messages_is_no_other() -> None:
+    assert messages_of({"messages": EXCHANGE, "prompt": "q"}, "messages") == EXCHANGE
+
+
+@pytest.mark.parametrize("format", ROWS)
+def test_reasoning_of_a_column_is_that_of_the_answer(format: str) -> None:
+    answer = {**EXCHANGE[1], "reasoning_content": "hm"}
+    assert messages_of({**ROWS[format], "reasoning": "hm"}, format) == [EXCHANGE[0], answer]
+
+
+@pytest.mark.parametrize("format", ROWS)
 @pytest.mark.parametrize(
-    ("role", "result"), [("tool", ""), ("function", "1"), ("observation", "1")]
+    "columns",
+    [
+        {"enable_thinking": False, "reasoning_effort": "low"},
+        {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "low", "x": None}},
+        {"chat_template_kwargs": '{"enable_thinking": false}', "reasoning_effort": "low"},
+    ],
 )
-def test_result_of_a_tool_is_a_message_that_may_be_empty(role: str, result: str) -> None:
-    messages = [*EXCHANGE, {"role": role, "content": result, "tool_call_id": "7"}]
-    (*_, last) = messages_of({"messages": messages}, "messages")
-    assert last == {"role": "tool", "content": result, "tool_call_id": "7"}
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+def test_arguments_of_the_template_go_with_the_row(format: str, columns: dict[str, Any]) -> None:
+    kwargs = sample({**ROWS[format], **columns}, format).template_kwargs
+    assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 @pytest.mark.parametrize(
-    "tools",
-    [[TOOL], [TOOL["function"]], json.dumps([TOOL]), [json.dumps(TOOL)],
-     [{"function": {"name": "f", "parameters": '{"type": "object"}'}}]],
-)  # fmt: skip
-@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
-def test_all_spellings_of_tools_mean_the_same(tools: Any, format: str) -> None:
-    value = {"messages": EXCHANGE, "prompt": "q", "completion": "a", "tools": tools}
-    assert sample(value, format).tools == [TOOL]
-
-
-@pytest.mark.parametrize("tools", [None, [], "", "[]"])
-def test_no_tools_are_none(tools: Any) -> None:
-    assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None
-
-
-@pytest.mark.parametrize(
-    "targets",
-    [{"labels": [-100, 2, 3]}, {"loss_mask": [0, 1, 1]}, {"loss_mask": [False, True, True]}],
+    "messages",
+    [
+        {"role": ["user", "assistant"], "content": ["q", "a"]},
+        [{"input": "q", "output": "a"}],
+        [["q", "a"]],
+        [{"role": "prompter", "text": "q"}, {"role": "assistant", "text": "a"}],
+    ],
 )
-def test_labels_and_masks_mean_the_same(targets: dict[str, Any]) -> None:
-    row = TokenRow([1, 2, 3], [False, True, True])
-    assert sample({"input_ids": [1, 2, 3], **targets}, "tokens") == row
+def test_other_shapes_of_a_conversation_mean_the_same(messages: Any) -> None:
+    assert messages_of({"messages": messages}, "messages") == EXCHANGE
 
 
-def test_padding_of_ready_tokens_is_left_out() -> None:
-    value = {
-        "input_ids": [0, 1, 2, 0],
-        "labels": [-100, 1, 2, -100],
-        "attention_mask": [0, 1, 1, 0],
-    }
-    assert sample(value, "tokens") == TokenRow([1, 2], [True, True])
+@pytest.mark.parametrize("text", ["3", '"q"', '{"a": 1}', '["x"]', "[1, 2", '[{"a": 1}]'])
+def test_text_that_happens_to_be_json_stays_text(text: str) -> None:
+    value = {"prompt": text, "completion": text}
+    assert [m["content"] for m in messages_of(value, "prompt_completion")] == [text, text]
 
 
-def test_tokens_without_targets_say_nothing_of_training() -> None:
-    assert sample({"input_ids": [1, 2]}, "tokens") == TokenRow([1, 2], None)
+def test_json_text_of_messages_is_messages_wherever_messages_may_stand() -> None:
+    value = {"prompt": json.dumps(EXCHANGE[:1]), "completion": json.dumps(EXCHANGE[1:])}
+    assert messages_of(value, "prompt_completion") == EXCHANGE
+
+
+def test_json_text_of_calls_is_calls_where_there_are_tools() -> None:
+    text = '[{"name": "f", "arguments": {"x": null}}]'
+    value = {"prompt": "q", "completion": text}
+    assert messages_of(value, "prompt_completion")[1]["content"] == text
+    (_, turn) = messages_of({**value, "tools": [TOOL]}, "prompt_completion")
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": None}}
 
 
 KEYS = [

@@ -17,8 +17,8 @@ from tests.support.encoding import (
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
 from workflow.lib.data.encoding.probes import PROBES
-from workflow.lib.data.encoding.row_formats import TokenRow
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.token_rows import TokenRow
 
 EOS_ID, USER_ID = 2, 4
 

@@ -1,10 +1,15 @@
-"""Conversations with tools: calls are trained; descriptions and results are shown, not trained."""
+"""Conversations with tools: calls are trained; descriptions and results are shown, not trained.
 
+Calls and tools are read in every form in which people write them.
+"""
+
+import json
 from typing import Any
 
 import pytest
 
 from tests.support.encoding import TOOL_TEMPLATE, conversation, encode, trained
+from tests.support.rows import EXCHANGE, ROWS, TOOL, messages_of, sample, turn
 from workflow.lib.data.encoding.chat_messages import RowError
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
@@ -69,3 +74,113 @@ def test_template_that_writes_calls_outside_its_blocks_refuses_the_row(tokenizer
     )
     with pytest.raises(RowError, match="tools not trained"):
         encode(tokenizer, conversation(AGENT, tools=[WEATHER]), outside)
+
+
+FUNCTION = {"name": "f", "arguments": {"x": 1}}
+CALLS = [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "assistant", "tool_calls": [FUNCTION]},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    ],
+)
+def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
+    messages = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+
+
+@pytest.mark.parametrize(
+    ("role", "result"), [("tool", ""), ("function", "1"), ("observation", "1")]
+)
+def test_result_of_a_tool_is_a_message_that_may_be_empty(role: str, result: str) -> None:
+    messages = [*EXCHANGE, {"role": role, "content": result, "tool_call_id": "7"}]
+    (*_, last) = messages_of({"messages": messages}, "messages")
+    assert last == {"role": "tool", "content": result, "tool_call_id": "7"}
+
+
+@pytest.mark.parametrize("spelling", [
+    {"arguments": {"x": 1, "to": None}},
+    {"parameters": {"x": 1}},
+    {"args": '{"x": 1}'},
+    {"input": {"x": 1}, "arguments": None},
+    {"arguments": {}, "parameters": {"x": 1}},
+    {"arguments": json.dumps('{"x": 1}')},
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["object", "flat", "text", "text of all", "single"])
+def test_arguments_are_found_in_every_form_of_a_call(spelling: Any, form: str) -> None:
+    call: Any = {"type": "function", "function": {"name": "f", **spelling}}
+    if form == "flat":
+        call = {"name": "f", **spelling}
+    written = {
+        "text": [json.dumps(call)],
+        "text of all": json.dumps([call]),
+        "single": call,
+    }.get(form, [call])
+    turn = {"role": "assistant", "content": None, "tool_calls": written}
+    (_, message) = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert {k: v for k, v in arguments.items() if k != "to"} == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [({"to": None}, {}), ('{"to": null}', {"to": None}), (None, {}), ("null", {}), ("", {})],
+)
+def test_nulls_are_written_only_where_they_stand_in_text(arguments: Any, right: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    (_, message) = messages_of({"messages": [EXCHANGE[0], turn]}, "messages")
+    assert message["tool_calls"][0]["function"]["arguments"] == right
+
+
+def test_arguments_under_two_names_are_refused() -> None:
+    call = {"name": "f", "arguments": {"x": 1}, "parameters": {"x": 2}}
+    with pytest.raises(RowError, match="two arguments: a call in message 2 has them under two"):
+        sample(turn(tool_calls=[call]), "messages")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ([{"type": "text", "text": "12"}, {"type": "text", "text": " C"}], "12 C"),
+        ([{"degrees": 12}], '[{"degrees": 12}]'),
+        ({"degrees": None}, '{"degrees": null}'),
+        (["a"], '["a"]'),
+    ],
+)
+def test_result_of_parts_is_their_text_and_others_are_json(result: Any, text: str) -> None:
+    messages = [*EXCHANGE, {"role": "tool", "content": result}]
+    assert messages_of({"messages": messages}, "messages")[-1]["content"] == text
+
+
+def test_null_fields_are_taken_out_of_tools_and_messages() -> None:
+    tool = {"type": "function", "x": None, "function": {**TOOL["function"], "strict": None}}
+    spoken = {**EXCHANGE[1], "extra": {"a": None, "b": 1}}
+    value = {"messages": [EXCHANGE[0], spoken], "tools": [tool]}
+    assert sample(value, "messages").tools == [TOOL]
+    assert messages_of(value, "messages")[1]["extra"] == {"b": 1}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+     [TOOL], [TOOL["function"]], json.dumps([TOOL]), [json.dumps(TOOL)],
+     [{"function": {"name": "f", "parameters": '{"type": "object"}'}}], TOOL,
+     [{"type": "function", **TOOL["function"]}],
+     [{"name": "f", "input_schema": {"type": "object"}}],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
+def test_all_spellings_of_tools_mean_the_same(tools: Any, format: str) -> None:
+    value = {**ROWS[format], "tools": tools}
+    assert sample(value, format).tools == [TOOL]
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]"])
+def test_no_tools_are_none(tools: Any) -> None:
+    assert sample({"messages": EXCHANGE, "tools": tools}, "messages").tools is None

@@ -22,6 +22,14 @@ class Source(Record):
     """SHA-256 of the file."""
     rows: int
     """Rows read."""
+    format: str | None = None
+    """What a row is."""
+    columns: list[str] | None = None
+    """Columns that were read."""
+    not_read: dict[str, int] | None = None
+    """Columns, and keys of messages, that were not read, and how often they hold a value."""
+    dropped_by_reason: dict[str, int] | None = None
+    """Rows that became no document, by reason; those of the split alone are not among them."""
     blank_lines: int | None = None
     """Blank lines of a file in which a line is a row; neither read nor dropped."""
     special_token_texts: int | None = None

@@ -29,10 +29,16 @@ class DataColumns(Section):
     """Column with the optional input (format alpaca)."""
     output: str = "output"
     """Column with the answer (format alpaca)."""
+    system: str = "system"
+    """Column with the optional system text (conversations); `system_prompt` and `system_message`
+    are read too."""
+    history: str = "history"
+    """Column with the optional earlier turns, as messages or pairs (formats alpaca and
+    prompt_completion)."""
     text: str = "text"
     """Column with plain text (format text)."""
     tools: str = "tools"
-    """Column with the optional list of tools on offer (formats messages and prompt_completion)."""
+    """Column with the optional list of tools on offer (conversations); `functions` is read too."""
     input_ids: str = "input_ids"
     """Column with token ids (format tokens)."""
     labels: str = "labels"
@@ -115,6 +121,11 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({})
     """Arguments of the chat template, such as {enable_thinking: false}: in training, evaluation and
     the model card. A row's `chat_template_kwargs` come before them."""
+    leave_out: tuple[str, ...] = ()
+    """Columns, and keys of messages, that are left out although they may change what is trained,
+    such as [weight]; they are counted."""
+    media: Literal["refuse", "omit"] = "refuse"
+    """Pictures, sounds and videos: their rows are refused, or they are left out and counted."""
     loss_on: Literal["completions", "last_turn", "all"] = "completions"
     """Which tokens are trained: all assistant turns (but those of weight 0), each behind the prompt
     of inference, the last of them alone, or every token."""

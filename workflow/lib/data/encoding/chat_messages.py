@@ -1,18 +1,35 @@
 """Chat messages as people write them, made into the one form that chat templates expect.
 
-OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same.
-Arguments of tool calls become objects, for templates write them as JSON and would quote a string
-again. All other keys of a message (name, reasoning_content, ...) go to the template as they are.
-What does not fit raises `RowError`.
+OpenAI's keys (role, content, tool_calls, weight) and ShareGPT's (from, value) mean the same, and so
+do pairs of a question and its answer. All other keys of a message (name, reasoning_content, ...) go
+to the template as they are. What does not fit raises `RowError`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any
 
-from workflow.lib.data.reading.chunks import parse_json
-from workflow.lib.data.reading.row import Values, is_too_deep, printable
+from workflow.lib.data.encoding.keys_read import MEDIA, KeyAccount, Place, media_error
+from workflow.lib.data.encoding.row_values import (
+    RowError,
+    check_unicode,
+    json_value,
+    kind,
+    map_texts,
+    text_of,
+    texts_of,
+    without_nulls,
+)
+from workflow.lib.data.encoding.tool_calls import Tool, ToolCall, read_calls
+from workflow.lib.data.encoding.turn_flags import (
+    all_trained,
+    check_not_trained_by_role,
+    flags_of,
+)
+from workflow.lib.data.reading.row import Values
+
+__all__ = ["Conversation", "Message", "RowError", "Tool", "ToolCall", "map_texts", "texts_of"]
 
 # A message as the template gets it: `role`, `content`, perhaps `tool_calls`, and any keys more.
 Message = dict[str, Any]
@@ -22,6 +39,7 @@ ROLES = {
     "developer": "system",
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -32,37 +50,24 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
-# Keys that are read here; a message's other keys are passed on.
-READ_KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "function_call"}
-
-
-class RowError(ValueError):
-    """A row that cannot be used; the message is `kind` or `kind: detail`, printable."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
-
-
-class FunctionCall(TypedDict):
-    """The function that a message calls; its arguments are an object, or JSON text of one."""
-
-    name: str
-    arguments: dict[str, Any] | str
-
-
-class ToolCall(TypedDict):
-    """An entry of a message's `tool_calls`, in OpenAI's form."""
-
-    id: NotRequired[object]
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class Tool(TypedDict):
-    """A tool on offer, in OpenAI's form; `function` has a name and a JSON schema of parameters."""
-
-    type: Literal["function"]
-    function: dict[str, Any]
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+# An item without a role may hold a question and its answer.
+PAIRS = (
+    ("input", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+)
+CALL_KEYS = ("tool_calls", "function_call")
+MESSAGE = Place(
+    "message", frozenset({*ROLE_KEYS, *CONTENT_KEYS, *CALL_KEYS}), passed=True, has_flags=True
+)
+TEXT_PARTS = ("text", "input_text", "output_text")
+PART = Place("part", frozenset({"type", "text"}))
 
 
 @dataclass(frozen=True)
@@ -79,210 +84,121 @@ class Conversation:
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
 
-def read_messages(raw: Any, *, what: str) -> tuple[list[Message], list[bool]]:
+def read_messages(raw: Any, keys: KeyAccount, *, what: str) -> tuple[list[Message], list[bool]]:
     """Return the messages of a list, or of its JSON text, and which are to be trained.
 
-    Those are the assistant's, but for weight 0.
+    Those are the assistant's, unless a flag of theirs says no.
     """
-    items = json_value(raw, what) if isinstance(raw, str) else raw
+    value = json_value(raw, what) if isinstance(raw, str) else raw
+    items = _by_message(value) if isinstance(value, dict) else value
     if not isinstance(items, list):
         raise RowError(f"not a list of messages: {what} is {kind(items)}")
-    messages = [_message(item, f"message {number}") for number, item in enumerate(items, start=1)]
-    trained = [
-        message["role"] == "assistant" and _weight(item, number) != 0
-        for number, (message, item) in enumerate(zip(messages, items, strict=True), start=1)
-    ]
+    messages: list[Message] = []
+    trained: list[bool] = []
+    for item in _single_messages(items):
+        message, may_train = _message(item, f"message {len(messages) + 1}", keys)
+        messages.append(message)
+        trained.append(may_train)
     return messages, trained
 
 
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise RowError(f"not a message: {where} is {kind(item)}")
-    given = _either(item, "role", "from")
+def _by_message(value: dict[str, Any]) -> object:
+    """Return the objects of an object of lists, as `datasets` stored lists of objects once."""
+    columns = list(value.values())
+    are_lists = bool(columns) and all(isinstance(column, list) for column in columns)
+    if are_lists and len({len(column) for column in columns}) == 1:
+        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    return [value] if any(key in value for key in ROLE_KEYS) else value
+
+
+def _single_messages(items: list[Any]) -> Iterator[Any]:
+    """Yield each message, two for a pair of a question and its answer."""
+    for item in items:
+        pair = None
+        if isinstance(item, dict) and "role" not in item and "from" not in item:
+            pair = next((p for p in PAIRS if all(key in item for key in p)), None)
+        if pair is not None:
+            more = {key: value for key, value in item.items() if key not in pair}
+            yield {"role": "user", "content": item[pair[0]]}
+            yield {"role": "assistant", "content": item[pair[1]], **more}
+        elif isinstance(item, list) and len(item) == 2:
+            yield {"role": "user", "content": item[0]}
+            yield {"role": "assistant", "content": item[1]}
+        else:
+            yield item
+
+
+def _message(raw: Any, where: str, keys: KeyAccount) -> tuple[Message, bool]:
+    if not isinstance(raw, dict):
+        raise RowError(f"not a message: {where} is {kind(raw)}")
+    item, shape = keys.take(MESSAGE, raw, where)
+    given = _one_of(item, ROLE_KEYS, where)
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RowError(f"unknown role: {where} has {given!r}, known are {', '.join(ROLES)}")
-    more = {k: v for k, v in item.items() if k not in READ_KEYS and v is not None}
+    more = {k: item[k] for k in shape.passed if item[k] is not None and k not in MEDIA}
     if more:
+        more = {key: without_nulls(value) for key, value in more.items()}
         check_unicode(more, where)
-    content = _either(item, "content", "value")
-    calls = _tool_calls(item, content if given == "function_call" else None, where)
+    content = _one_of(item, CONTENT_KEYS, where)
+    raw_calls = content if given == "function_call" else _one_of(item, CALL_KEYS, where)
+    calls = [] if raw_calls is None else read_calls(raw_calls, where, keys)
     if calls:
         more["tool_calls"] = calls
     if given == "function_call":
         content = ""
-    return {"role": role, "content": _content(content, role, bool(calls), where), **more}
+    flags = flags_of(item, shape.flags, shape.passed) if shape.flags or shape.passed else []
+    if role != "assistant":
+        check_not_trained_by_role(flags, where)
+    may_train = role == "assistant" and all_trained(flags, where)
+    may_be_empty = role in ("system", "tool") or bool(calls)
+    text = _content(content, role, where, keys, may_be_empty=may_be_empty)
+    return {"role": role, "content": text, **more}, may_train
 
 
-def _either(item: Values, key: str, other: str) -> Any:
-    """Take either spelling; a table may have both, with None for the absent one."""
-    return item[key] if item.get(key) is not None else item.get(other)
+def _one_of(item: Values, names: tuple[str, ...], where: str) -> Any:
+    """Take the value under whichever of its names; a table may have all, null for the others."""
+    found = None
+    for name in names:
+        value = item.get(name)
+        if value is None:
+            continue
+        if found is not None and found != value:
+            raise RowError(f"two values: {where} has unlike {' and '.join(names)}")
+        found = value
+    return found
 
 
-def _content(content: Any, role: str, has_calls: bool, where: str) -> str:
-    """Return a message's text.
-
-    System prompts, tool results and turns that call a tool may be empty.
-    """
+def _content(content: Any, role: str, where: str, keys: KeyAccount, *, may_be_empty: bool) -> str:
+    """Return a message's text."""
     what = f"content of {where}"
-    if isinstance(content, list) and role != "tool":
-        content = "".join(_part(part, what) for part in content)
+    if isinstance(content, list) and (role != "tool" or _are_parts(content)):
+        content = "".join(_part(part, what, keys) for part in content)
     if role == "tool" and isinstance(content, dict | list):
         check_unicode(content, where)
         return json.dumps(content, ensure_ascii=False)
-    may_be_empty = role in ("system", "tool") or has_calls
     if may_be_empty and content in (None, ""):
         return ""
     return text_of(content, what, may_be_blank=may_be_empty)
 
 
-def _part(part: Any, what: str) -> str:
-    """Return the text of a part of a content list.
+def _are_parts(content: list[Any]) -> bool:
+    """Tell whether a tool's result is a list of parts; other lists are results themselves."""
+    return bool(content) and all(
+        isinstance(part, dict) and (part.get("type") in TEXT_PARTS or part.get("type") in MEDIA)
+        for part in content
+    )
 
-    Pictures and sounds are refused, not left out.
-    """
+
+def _part(part: Any, what: str, keys: KeyAccount) -> str:
+    """Return the text of a part of a content list; pictures and sounds have none."""
     given = (part.get("type") or "text") if isinstance(part, dict) else kind(part)
-    if given not in ("text", "input_text", "output_text"):
+    if given in MEDIA:
+        if not keys.omit_media:
+            raise media_error(f"{what} has a part of type {given!r}")
+        keys.count(PART, given)
+        return ""
+    if given not in TEXT_PARTS:
         raise RowError(f"not text: {what} has a part of type {given!r}")
+    part, _ = keys.take(PART, part, what)
     return text_of(part.get("text"), what, may_be_blank=True)
-
-
-def _weight(item: Values, number: int) -> int:
-    weight = item.get("weight")
-    if weight is None:
-        return 1
-    if weight not in (0, 1):
-        raise RowError(f"unknown weight: message {number} has {weight!r}, known are 0 and 1")
-    return int(weight == 1)
-
-
-def _tool_calls(item: Values, written: Any, where: str) -> list[ToolCall]:
-    """Return the calls of a message.
-
-    They are OpenAI's list, its old single `function_call`, or ShareGPT's JSON text.
-    """
-    calls: Any = item.get("tool_calls") or []
-    if item.get("function_call") is not None:
-        calls = [item["function_call"]]
-    if written is not None:
-        value = json_value(written, where) if isinstance(written, str) else written
-        calls = value if isinstance(value, list) else [value]
-    if not isinstance(calls, list):
-        raise RowError(f"broken tool call: tool_calls of {where} is {kind(calls)}")
-    return [_tool_call(call, where) for call in calls]
-
-
-def _tool_call(call: Any, where: str) -> ToolCall:
-    call = without_nulls(call)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"broken tool call: {where} has one without a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json_value(arguments, f"arguments in {where}") if arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise RowError(f"broken tool call: arguments in {where} are {kind(arguments)}, no object")
-    check_unicode(call, where)
-    named: FunctionCall = {"name": function["name"], "arguments": arguments}
-    if call.get("id") is not None:
-        return {"id": call["id"], "type": "function", "function": named}
-    return {"type": "function", "function": named}
-
-
-def read_tools(raw: Any, *, what: str) -> list[Tool] | None:
-    """Return the tools of a list, or of its JSON text; None if there are none."""
-    items = json_value(raw, what) if isinstance(raw, str) and raw.strip() else raw
-    if not items:
-        return None
-    if not isinstance(items, list):
-        raise RowError(f"not a list of tools: {what} is {kind(items)}")
-    return [_tool(item, what) for item in items]
-
-
-def _tool(item: Any, what: str) -> Tool:
-    if isinstance(item, str):
-        item = json_value(item, what)
-    item = without_nulls(item)
-    function = item.get("function", item) if isinstance(item, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"not a tool: {what} has one without a name")
-    if isinstance(function.get("parameters"), str):
-        function = {**function, "parameters": json_value(function["parameters"], what)}
-    check_unicode(function, what)
-    return {"type": "function", "function": function}
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop the null fields of objects.
-
-    A table gives every struct of a column all fields that any of them has, and so do the JSON Lines
-    that are exported from one.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def json_value(text: str, what: str) -> Any:
-    """Return what a JSON text in a column holds."""
-    try:
-        value = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"broken JSON: {what}: {error}") from None
-    if is_too_deep(value):
-        raise RowError(f"nested too deeply: {what}")
-    return value
-
-
-def text_of(text: Any, what: str, *, may_be_blank: bool = False) -> str:
-    """Return `text` if it is a string that UTF-8 can hold, and not blank."""
-    if not isinstance(text, str):
-        raise RowError(f"not text: {what} is {kind(text)}")
-    if not may_be_blank and not text.strip():
-        raise RowError(f"empty: {what}")
-    check_unicode(text, what)
-    return text
-
-
-def check_unicode(value: Any, what: str) -> None:
-    """Raise `RowError` if a text of `value` holds half a character."""
-    if isinstance(value, str) and value.isascii():
-        return
-    try:
-        for text in texts_of(value):
-            text.encode()
-    except UnicodeEncodeError:
-        raise RowError(f"invalid Unicode: {what} holds a lone surrogate") from None
-
-
-def texts_of(value: Any) -> list[str]:
-    """Return every text in `value`, keys too, in no particular order."""
-    texts, left = [], [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, dict):
-            left += item
-            left += item.values()
-        elif isinstance(item, list | tuple):
-            left += item
-    return texts
-
-
-def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Return `value` with every text in it changed, keys too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {map_texts(k, change): map_texts(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_texts(item, change) for item in value]
-    return value
-
-
-def kind(value: Any) -> str:
-    """Name the type of a value for a reason."""
-    return "null" if value is None else type(value).__name__

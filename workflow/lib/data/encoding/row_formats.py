@@ -6,149 +6,186 @@ or lists of messages), `alpaca` a question and its answer, `tokens` ids with lab
 `rejects.jsonl`, and what stands before the colon is counted.
 """
 
-import difflib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 from workflow.lib.data.encoding.chat_messages import (
+    ROLE_KEYS,
     Conversation,
     Message,
+    read_messages,
+)
+from workflow.lib.data.encoding.keys_read import (
+    REASONING_KEYS,
+    KeyAccount,
+    Place,
+    check_row_is_trained,
+)
+from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
+from workflow.lib.data.encoding.row_values import (
+    EMPTY,
     RowError,
     json_value,
     kind,
-    read_messages,
-    read_tools,
+    objects_in,
     text_of,
+    without_nulls,
 )
-from workflow.lib.data.reading.row import Values, printable
+from workflow.lib.data.encoding.token_rows import TokenRow, read_tokens
+from workflow.lib.data.encoding.tool_calls import read_calls, read_tools
+from workflow.lib.data.reading.row import Values
 from workflow.lib.settings.data import DataColumns, Format
-from workflow.lib.system.errors import UserError
 
-IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
-MESSAGES_COLUMN = DataColumns().messages
-SHAREGPT_COLUMN = "conversations"  # taken for `messages` where data.columns says nothing else
-
-# Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first
-# that fits.
-REQUIRED: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "tokens": ("input_ids",),
-    "text": ("text",),
-}
 # The row's arguments of the chat template: an object of them, and columns named as one of them.
 ARGUMENTS_COLUMN = "chat_template_kwargs"
-SWITCHES = {"enable_thinking": bool, "thinking": bool, "reasoning_effort": str}
-# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
-# text beside them.
-TARGETS = ("labels", "loss_mask")
-WITHOUT_TEMPLATE: frozenset[Format] = frozenset({"tokens", "text"})
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """Ready token ids, and whether each is trained; None = the row does not say."""
-
-    ids: list[int]
-    trained: list[bool] | None
+SWITCHES = {"enable_thinking": bool, "reasoning_effort": str}
+NOTHING: Values = {}
+SWITCHED = {"on", "off"}  # what a column `reasoning` may hold instead of a reasoning
+# Columns that each format reads, by their keys of `data.columns`.
+READ_COLUMNS: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output"),
+    "tokens": ("input_ids", "labels", "loss_mask"),
+    "text": ("text",),
+}
 
 
 Sample = Conversation | TokenRow | str
 
 
-def choose_format(
-    present: Collection[str], *, format: str, columns: DataColumns, setting: str
-) -> Format:
-    """Return the format of rows with these columns: the one set, or the first that fits.
+class RowParts(NamedTuple):
+    """What a format reads a row from.
 
-    present: the columns; `auto` means the first format that fits them. Raises `UserError` that
-    lists the columns present and expected if none fits; `setting` names the source. Without any
-    column there is not one object in it: any format will do to reject its rows, each with its own
-    reason.
+    value: its columns. optional: the same, empty where no optional one is there. keys: takes
+    account of what is read.
     """
-    candidates = [name for name in REQUIRED if format in ("auto", name)]
-    if not present:
-        return candidates[0]
-    for candidate in candidates:
-        if _fits(candidate, present, columns, is_set=format != "auto"):
-            return candidate
-    wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
-    raise UserError(
-        f"data.format = {format!r}: {setting} has the columns {_listed(present)}, but expected are "
-        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}Give the names that the "
-        "file uses under data.columns, or set data.format."
-    )
+
+    value: Values
+    optional: Values
+    columns: DataColumns
+    keys: KeyAccount
 
 
-def _listed(names: Collection[str]) -> str:
-    """Return names in quotes, as a blank at an end would else be overlooked."""
-    return ", ".join(printable(f"'{name}'") for name in names)
+@cache
+def row_place(format: Format, columns: DataColumns) -> Place:
+    """Return which columns rows of a format are read from."""
+    names = {getattr(columns, key) for key in READ_COLUMNS[format]}
+    optional: set[str] = set()
+    if format == "tokens":
+        names.add("attention_mask")
+    elif format != "text":
+        optional = {*system_columns(columns), *tools_columns(columns), columns.history}
+        optional |= {ARGUMENTS_COLUMN, *SWITCHES, *REASONING_KEYS}
+        if format == "messages":
+            optional.remove(columns.history)
+    return Place("", frozenset(names | optional), frozenset(optional), has_flags=True)
 
 
-def _misspelt(present: Collection[str], columns: DataColumns) -> str:
-    """Say which columns that the user named are not there, each with the nearest one that is."""
-    parts = []
-    for key in DataColumns.model_fields:
-        name = getattr(columns, key)
-        if name not in present and name != getattr(DataColumns(), key):
-            near = difflib.get_close_matches(name, present, n=1)
-            hint = f"; did you mean {_listed(near)}? " if near else ". "
-            parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")
-    return "".join(parts)
-
-
-def _fits(name: Format, present: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
-    if name == "messages" and _messages_column(present, columns) in present:
-        return True
-    has_targets = any(getattr(columns, key) in present for key in TARGETS)
-    needed = all(getattr(columns, key) in present for key in REQUIRED[name])
-    return needed and (name != "tokens" or has_targets or is_set)
-
-
-def _messages_column(present: Collection[str], columns: DataColumns) -> str:
-    is_default = columns.messages == MESSAGES_COLUMN
-    missing = columns.messages not in present
-    return (
-        SHAREGPT_COLUMN
-        if is_default and missing and SHAREGPT_COLUMN in present
-        else columns.messages
-    )
-
-
-def _wanted(name: Format, columns: DataColumns) -> str:
-    wanted = ", ".join(getattr(columns, key) for key in REQUIRED[name])
-    targets = " or ".join(getattr(columns, key) for key in TARGETS)
-    return f"{wanted} with {targets}" if name == "tokens" else wanted
-
-
-def to_sample(value: Values, *, format: Format, columns: DataColumns) -> Sample:
+def to_sample(
+    value: Values, *, format: Format, columns: DataColumns, keys: KeyAccount | None = None
+) -> Sample:
     """Return a row's conversation, token ids, or text.
 
-    Raises `RowError` if a column is missing, empty, or of the wrong type.
+    keys: takes account of what is read. Raises `RowError` if a column is missing, empty, or of the
+    wrong type, or a key that is not read changes what should be trained.
     """
-    return READ[format](value, columns)
+    keys = keys or KeyAccount()
+    value, shape = keys.take(row_place(format, columns), value, "the row")
+    check_row_is_trained(shape, value)
+    optional = value if shape.has_optional else NOTHING
+    return READ[format](RowParts(value, optional, columns, keys))
 
 
-def _messages(value: Values, columns: DataColumns) -> Sample:
-    name = _messages_column(value, columns)
-    if name not in value:
+def _messages(row: RowParts) -> Sample:
+    name = row.columns.messages
+    if name not in row.value:
         raise RowError(f"missing column: {name!r}")
-    messages, trained = read_messages(value.get(name), what=f"column {name!r}")
-    return _conversation(messages, trained, value, columns)
+    messages, trained = read_messages(row.value[name], row.keys, what=f"column {name!r}")
+    prompt = row.value.get(row.columns.prompt)
+    if prompt not in EMPTY:
+        _check_prompt_is_in(messages, prompt, row.columns)
+    return _conversation(messages, trained, row)
 
 
-def _conversation(
-    messages: list[Message], trained: list[bool], value: Values, columns: DataColumns
-) -> Conversation:
+def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
+    """Raise `RowError` if a prompt beside the messages says what they do not."""
+    items = prompt if isinstance(prompt, list) else [prompt]
+    texts = [item.get("content") if isinstance(item, dict) else item for item in items]
+    said = [message["content"] for message in messages]
+    for text in texts:
+        if isinstance(text, str) and not any(text.strip() in content for content in said):
+            raise RowError(
+                f"prompt beside messages: column {columns.prompt!r} holds a text that is in no "
+                f"message; leave it out (data.leave_out: [{columns.prompt}]), or put it into the "
+                "messages"
+            )
+
+
+def _conversation(messages: list[Message], trained: list[bool], row: RowParts) -> Conversation:
+    """Return the conversation of these messages and of the optional columns."""
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(trained):
+        raise RowError("no trained token: no assistant turn may be trained, as its flags say")
+    if not row.optional:
+        return Conversation(messages, trained)
+    _add_reasoning(messages, row)
+    system = _one_column(row, system_columns(row.columns), "system text")
+    if system is not None and text_of(system, "the system text", may_be_blank=True).strip():
+        messages, trained = _with_system(messages, trained, system)
+    tools = read_tools(_raw_tools(row), row.keys, what=f"column {row.columns.tools!r}")
+    return Conversation(messages, trained, tools, _template_kwargs(row.value))
+
+
+def _raw_tools(row: RowParts) -> Any:
+    return _one_column(row, tools_columns(row.columns), "list of tools")
+
+
+def _one_column(row: RowParts, names: tuple[str, ...], what: str) -> Any:
+    """Return the value of the only column of these that holds one; None if none does."""
+    found = [name for name in names if row.optional.get(name) not in EMPTY]
+    if len(found) > 1:
         raise RowError(
-            "no trained token: no assistant turn that may be trained has a weight above 0"
+            f"two columns for one {what}: {found[0]!r} and {found[1]!r}; leave one out "
+            f"(data.leave_out: [{found[1]}])"
         )
-    tools = read_tools(value.get(columns.tools), what=f"column {columns.tools!r}")
-    return Conversation(messages, trained, tools, _template_kwargs(value))
+    return row.optional[found[0]] if found else None
+
+
+def _with_system(
+    messages: list[Message], trained: list[bool], system: str
+) -> tuple[list[Message], list[bool]]:
+    """Put the system text of a column before the messages."""
+    first: Message = {"role": "system", "content": system}
+    if not messages or messages[0]["role"] != "system":
+        return [first, *messages], [False, *trained]
+    if messages[0]["content"].strip() not in ("", system.strip()):
+        raise RowError(
+            "two system texts: a column of the row has one and message 1 has another; leave the "
+            "column out (data.leave_out), or that message"
+        )
+    return [first, *messages[1:]], trained
+
+
+def _add_reasoning(messages: list[Message], row: RowParts) -> None:
+    """Give the last message the reasoning of a column, unless it has it already."""
+    for name in REASONING_KEYS:
+        reasoning = row.optional.get(name)
+        if not isinstance(reasoning, str) or not reasoning.strip():
+            continue
+        if reasoning.strip().lower() in SWITCHED:
+            row.keys.count(row_place("messages", row.columns), name)
+            continue
+        last = messages[-1]
+        if last["role"] != "assistant" or not REASONING_KEYS.isdisjoint(last):
+            raise RowError(
+                f"two reasonings: column {name!r} has one, and so has the last turn, or it is no "
+                f"assistant's; leave the column out (data.leave_out: [{name}])"
+            )
+        if reasoning.strip() not in last["content"]:
+            last["reasoning_content"] = text_of(reasoning, f"column {name!r}")
 
 
 def _template_kwargs(value: Values) -> dict[str, object]:
@@ -159,38 +196,93 @@ def _template_kwargs(value: Values) -> dict[str, object]:
     given = given or {}
     if not isinstance(given, dict):
         raise RowError(f"not an object: column {ARGUMENTS_COLUMN!r} is {kind(given)}")
-    columns = {k: value[k] for k, t in SWITCHES.items() if isinstance(value.get(k), t)}
-    return {**columns, **{k: v for k, v in given.items() if v is not None}}
+    columns = {k: value[k] for k in SWITCHES if value.get(k) is not None}
+    for name, setting in columns.items():
+        if not isinstance(setting, SWITCHES[name]):
+            raise RowError(f"not {SWITCHES[name].__name__}: column {name!r} is {kind(setting)}")
+    return {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
 
 
-def _prompt_completion(value: Values, columns: DataColumns) -> Sample:
-    prompt, _ = _turns(value, columns.prompt, role="user")
-    completion, trained = _turns(value, columns.completion, role="assistant")
-    trained = [False] * len(prompt) + trained
-    return _conversation([*prompt, *completion], trained, value, columns)
+def _prompt_completion(row: RowParts) -> Sample:
+    before, _ = _history(row)
+    prompt, _ = _turns(row, row.columns.prompt, role="user")
+    completion, trained = _turns(row, row.columns.completion, role="assistant")
+    trained = [False] * (len(before) + len(prompt)) + trained
+    return _conversation([*before, *prompt, *completion], trained, row)
 
 
-def _turns(value: Values, name: str, *, role: str) -> tuple[list[Message], list[bool]]:
-    """Return a column's messages; a text is one message of `role`."""
-    if isinstance(value.get(name), list):
-        return read_messages(value[name], what=f"column {name!r}")
+def _turns(row: RowParts, name: str, *, role: str) -> tuple[list[Message], list[bool]]:
+    """Return a column's messages; a text is one message of `role`.
+
+    JSON text is read as messages if it holds objects with roles, and as calls of tools if there are
+    tools and it holds objects with names; else it is text.
+    """
+    value, keys = row.value, row.keys
+    given = value.get(name)
+    items = objects_in(given) if isinstance(given, str) else given
+    if isinstance(items, dict):
+        items = [items]
+    if isinstance(items, list) and items:
+        _check_is_no_tree(items, name)
+        if all(isinstance(item, dict) and _names_role(item) for item in items):
+            return read_messages(items, keys, what=f"column {name!r}")
+        may_call = role == "assistant" and (given is items or _raw_tools(row) is not None)
+        if may_call and _are_calls(items):
+            calls = read_calls(given, f"column {name!r}", keys)
+            return [{"role": role, "content": "", "tool_calls": calls}], [True]
+    if isinstance(given, list):
+        return read_messages(given, keys, what=f"column {name!r}")
     return [{"role": role, "content": _column(value, name)}], [role == "assistant"]
 
 
-def _alpaca(value: Values, columns: DataColumns) -> Sample:
+def _names_role(item: dict[str, Any]) -> bool:
+    return any(item.get(key) is not None for key in ROLE_KEYS)
+
+
+def _are_calls(items: list[Any]) -> bool:
+    return all(
+        isinstance(item, dict) and ("function" in item or isinstance(item.get("name"), str))
+        for item in items
+    )
+
+
+def _check_is_no_tree(items: list[Any], name: str) -> None:
+    if any(isinstance(item, dict) and item.get("replies") for item in items):
+        raise RowError(
+            f"a tree of messages: column {name!r} holds replies; write one row for each path from "
+            "the first message to a last one"
+        )
+
+
+def _history(row: RowParts) -> tuple[list[Message], list[bool]]:
+    """Return the messages before the prompt or the instruction."""
+    name = row.columns.history
+    if row.optional.get(name) in EMPTY:
+        return [], []
+    return read_messages(row.optional[name], row.keys, what=f"column {name!r}")
+
+
+def _alpaca(row: RowParts) -> Sample:
+    value, columns = row.value, row.columns
+    before, may_train = _history(row)
     question = _column(value, columns.instruction)
     if value.get(columns.input) not in (None, ""):
         question += "\n\n" + _column(value, columns.input)
     answer = _column(value, columns.output)
     messages = [
+        *before,
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-    return Conversation(messages, [False, True], template_kwargs=_template_kwargs(value))
+    return _conversation(messages, [*may_train, False, True], row)
 
 
-def _text(value: Values, columns: DataColumns) -> Sample:
-    return _column(value, columns.text)
+def _text(row: RowParts) -> Sample:
+    return _column(row.value, row.columns.text)
+
+
+def _tokens(row: RowParts) -> Sample:
+    return read_tokens(row.value, row.columns)
 
 
 def _column(value: Values, name: str) -> str:
@@ -199,57 +291,7 @@ def _column(value: Values, name: str) -> str:
     return text_of(value[name], f"column {name!r}")
 
 
-def _tokens(value: Values, columns: DataColumns) -> Sample:
-    """Take the ids that `attention_mask` does not call padding, and what is trained of them."""
-    ids = _integers(value, columns.input_ids)
-    trained = _targets(value, ids, columns)
-    if value.get("attention_mask") is not None:
-        real = _flags(value, "attention_mask", ids)
-        trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
-        ids = [i for i, r in zip(ids, real, strict=True) if r]
-    if not ids:
-        raise RowError(f"empty: column {columns.input_ids!r}")
-    return TokenRow(ids, trained)
-
-
-def _targets(value: Values, ids: list[int], columns: DataColumns) -> list[bool] | None:
-    if value.get(columns.labels) is not None:
-        labels = _same_length(_integers(value, columns.labels), ids, columns.labels)
-        for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
-            if label not in (IGNORED_LABEL, token):
-                raise RowError(
-                    f"labels differ from tokens: place {position} has label {label}, token "
-                    f"{token}; a label is its own token (not the next one), or {IGNORED_LABEL}"
-                )
-        return [label != IGNORED_LABEL for label in labels]
-    if value.get(columns.loss_mask) is not None:
-        return _flags(value, columns.loss_mask, ids)
-    return None
-
-
-def _integers(value: Values, name: str) -> list[int]:
-    numbers = value.get(name)
-    if name not in value:
-        raise RowError(f"missing column: {name!r}")
-    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise RowError(f"not a list of whole numbers: column {name!r}")
-    return numbers
-
-
-def _flags(value: Values, name: str, ids: list[int]) -> list[bool]:
-    flags = value[name]
-    if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
-        raise RowError(f"not a list of 0 and 1: column {name!r} is {kind(flags)}")
-    return [bool(flag) for flag in _same_length(flags, ids, name)]
-
-
-def _same_length(numbers: list[int], ids: list[int], name: str) -> list[int]:
-    if len(numbers) != len(ids):
-        raise RowError(f"unequal lengths: {len(ids)} token ids, {len(numbers)} in column {name!r}")
-    return numbers
-
-
-READ: dict[Format, Callable[[Values, DataColumns], Sample]] = {
+READ: dict[Format, Callable[[RowParts], Sample]] = {
     "messages": _messages,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from workflow.lib.data.encoding.chat_messages import Conversation, RowError
 from workflow.lib.data.encoding.chat_template import ChatTemplate, Spans
 from workflow.lib.data.encoding.probes import PROBE, PROBE_TEXT, PROBES, ChatProbe, TextProbe
-from workflow.lib.data.encoding.row_formats import Sample, TokenRow
+from workflow.lib.data.encoding.row_formats import Sample
 from workflow.lib.data.encoding.safe_encoder import SafeEncoder, token_span
+from workflow.lib.data.encoding.token_rows import TokenRow
 from workflow.lib.data.encoding.trained_turns import (
     LossOn,
     Rendered,

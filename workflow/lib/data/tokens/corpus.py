@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +21,15 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.row_formats import to_sample
 from workflow.lib.data.encoding.sample_encoder import Encoded, SampleEncoder
+from workflow.lib.data.encoding.template_keys import keys_in_template
 from workflow.lib.data.reading.chunks import NOT_UTF8, Chunk
 from workflow.lib.data.reading.data_file import read_chunks
 from workflow.lib.data.reading.row import Row
 from workflow.lib.data.reading.sources import Source
-from workflow.lib.data.tokens.dropped_rows import Listing
+from workflow.lib.data.tokens.dropped_rows import Listing, reason_kind
 from workflow.lib.data.tokens.encoded_shards import (
     Shard,
     ShardFacts,
@@ -82,6 +85,11 @@ class FileRows:
     rows_read: int = 0
     unusable: int = 0
     first_reasons: list[str] = field(default_factory=list)
+    columns: dict[str, None] = field(default_factory=dict)
+    """Columns that were read, in order of appearance."""
+    not_read: Counter[str] = field(default_factory=Counter)
+    """Columns and keys that were not, with how often they hold a value."""
+    dropped_by_reason: Counter[str] = field(default_factory=Counter)
     blank_lines: int = 0
     """Lines that hold no row, of files in which a line is one."""
     special_texts: int = 0
@@ -96,6 +104,9 @@ class FileRows:
         self.special_texts += facts.special_texts
         self.rows_by_turns += facts.rows_by_turns
         self.unusable += facts.unusable
+        self.columns |= dict.fromkeys(facts.columns)
+        self.not_read.update(facts.not_read)
+        self.dropped_by_reason.update(reason_kind(r["reason"]) for r in facts.rejects)
         room = FIRST_REASONS - len(self.first_reasons)
         self.first_reasons += [f"row {r['row']}: {r['reason']}" for r in facts.rejects[:room]]
 
@@ -166,16 +177,27 @@ def _tasks(corpus: Corpus, split: str, work: Path, stems: dict[Path, int]) -> It
 def make_encoder(encoding: Encoding) -> Callable[[ChunkTask], Path]:
     """Return what writes the shard of a task."""
     settings, encoder = encoding.settings, encoding.encoder
+    template_keys = keys_in_template(encoding.chat_template or "")
+    accounts = [
+        KeyAccount(
+            template_keys=template_keys,
+            leave_out=settings.leave_out,
+            omit_media=settings.media == "omit",
+        )
+        for _ in encoding.formats
+    ]
 
     def begin(source: int, row: Row) -> Callable[[], list[Encoded]]:
         format, columns = encoding.formats[source], encoding.columns[source]
-        return encoder.begin(to_sample(row.value, format=format, columns=columns))
+        sample = to_sample(row.value, format=format, columns=columns, keys=accounts[source])
+        return encoder.begin(sample)
 
     def encode(task: ChunkTask) -> Path:
         if task.chunk is not None:
             encode_rows(
                 task.chunk.rows(),
                 begin=partial(begin, task.source),
+                keys=accounts[task.source],
                 seq_len=settings.seq_len,
                 overlong=settings.overlong,
                 stem=task.stem,

@@ -34,6 +34,11 @@ class CutRow(TypedDict):
     kept: int
 
 
+def reason_kind(reason: str) -> str:
+    """Return the part of a reason by which dropped rows are counted."""
+    return reason.split(":")[0]
+
+
 class Listing:
     """Writes `rejects.jsonl` and `truncated.jsonl`, and keeps their counts. A context manager."""
 
@@ -55,7 +60,7 @@ class Listing:
 
     def drop(self, row: DroppedRow, *, file: str) -> None:
         """List a dropped row; what stands before the colon of its reason is counted."""
-        self.dropped_by_reason[row["reason"].split(":")[0]] += 1
+        self.dropped_by_reason[reason_kind(row["reason"])] += 1
         line = {
             "file": file,
             "row": row["row"],

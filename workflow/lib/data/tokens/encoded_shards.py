@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from workflow.lib.data.encoding.chat_messages import RowError
+from workflow.lib.data.encoding.keys_read import KeyAccount
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
 from workflow.lib.system.files import read_checked_json, write_checked_json
 
-SHARD_VERSION = 3  # to be raised when the same chunk and settings give another shard
+SHARD_VERSION = 4  # to be raised when the same chunk and settings give another shard
 # Rows whose chats are rendered before they are tokenized: either work is faster at a stretch.
 ROWS_BEGUN = 64
 DIGEST_BYTES = 8  # 64 bits: at 10^8 documents an accidental pair has a chance of 1 in 4,000
@@ -62,6 +63,8 @@ class ShardFacts:
 
     rows_by_turns: rows of which turns became examples of their own (`SampleEncoder`).
 
+    columns, not_read: `KeyAccount.report`.
+
     checksums: CRC-32 of each array.
     """
 
@@ -74,6 +77,8 @@ class ShardFacts:
     dropped: list[int] = field(default_factory=list)
     rejects: list[DroppedRow] = field(default_factory=list)
     cuts: list[CutRow] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    not_read: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
 
 
@@ -188,19 +193,22 @@ def encode_rows(
     rows: Sequence[Row | BrokenRow],
     *,
     begin: Callable[[Row], Callable[[], list[Encoded]]],
+    keys: KeyAccount,
     seq_len: int,
     overlong: Overlong,
     stem: Path,
 ) -> None:
     """Write the shard of a chunk's rows to `stem`.
 
-    All rows of a block are begun, then ended (`SampleEncoder.begin`).
+    All rows of a block are begun, then ended (`SampleEncoder.begin`). keys: what `begin` accounts
+    for.
     """
     builder = ShardBuilder(seq_len=seq_len, overlong=overlong)
     for start in range(0, len(rows), ROWS_BEGUN):
         block = rows[start : start + ROWS_BEGUN]
         for row, begun in zip(block, [_begun(row, begin) for row in block], strict=True):
             builder.add(row, begun)
+    builder.facts.columns, builder.facts.not_read = keys.report()
     builder.save(stem)
 
 

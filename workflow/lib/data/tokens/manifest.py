@@ -68,7 +68,7 @@ def manifest(
         "format_version": FORMAT_VERSION,
         "seq_len": seq_len,
         "format": ", ".join(dict.fromkeys(f for e in encodings.values() for f in e.formats)),
-        "sources": source_facts(corpora, {"train": train, "heldout": heldout}),
+        "sources": source_facts(corpora, {"train": train, "heldout": heldout}, encodings),
         "splits": splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len),
         **drop_facts(listing),
         "train_heldout_near_duplicates": len(near.pairs),
@@ -106,7 +106,9 @@ def chat_facts(encoder: SampleEncoder, *, chat_template: str | None) -> ChatFact
     }
 
 
-def source_facts(corpora: Mapping[str, Corpus], splits: Mapping[str, Split]) -> list[SourceFacts]:
+def source_facts(
+    corpora: Mapping[str, Corpus], splits: Mapping[str, Split], encodings: Mapping[str, Encoding]
+) -> list[SourceFacts]:
     """Return each data file's facts: what it is, what was read, what its split gets of it."""
     return [
         {
@@ -116,6 +118,10 @@ def source_facts(corpora: Mapping[str, Corpus], splits: Mapping[str, Split]) -> 
             "file": file.file,
             "sha256": file.sha256,
             "rows": file.rows_read,
+            "format": encodings[name].formats[file.source],
+            "columns": list(file.columns),
+            "not_read": dict(file.not_read.most_common()),
+            "dropped_by_reason": dict(file.dropped_by_reason.most_common()),
             "blank_lines": file.blank_lines,
             "special_token_texts": file.special_texts,
             "rows_by_turns": file.rows_by_turns,

@@ -49,6 +49,10 @@ class SourceFacts(FileCounts):
     file: str
     sha256: str
     rows: int
+    format: str
+    columns: list[str]
+    not_read: dict[str, int]
+    dropped_by_reason: dict[str, int]
     blank_lines: int
     special_token_texts: int
     rows_by_turns: int

@@ -1,6 +1,7 @@
 """A manifest as lines of the log: what became of the rows, and what a reader should not miss."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def _log_drops(dropped_by_reason: dict[str, int], *, rejects: Path) -> None:
 
 
 def _log_sources(sources: Sequence[SourceFacts]) -> None:
+    not_read: dict[str, Counter[str]] = {}
+    for source in sources:
+        not_read.setdefault(source["source"], Counter()).update(source["not_read"])
+    for name, counts in not_read.items():
+        if counts:
+            listed = ", ".join(f"{key} ({count:,})" for key, count in counts.most_common())
+            logger.info("%s: not read: %s", name, listed)
     for source in sources:
         if source["blank_lines"]:
             message = "%s: %d blank lines are no rows, but count as lines"

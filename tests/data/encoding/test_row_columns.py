@@ -1,0 +1,127 @@
+"""The columns of a source decide what its rows are, or are refused with what to set."""
+
+import pytest
+
+from workflow.lib.data.encoding.row_columns import choose_format
+from workflow.lib.settings.data import DataColumns
+from workflow.lib.system.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("columns", "format"),
+    [
+        (["messages", "text"], "messages"),
+        (["id", "prompt", "completion"], "prompt_completion"),
+        (["instruction", "output"], "alpaca"),
+        (["text", "prompt"], "text"),
+        (["conversations", "id"], "messages"),
+        (["text", "input_ids", "labels"], "tokens"),
+        (["input_ids", "loss_mask"], "tokens"),
+        (["text", "input_ids", "attention_mask"], "text"),
+    ],
+)
+def test_auto_takes_the_format_whose_columns_are_there(columns: list[str], format: str) -> None:
+    chosen, _ = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+    assert chosen == format
+
+
+def test_missing_columns_lists_found_and_expected_and_the_key() -> None:
+    names = DataColumns(prompt="question")
+    with pytest.raises(UserError) as caught:
+        choose_format(["q", "a"], format="prompt_completion", columns=names, setting="data.train")
+    text = str(caught.value)
+    assert "data.format = 'prompt_completion': data.train has the columns 'q', 'a'" in text
+    assert "prompt_completion (question, completion)" in text
+    assert "data.columns" in text
+
+
+def test_misspelt_column_is_named_with_the_nearest_one() -> None:
+    names = DataColumns(prompt="Question text", completion="Reply", text="body")
+    with pytest.raises(UserError) as caught:
+        choose_format(
+            ["ID", "Question Text", "Answer "], format="auto", columns=names, setting="data.train"
+        )
+    text = str(caught.value)
+    assert "the columns 'ID', 'Question Text', 'Answer '," in text
+    assert (
+        "data.columns.prompt = 'Question text' is none of them; did you mean 'Question Text'?"
+        in text
+    )
+    assert "data.columns.completion = 'Reply' is none of them. " in text
+    assert "data.columns.messages" not in text
+
+
+def test_token_ids_without_targets_are_told_what_is_missing() -> None:
+    with pytest.raises(UserError, match=r"tokens \(input_ids with labels or loss_mask\)"):
+        choose_format(["input_ids"], format="auto", columns=DataColumns(), setting="data.train")
+
+
+def test_column_names_cannot_speak_to_the_terminal() -> None:
+    with pytest.raises(UserError) as caught:
+        choose_format(["\x1b[2J"], format="auto", columns=DataColumns(), setting="data.train")
+    assert r"\x1b[2J" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "format", "names"),
+    [
+        (["conversation", "source"], "messages", {"messages": "conversation"}),
+        (["instruction", "context", "response"], "alpaca",
+         {"input": "context", "output": "response"}),
+        (["question", "answer"], "alpaca",
+         {"instruction": "question", "input": "context", "output": "answer"}),
+        (["query", "answers", "tools"], "prompt_completion",
+         {"prompt": "query", "completion": "answers"}),
+        (["input", "output", "system_prompt"], "prompt_completion",
+         {"prompt": "input", "completion": "output"}),
+    ],
+)  # fmt: skip
+def test_names_of_public_datasets_are_known(
+    columns: list[str], format: str, names: dict[str, str]
+) -> None:
+    chosen = choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+    assert chosen == (format, DataColumns(**names))
+
+
+def test_names_that_the_user_chose_are_not_replaced() -> None:
+    names = DataColumns(output="reply")
+    with pytest.raises(UserError, match=r"data\.columns\.output = 'reply' is none of them"):
+        choose_format(["question", "answer"], format="alpaca", columns=names, setting="data.train")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["message_id", "parent_id", "role", "text"],
+        ["role", "text"],
+        ["conversation_id", "role", "content"],
+        ["message_tree_id", "prompt"],
+        ["text", "replies"],
+    ],
+)
+def test_rows_that_are_messages_of_a_tree_are_refused_with_the_cure(columns: list[str]) -> None:
+    with pytest.raises(UserError, match=r"Write one row for each path.* set data\.format: text"):
+        choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+
+
+def test_texts_of_a_tree_are_texts_if_the_user_says_so() -> None:
+    chosen = choose_format(
+        ["parent_id", "role", "text"], format="text", columns=DataColumns(), setting="data.train"
+    )
+    assert chosen == ("text", DataColumns())
+
+
+@pytest.mark.parametrize(
+    ("columns", "setting"),
+    [
+        (["prompt", "chosen", "rejected"], "data.columns: {completion: chosen}"),
+        (["chosen", "rejected"], "data.columns: {messages: chosen}"),
+        (["system", "chat"], "data.columns: {text: chat}"),
+    ],
+)
+def test_columns_that_mean_no_format_are_refused_with_what_to_set(
+    columns: list[str], setting: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        choose_format(columns, format="auto", columns=DataColumns(), setting="data.train")
+    assert setting in str(caught.value)

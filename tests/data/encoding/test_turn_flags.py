@@ -1,0 +1,108 @@
+"""Keys that say whether a turn is trained are obeyed, or refused with the cure."""
+
+from typing import Any
+
+import pytest
+
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.settings.data import DataColumns
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def trained(first: dict[str, Any], **columns: Any) -> list[bool]:
+    """Whether the turns are trained of a talk whose first answer has these keys more."""
+    talk = [QUESTION, {**ANSWER, **first}, QUESTION, ANSWER]
+    sample: Any = to_sample({"messages": talk, **columns}, format="messages", columns=DataColumns())
+    assert sample.messages[3] == ANSWER
+    return list(sample.trained)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"train": False},
+        {"loss": 0},
+        {"training": False},
+        {"trainable": 0.0},
+        {"weight": 0},
+        {"loss_weight": 0.0},
+        {"masked": True},
+        {"train": True, "weight": 0},
+        {"train": {"loss": False}},
+        {"metadata": {"turn": {"train": False}}},
+        {"loss": {"weight": 0, "why": "bad"}},
+    ],
+)
+def test_turn_that_is_marked_is_not_trained(keys: dict[str, Any]) -> None:
+    assert trained(keys) == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"train": True}, {"loss": 1}, {"weight": 1.0}, {"train": None}, {"masked": False},
+     {"metadata": {"train": True}}, {"trainer": "x"}, {"loss_reason": "text"}],
+)  # fmt: skip
+def test_turn_that_is_not_marked_is_trained(keys: dict[str, Any]) -> None:
+    assert trained(keys) == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"train": "no"}, "unknown mask: message 2 has train = 'no', known are true and false"),
+        ({"loss": []}, "unknown mask: message 2 has loss = []"),
+        ({"weight": 0.5}, "unknown weight: message 2 has weight = 0.5, known are 0 and 1"),
+        ({"loss_weight": 2}, "unknown weight: message 2 has loss_weight = 2"),
+        ({"mask": 1}, "unclear mask: message 2 has mask = 1, which means trained for some"),
+        ({"train_on_turn": False}, "unknown mask: message 2 has train_on_turn = False"),
+        ({"lossScale": 0.0}, "unknown mask: message 2 has lossScale = 0.0"),
+        ({"train_detail": [{"train": False}]}, "unknown mask: message 2 has train_detail = "),
+        ({"metadata": {"weight": 0.3}}, "unknown weight: message 2 has weight = 0.3"),
+    ],
+)
+def test_mask_that_cannot_be_read_is_refused_with_the_cure(
+    keys: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RowError) as caught:
+        trained(keys)
+    assert str(caught.value).startswith(reason)
+    assert "data.leave_out: [" in str(caught.value)
+
+
+def test_question_that_is_marked_to_be_trained_is_refused() -> None:
+    talk = [{**QUESTION, "train": True}, ANSWER]
+    with pytest.raises(RowError, match="not an assistant's: message 1 is marked to be trained"):
+        to_sample({"messages": talk}, format="messages", columns=DataColumns())
+
+
+def test_question_of_weight_one_is_a_question() -> None:
+    talk = [{**QUESTION, "weight": 1, "train": False}, ANSWER]
+    sample: Any = to_sample({"messages": talk}, format="messages", columns=DataColumns())
+    assert sample.trained == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"train": False}, "not trained: column 'train' is False"),
+        ({"weight": 0}, "not trained: column 'weight' is 0"),
+        ({"metadata": {"train": False}}, "not trained: column 'train' is False"),
+        ({"label": False}, "not trained: column 'label' is False"),
+        ({"weight": 0.5}, "unknown weight: the row has weight = 0.5"),
+        ({"mask": "User"}, "unclear mask: the row has mask = 'User'"),
+        ({"loss_mask": [0, 1, 0, 1]}, "unknown mask: the row has loss_mask = [0, 1, 0, 1]"),
+        ({"train": "no"}, "unknown mask: the row has train = 'no'"),
+    ],
+)
+def test_flag_of_a_row_is_obeyed_or_refused(columns: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RowError) as caught:
+        trained({}, **columns)
+    assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize("columns", [{"label": True}, {"label": 0}, {"weight": 1}, {"loss": None}])
+def test_row_that_no_flag_forbids_is_trained(columns: dict[str, Any]) -> None:
+    assert trained({}, **columns) == [False, True, False, True]

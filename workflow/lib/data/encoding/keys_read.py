@@ -1,0 +1,168 @@
+"""Every key of a row, and of what is in it, is read, or refused, or counted as not read.
+
+Readers declare which keys they take at a place: the columns of a row, the keys of a message, of a
+part of its content, of a call, of a tool. The rest follows, once for each set of keys that occurs:
+nearly all rows of a source have one of few.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from workflow.lib.data.encoding.row_values import EMPTY, RowError
+from workflow.lib.data.encoding.turn_flags import (
+    FLAGS,
+    LABEL,
+    check_unknown_flag,
+    flags_of,
+    is_like_flag,
+    says_trained,
+)
+from workflow.lib.data.reading.row import Values, printable
+
+# Of a message; whether the template writes it is checked for every row.
+REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
+MAX_SHAPES = 4096
+MAX_NAMES = 100  # of keys that are not read; the others are counted together
+MAX_NAME_CHARS = 64
+OTHERS = ("", "other keys")
+MEDIA = {
+    *("image", "images", "image_url", "image_urls", "image_path", "input_image", "pixel_values"),
+    *("audio", "audios", "audio_url", "audio_path", "input_audio"),
+    *("video", "videos", "video_url", "video_path"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where keys stand, and which of them are read there.
+
+    name: as listings show it; "" for the columns of a row. optional: of the keys that are read,
+    those that few items have. passed: all others go to the chat template, and those that it reads
+    count as read. has_flags: flags of training are read too.
+    """
+
+    name: str
+    read: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    passed: bool = False
+    has_flags: bool = False
+
+
+class Shape(NamedTuple):
+    """What becomes of a set of keys: which are not read, which are flags, which are passed on.
+
+    has_optional: whether any of the optional ones is among them.
+    """
+
+    unread: tuple[str, ...]
+    flags: tuple[str, ...]
+    passed: tuple[str, ...]
+    has_optional: bool
+
+
+class KeyAccount:
+    """Counts the keys of a source that are not read.
+
+    template_keys: those of a message that the chat template reads. leave_out: keys that the user
+    wants to be left out, whatever they say. omit_media: pictures and sounds are left out too.
+    """
+
+    def __init__(
+        self,
+        *,
+        template_keys: Collection[str] = (),
+        leave_out: Collection[str] = (),
+        omit_media: bool = False,
+    ) -> None:
+        self._template_keys = frozenset(template_keys) | REASONING_KEYS
+        self._leave_out = frozenset(leave_out)
+        self.omit_media = omit_media
+        self._shapes: dict[tuple[str, ...], Shape] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+        self._columns: dict[str, None] = {}
+
+    def take(self, place: Place, item: Values, where: str) -> tuple[Values, Shape]:
+        """Account for the keys of an item; return it without those to be left out, and its shape.
+
+        Raises `RowError` at a key that is not read, and changes what should be trained.
+        """
+        shape = self._shapes.get((place.name, *item)) or self._learn(place, item)
+        for key in shape.unread:
+            value = item[key]
+            if value not in EMPTY and not (key == LABEL and isinstance(value, bool)):
+                self._check(place, key, value, where)
+                self.count(place, key)
+        if self._leave_out:
+            item = {key: value for key, value in item.items() if key not in self._leave_out}
+        return item, shape
+
+    def _learn(self, place: Place, item: Values) -> Shape:
+        kept = [key for key in item if key not in self._leave_out]
+        flags = [k for k in kept if place.has_flags and k in FLAGS and k not in place.read]
+        others = [key for key in kept if key not in place.read and key not in flags]
+        known = self._template_keys if place.passed else frozenset[str]()
+        unread = [key for key in item if key in self._leave_out]
+        unread += [key for key in others if key not in known]
+        has_optional = not place.optional.isdisjoint(kept)
+        shape = Shape(tuple(unread), tuple(flags), tuple(others), has_optional)
+        if not place.name:
+            self._columns |= dict.fromkeys(key for key in kept if key not in unread)
+        if len(self._shapes) < MAX_SHAPES:
+            self._shapes[place.name, *item] = shape
+        return shape
+
+    def _check(self, place: Place, key: str, value: Any, where: str) -> None:
+        if key in self._leave_out:
+            return
+        if (key in MEDIA and isinstance(value, str | bytes | list | dict)) or _holds_media(value):
+            if not self.omit_media:
+                raise media_error(f"{where} has {key}")
+        elif place.name and is_like_flag(key):
+            check_unknown_flag(key, value, where)
+
+    def count(self, place: Place, key: str) -> None:
+        """Count a key that is not read."""
+        counted = place.name, key
+        if counted not in self._counts and len(self._counts) >= MAX_NAMES:
+            counted = OTHERS
+        self._counts[counted] = self._counts.get(counted, 0) + 1
+
+    def report(self) -> tuple[list[str], dict[str, int]]:
+        """Return the columns that were read, and what was not with its counts, since the last."""
+        counts = {_label(*counted): count for counted, count in self._counts.items()}
+        self._counts.clear()
+        return list(self._columns), counts
+
+
+def _label(place: str, key: str) -> str:
+    return printable(key[:MAX_NAME_CHARS]) + (f" ({place})" if place else "")
+
+
+def check_row_is_trained(shape: Shape, value: Values) -> None:
+    """Raise `RowError` if a flag of a row says that it is not trained, or cannot be read.
+
+    Of the flags inside of objects, which are about anything, only true and false count.
+    """
+    if value.get(LABEL) is False:
+        raise RowError(f"not trained: column {LABEL!r} is False, so the answer is a bad one")
+    flags = flags_of(value, shape.flags, ())
+    flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f[1], bool)]
+    for key, flag in flags:
+        if not says_trained(key, flag, "the row"):
+            raise RowError(f"not trained: column {key!r} is {flag!r}")
+
+
+def media_error(what: str) -> RowError:
+    """Return the refusal of pictures, sounds and videos."""
+    return RowError(
+        f"not text: {what}, and pictures, sounds and videos are not read; to train on the text "
+        "alone, set data.media: omit"
+    )
+
+
+def _holds_media(value: Any) -> bool:
+    """Tell whether a value is of bytes, or an image or a sound as `datasets` stores them."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)

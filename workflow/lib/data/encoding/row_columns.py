@@ -1,0 +1,160 @@
+"""Which of five formats the columns of a source mean, and which column holds what.
+
+The names that a dataset uses are taken from `data.columns`; where that says nothing, from a table
+of the names that public datasets use.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from workflow.lib.data.reading.row import printable
+from workflow.lib.settings.data import DataColumns, Format
+from workflow.lib.system.errors import UserError
+
+DEFAULTS = DataColumns()
+# Columns that a format cannot do without, by their keys of `data.columns`; `auto` takes the first
+# that fits.
+REQUIRED: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "tokens": ("input_ids",),
+    "text": ("text",),
+}
+# `auto` takes token ids only if they come with what is trained: many tokenized datasets keep the
+# text beside them.
+TARGETS = ("labels", "loss_mask")
+WITHOUT_TEMPLATE: frozenset[Format] = frozenset({"tokens", "text"})
+# Other names of columns, tried in this order where those of `data.columns` are not there.
+OTHER_NAMES: tuple[tuple[Format, Mapping[str, str]], ...] = (
+    ("messages", {"messages": "conversations"}),
+    ("messages", {"messages": "conversation"}),
+    ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
+    ("prompt_completion", {"prompt": "query", "completion": "answers"}),
+    ("prompt_completion", {"prompt": "query", "completion": "response"}),
+    ("prompt_completion", {"prompt": "input", "completion": "output"}),
+    ("alpaca", {"instruction": "instruction", "input": "context", "output": "response"}),
+    ("alpaca", {"instruction": "question", "input": "context", "output": "answer"}),
+    ("alpaca", {"instruction": "question", "input": "context", "output": "response"}),
+    ("alpaca", {"instruction": "problem", "input": "context", "output": "solution"}),
+)
+# Columns that several publishers name otherwise; the first that is there, unless the user names
+# one.
+SYSTEM_NAMES = ("system", "system_prompt", "system_message")
+TOOLS_NAMES = ("tools", "functions")
+# Columns of which a row is one message of many.
+TREE_COLUMNS = {"parent_id", "parent_message_id", "message_tree_id", "replies"}
+ROLE_COLUMN = "role"
+
+
+def choose_format(
+    present: Collection[str], *, format: str, columns: DataColumns, setting: str
+) -> tuple[Format, DataColumns]:
+    """Return the format of rows with these columns, the one set or the first that fits; and names.
+
+    present: the columns; `auto` means the first format that fits them. Raises `UserError` that
+    lists the columns present and expected if none fits; `setting` names the source. Without any
+    column there is not one object in it: any format will do to reject its rows, each with its own
+    reason.
+    """
+    candidates = [name for name in REQUIRED if format in ("auto", name)]
+    if not present:
+        return candidates[0], columns
+    for candidate in candidates:
+        if _fits(candidate, present, columns, is_set=format != "auto"):
+            if format == "auto" and candidate in ("prompt_completion", "text"):
+                _check_whole_rows(present, columns, setting)
+            return candidate, columns
+        if candidate == "messages" and (named := _named_otherwise(present, ["messages"], columns)):
+            return named
+    if named := _named_otherwise(present, candidates, columns):
+        return named
+    _check_whole_rows(present, columns, setting)
+    wanted = [f"{name} ({_wanted(name, columns)})" for name in candidates]
+    raise UserError(
+        f"data.format = {format!r}: {setting} has the columns {_listed(present)}, but expected are "
+        f"those of {' or '.join(wanted)}. {_misspelt(present, columns)}{_advice(present)}Give the "
+        "names that the file uses under data.columns, or set data.format."
+    )
+
+
+def _check_whole_rows(present: Collection[str], columns: DataColumns, setting: str) -> None:
+    """Raise `UserError` if each row is one message of a conversation or of a tree of them."""
+    is_tree = not TREE_COLUMNS.isdisjoint(present)
+    if is_tree or ROLE_COLUMN in present:
+        what = "a tree of messages" if is_tree else "one message"
+        raise UserError(
+            f"data.format: a row of {setting} is {what} (columns {_listed(present)}), not "
+            "a conversation. Write one row for each path from a first message to a last one, as "
+            f"{{{columns.messages!r}: [{{'role': ..., 'content': ...}}, ...]}}; or, to train each "
+            "text as plain text, set data.format: text and name its column in data.columns.text."
+        )
+
+
+def _named_otherwise(
+    present: Collection[str], candidates: Collection[str], columns: DataColumns
+) -> tuple[Format, DataColumns] | None:
+    """Return the first format that fits by names that public datasets use.
+
+    Only names that the user did not choose are tried.
+    """
+    for format, names in OTHER_NAMES:
+        needed = [names[key] for key in REQUIRED[format]]
+        is_free = all(getattr(columns, key) == getattr(DEFAULTS, key) for key in names)
+        if format in candidates and is_free and all(name in present for name in needed):
+            return format, columns.model_copy(update=dict(names))
+    return None
+
+
+def system_columns(columns: DataColumns) -> tuple[str, ...]:
+    """Return the columns that may hold the system text."""
+    return SYSTEM_NAMES if columns.system == DEFAULTS.system else (columns.system,)
+
+
+def tools_columns(columns: DataColumns) -> tuple[str, ...]:
+    """Return the columns that may hold the tools on offer."""
+    return TOOLS_NAMES if columns.tools == DEFAULTS.tools else (columns.tools,)
+
+
+def _listed(names: Collection[str]) -> str:
+    """Return names in quotes, as a blank at an end would else be overlooked."""
+    return ", ".join(printable(f"'{name}'") for name in names)
+
+
+def _misspelt(present: Collection[str], columns: DataColumns) -> str:
+    """Say which columns that the user named are not there, each with the nearest one that is."""
+    parts = []
+    for key in DataColumns.model_fields:
+        name = getattr(columns, key)
+        if name not in present and name != getattr(DEFAULTS, key):
+            near = difflib.get_close_matches(name, present, n=1)
+            hint = f"; did you mean {_listed(near)}? " if near else ". "
+            parts.append(f"data.columns.{key} = {name!r} is none of them{hint}")
+    return "".join(parts)
+
+
+def _advice(present: Collection[str]) -> str:
+    """Say what to set for columns of public datasets that mean no format by themselves."""
+    advice: list[tuple[set[str], dict[str, Any], str]] = [
+        ({"prompt", "chosen", "rejected"}, {"completion": "chosen"}, "trains the chosen answers"),
+        ({"chosen", "rejected"}, {"messages": "chosen"}, "trains the chosen conversations"),
+        ({"chat"}, {"text": "chat"}, "trains each chat as plain text, speakers included"),
+    ]
+    for names, setting, effect in advice:
+        if names <= set(present):
+            (pair,) = setting.items()
+            return f"data.columns: {{{pair[0]}: {pair[1]}}} {effect}. "
+    return ""
+
+
+def _fits(name: Format, present: Collection[str], columns: DataColumns, *, is_set: bool) -> bool:
+    has_targets = any(getattr(columns, key) in present for key in TARGETS)
+    needed = all(getattr(columns, key) in present for key in REQUIRED[name])
+    return needed and (name != "tokens" or has_targets or is_set)
+
+
+def _wanted(name: Format, columns: DataColumns) -> str:
+    wanted = ", ".join(getattr(columns, key) for key in REQUIRED[name])
+    targets = " or ".join(getattr(columns, key) for key in TARGETS)
+    return f"{wanted} with {targets}" if name == "tokens" else wanted

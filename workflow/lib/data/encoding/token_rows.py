@@ -1,0 +1,67 @@
+"""Rows of ready token ids, with labels or a mask of what is trained. Raises `RowError`."""
+
+from dataclasses import dataclass
+
+from workflow.lib.data.encoding.row_values import RowError, kind
+from workflow.lib.data.reading.row import Values
+from workflow.lib.settings.data import DataColumns
+
+IGNORED_LABEL = -100  # of a token that is not trained, as in Transformers
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Ready token ids, and whether each is trained; None = the row does not say."""
+
+    ids: list[int]
+    trained: list[bool] | None
+
+
+def read_tokens(value: Values, columns: DataColumns) -> TokenRow:
+    """Take the ids that `attention_mask` does not call padding, and what is trained of them."""
+    ids = _integers(value, columns.input_ids)
+    trained = _targets(value, ids, columns)
+    if value.get("attention_mask") is not None:
+        real = _flags(value, "attention_mask", ids)
+        trained = trained and [t for t, r in zip(trained, real, strict=True) if r]
+        ids = [i for i, r in zip(ids, real, strict=True) if r]
+    if not ids:
+        raise RowError(f"empty: column {columns.input_ids!r}")
+    return TokenRow(ids, trained)
+
+
+def _targets(value: Values, ids: list[int], columns: DataColumns) -> list[bool] | None:
+    if value.get(columns.labels) is not None:
+        labels = _same_length(_integers(value, columns.labels), ids, columns.labels)
+        for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
+            if label not in (IGNORED_LABEL, token):
+                raise RowError(
+                    f"labels differ from tokens: place {position} has label {label}, token "
+                    f"{token}; a label is its own token (not the next one), or {IGNORED_LABEL}"
+                )
+        return [label != IGNORED_LABEL for label in labels]
+    if value.get(columns.loss_mask) is not None:
+        return _flags(value, columns.loss_mask, ids)
+    return None
+
+
+def _integers(value: Values, name: str) -> list[int]:
+    numbers = value.get(name)
+    if name not in value:
+        raise RowError(f"missing column: {name!r}")
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise RowError(f"not a list of whole numbers: column {name!r}")
+    return numbers
+
+
+def _flags(value: Values, name: str, ids: list[int]) -> list[bool]:
+    flags = value[name]
+    if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
+        raise RowError(f"not a list of 0 and 1: column {name!r} is {kind(flags)}")
+    return [bool(flag) for flag in _same_length(flags, ids, name)]
+
+
+def _same_length(numbers: list[int], ids: list[int], name: str) -> list[int]:
+    if len(numbers) != len(ids):
+        raise RowError(f"unequal lengths: {len(ids)} token ids, {len(numbers)} in column {name!r}")
+    return numbers

@@ -1,0 +1,129 @@
+"""Calls of tools, and tools on offer, as people write them, made into OpenAI's form.
+
+Arguments of calls become objects, for templates write them as JSON and would quote a string again.
+"""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from workflow.lib.data.encoding.keys_read import KeyAccount, Place
+from workflow.lib.data.encoding.row_values import (
+    EMPTY,
+    RowError,
+    check_unicode,
+    json_value,
+    kind,
+    without_nulls,
+)
+
+ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call
+SCHEMAS = ("parameters", "input_schema", "inputSchema")  # of a tool on offer
+CALL = Place("call", frozenset({"id", "type", "function", *ARGUMENTS}))
+FUNCTION = Place("function of a call", frozenset({"id", "type", "name", "function", *ARGUMENTS}))
+TOOL = Place("tool", frozenset({"type", "function"}))
+
+
+class FunctionCall(TypedDict):
+    """The function that a message calls; its arguments are an object, or JSON text of one."""
+
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class ToolCall(TypedDict):
+    """An entry of a message's `tool_calls`, in OpenAI's form."""
+
+    id: NotRequired[object]
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Tool(TypedDict):
+    """A tool on offer, in OpenAI's form; `function` has a name and a JSON schema of parameters."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+def read_calls(raw: Any, where: str, keys: KeyAccount) -> list[ToolCall]:
+    """Return the calls of a list, of its JSON text, or of a single one of them."""
+    calls = _decoded(without_nulls(raw), f"tool calls of {where}")
+    if calls in EMPTY:
+        return []
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise RowError(f"broken tool call: tool_calls of {where} is {kind(calls)}")
+    return [_call(call, where, keys) for call in calls]
+
+
+def _decoded(raw: Any, what: str) -> Any:
+    """Return what a JSON text holds, which may be JSON text once more."""
+    if not isinstance(raw, str):
+        return raw
+    value = json_value(raw, what) if raw.strip() else None
+    return json_value(value, what) if isinstance(value, str) and value.strip() else value
+
+
+def _call(raw: Any, where: str, keys: KeyAccount) -> ToolCall:
+    call = _decoded(raw, f"a call in {where}")
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, str) and function.lstrip()[:1] == "{":
+        function = json_value(function, f"a call in {where}")
+    if isinstance(function, dict):
+        call, _ = keys.take(CALL, call, where)
+        function, _ = keys.take(FUNCTION, function, where)
+    elif isinstance(call, dict):  # the function itself, whose name may stand under `function`
+        named, _ = keys.take(FUNCTION, call, where)
+        function = {**named, "name": named.get("name") or function}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"broken tool call: {where} has one without a name")
+    check_unicode(call, where)
+    called: FunctionCall = {
+        "name": function["name"],
+        "arguments": _arguments(function, call, where),
+    }
+    number = function.get("id") if call.get("id") is None else call["id"]
+    if number is not None:
+        return {"id": number, "type": "function", "function": called}
+    return {"type": "function", "function": called}
+
+
+def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of a call, under whichever of their names; null means none."""
+    what = f"arguments in {where}"
+    found: list[Any] = []
+    for holder in (function, call):
+        values = [_decoded(holder.get(key), what) for key in ARGUMENTS]
+        found += [v for v in values if v not in (None, "", {}) and v not in found]
+    if len(found) > 1:
+        raise RowError(f"two arguments: a call in {where} has them under two names, unlike")
+    if found and not isinstance(found[0], dict):
+        raise RowError(f"broken tool call: {what} are {kind(found[0])}, no object")
+    return found[0] if found else {}
+
+
+def read_tools(raw: Any, keys: KeyAccount, *, what: str) -> list[Tool] | None:
+    """Return the tools of a list, or of its JSON text; None if there are none."""
+    items = _decoded(without_nulls(raw), what)
+    if items in EMPTY:
+        return None
+    if isinstance(items, dict) and ("name" in items or "function" in items):
+        items = [items]
+    if not isinstance(items, list):
+        raise RowError(f"not a list of tools: {what} is {kind(items)}")
+    return [_tool(item, keys, what) for item in items]
+
+
+def _tool(raw: Any, keys: KeyAccount, what: str) -> Tool:
+    tool = _decoded(raw, what)
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(f"not a tool: {what} has one without a name")
+    if function is not tool:
+        keys.take(TOOL, tool, what)
+    schemas = [function[key] for key in SCHEMAS if key in function]
+    function = {k: v for k, v in function.items() if k not in (*SCHEMAS, "type")}
+    if schemas:
+        function["parameters"] = _decoded(schemas[0], what)
+    check_unicode(function, what)
+    return {"type": "function", "function": function}
