@@ -38,7 +38,10 @@ from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import check_writable, visible_gpus
 from workflow.lib.system.interrupts import tell_jobs
 
-use_this_interpreter(Path(workflow.basedir))
+# Not `workflow.basedir`, which is that of the Snakefile that imports this one as a module.
+SOURCES = Path(layout.__file__).parents[3]
+
+use_this_interpreter(SOURCES)
 
 ENDING = []
 
@@ -180,7 +183,7 @@ def container_image():
     """
     if DeploymentMethod.APPTAINER not in workflow.deployment_settings.deployment_method:
         return None
-    image = os.path.relpath(Path(workflow.basedir) / "envs" / "workflow.sif")
+    image = os.path.relpath(SOURCES / "envs" / "workflow.sif")
     if re.search(r"[^\w./-]", image):
         raise WorkflowError(
             f"--sdm apptainer: Snakemake takes no image below {image!r}, whose name has other characters than "
