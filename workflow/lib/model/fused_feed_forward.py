@@ -104,7 +104,10 @@ class FusedFeedForward(nn.Module):
 
         options = layers, draws, form
         y = apply_two_nodes(_FeedForwardGradient, x, *options, *factors, *weights, value=output)
-        return y if last_factor is None else lengthened(y, last_factor)
+        if last_factor is None:
+            return y
+        kept = lengthened(y, last_factor)
+        return kept.clone() if layers[-1].changed_in_place else kept
 
     def _by_linear(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> torch.Tensor:
         *into, down = layers

@@ -11,6 +11,7 @@ from torch import nn
 
 from workflow.lib.model.activation_offload import ActivationOffload
 from workflow.lib.model.architecture.routers import balance_coefficient
+from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.experts.decoded_weights import form_of_experts
 from workflow.lib.model.experts.router_balance import (
     RouterBalance,
@@ -30,6 +31,7 @@ from workflow.lib.model.micro_batch import MicroBatch
 from workflow.lib.model.prepared_decoder import PreparedDecoder
 from workflow.lib.model.rounded_activations import RoundedActivations
 from workflow.lib.model.trained_modules import MasterRows, routers_of
+from workflow.lib.model.tried_classes.changed_in_place import note_changes_in_place_
 from workflow.lib.system.compute_choice import COMPUTE_DTYPE
 
 WAYS = ("forward", "backward")
@@ -61,6 +63,8 @@ class CausalLMForTraining(nn.Module):
         head = output_head(module, config, fused=fused_loss)
         self.head_loss = LinearCrossEntropy(head)
         self.adapters = share_state(peft_model)
+        for layer in decoder_layers(causal_lm):
+            note_changes_in_place_(layer)
         self.product_types = ProductTypes()
         """In what the frozen weights are multiplied."""
         self.activation_offload: ActivationOffload | None = None

@@ -183,7 +183,7 @@ class _FrozenProduct(torch.autograd.Function):
         ctx.linear = linear
         rows = operand(x, linear)
         y = frozen_value(linear, rows, dtype=x.dtype, bias=bias)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], -1).detach()  # no view: a family may change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

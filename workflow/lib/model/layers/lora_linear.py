@@ -49,6 +49,8 @@ class FusedLoraLinear(PeftLoraLinear):
         self.shared = AdapterState()
         self.beside: SharedInput | None = None
         """With which other linears it shares its input."""
+        self.changed_in_place = False
+        """Whether the family may change its value."""
         for name, dropout in self.lora_dropout.items():
             if isinstance(dropout, nn.Dropout):
                 self.lora_dropout[name] = AdapterDropout(dropout.p)

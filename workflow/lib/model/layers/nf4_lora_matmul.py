@@ -78,11 +78,19 @@ def nf4_lora_matmuls(
     factors = [layer.fused_factor(x.dtype) for layer in layers]
     multiply: Callable[..., tuple[torch.Tensor, ...]] = _NF4LoraMatMuls.apply
     outputs = multiply(x, layers, draws or draws_of(layers), *factors, *weights)
-    biases = [layer.get_base_layer().bias for layer in layers]
     return tuple(
-        y if factor is None or bias is None else y + bias
-        for y, factor, bias in zip(outputs, factors, biases, strict=True)
+        y if factor is None else _apart(y, layer.get_base_layer().bias, layer)
+        for y, factor, layer in zip(outputs, factors, layers, strict=True)
     )
+
+
+def _apart(y: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> torch.Tensor:
+    """Return DoRA's value plus the bias, if there is one; of a layer whose value is changed in
+    place not that which its node keeps.
+    """
+    if bias is not None:
+        return y + bias
+    return y.clone() if layer.changed_in_place else y
 
 
 class _NF4LoraMatMuls(torch.autograd.Function):
@@ -102,7 +110,8 @@ class _NF4LoraMatMuls(torch.autograd.Function):
         low = low_rank(linears, rows)
         ctx.norm, source = keepable(x)
         made = values(linears, x, low, factors)
-        outputs = tuple(y.view(*x.shape[:-1], -1) for y in made)
+        # A node's output that is a view may not be changed in place, as some families do (OLMo).
+        outputs = tuple(y.view(*x.shape[:-1], -1).detach() for y in made)
         kept = () if factors[0] is None else (*factors, *outputs)
         ctx.save_for_backward(source, low, *kept)
         return outputs

@@ -53,7 +53,8 @@ class _Value(torch.autograd.Function):
     def forward(
         ctx: Any, placeholder: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        return compute().view(placeholder.shape)
+        # no view: a family may change it in place
+        return compute().view(placeholder.shape).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -24,7 +24,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, function: Computed, *tensors: torch.Tensor | None) -> torch.Tensor:
         ctx.function = function
         ctx.save_for_backward(*tensors)
-        return function(*tensors)
+        return function(*tensors).detach()  # no view: a family may change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -1,0 +1,58 @@
+"""Linears whose values a family changes in place: `query_states.clamp_(...)`, `hidden_states *= 2`.
+
+A value may be changed after its node, unless the node keeps it for backward, as with DoRA: such a
+linear then gives a copy. Found in the code of the classes around it, which costs a copy too many
+where something else is changed; at run time it would be found too late.
+"""
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from workflow.lib.model.layers.lora_linear import FusedLoraLinear
+
+
+def note_changes_in_place_(layer: nn.Module) -> None:
+    """Say to the adapted linears of a decoder layer whether a module around them, or the layer,
+    changes tensors in place.
+    """
+    for path, linear in layer.named_modules():
+        if isinstance(linear, FusedLoraLinear):
+            names = path.split(".")
+            around: Iterator[Any] = (
+                layer.get_submodule(".".join(names[:n])) for n in range(len(names))
+            )
+            linear.changed_in_place = any(changes_in_place(type(module)) for module in around)
+
+
+@functools.cache
+def changes_in_place(kind: Any) -> bool:
+    """Whether a class's forward, or a function of its file or its class that this names, changes
+    any value in place.
+    """
+    return any(map(_changes, _codes(kind, inspect.unwrap(kind.forward), set())))
+
+
+def _codes(kind: Any, function: Any, seen: set[Any]) -> Iterator[Any]:
+    if not isinstance(function, FunctionType) or function in seen:
+        return
+    seen.add(function)
+    yield function.__code__
+    for name in function.__code__.co_names:
+        known: Any = function.__globals__.get(name) or getattr(kind, name, None)
+        called = inspect.unwrap(known)
+        if getattr(called, "__module__", None) == kind.__module__:
+            yield from _codes(kind, called, seen)
+
+
+def _changes(code: Any) -> bool:
+    methods = (name for name in code.co_names if name.endswith("_") and not name.endswith("__"))
+    by_method = any(hasattr(torch.Tensor, name) for name in methods)
+    steps = dis.get_instructions(code)
+    return by_method or any(x.opname == "BINARY_OP" and x.argrepr.endswith("=") for x in steps)
