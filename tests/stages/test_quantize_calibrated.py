@@ -4,6 +4,7 @@ after a kill.
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -220,23 +221,17 @@ def test_text_that_cannot_calibrate_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "mlp.gate_proj",
-            r"model\.layers\.1\.mlp\.gate_proj\.weight of model\.source",
-        ),
-        ("input_layernorm", r"model\.layers\.1\.self_attn\.q_proj sees values that are not finite"),
-    ],
+    ("name", "place"), [("mlp.gate_proj", "[0, 5]"), ("input_layernorm", "[5]")]
 )
-def test_linear_with_values_that_are_not_finite_is_named(
-    folder: Path, tmp_path: Path, name: str, message: str
+def test_value_that_is_no_finite_number_is_named(
+    folder: Path, tmp_path: Path, name: str, place: str
 ) -> None:
     tensors = load_file(folder / "model" / "model.safetensors")
     tensors[f"model.layers.1.{name}.weight"].view(-1)[5] = torch.nan
     model = shutil.copytree(folder / "model", tmp_path / "model")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=message):
+    expected = f"model.safetensors: model.layers.1.{name}.weight{place} is nan (1 of "
+    with pytest.raises(UserError, match=re.escape(expected)):
         quantize(folder, tmp_path / "base", model=model)
 
 

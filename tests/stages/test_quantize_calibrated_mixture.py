@@ -155,6 +155,6 @@ def test_expert_with_values_that_are_not_finite_is_named(tokens: Path, tmp_path:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.experts.7.down_proj.weight"].view(-1)[5] = torch.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    expected = r"expert 7 of model\.layers\.1\.mlp\.experts\.down_proj of model\.source"
+    expected = r"model\.layers\.1\.mlp\.experts\.7\.down_proj\.weight\[0, 5\] is nan"
     with pytest.raises(UserError, match=expected):
         quantize(tokens, tmp_path / "base", model=model)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from tests.support.distributed import TIMEOUT_S, run_distributed
@@ -38,6 +39,7 @@ from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.training_module import CausalLMForTraining
 from workflow.lib.settings.config import LoraSettings, RunConfig, TrainConfig
 from workflow.lib.settings.schedule import learning_rate, step_rows
+from workflow.lib.system.errors import UserError
 from workflow.lib.system.files import read_json, write_json
 from workflow.lib.training.batches import make_batch, stored_batch
 from workflow.lib.training.build import Numerics, build_training_model
@@ -337,6 +339,21 @@ def test_dora_of_rows_that_are_not_whole_blocks_starts_as_the_base_model(tmp_pat
     expected = theirs(input_ids=ids, use_cache=False).logits[0]
     found = ours.logits(ids, places[None], places)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_row_of_zeros_that_dora_cannot_scale_is_named(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"][7] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    base = quantized(source, tmp_path / "nf4")
+    with pytest.raises(UserError) as refusal:
+        adapted(base, use_dora=True)
+    assert str(refusal.value).startswith(
+        "lora.use_dora = True: row 7 of model.layers.1.self_attn.o_proj is zero in the NF4 base"
+    )
+    assert "leave o_proj out of lora.target_modules" in str(refusal.value)
+    adapted(base, use_dora=True, target_modules=["q_proj"])
 
 
 def test_row_of_a_merged_dora_weight_has_its_trained_length() -> None:

@@ -138,7 +138,8 @@ def calibrated(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         mark.write_text(begun_with)
-    with ConvertedReader(args.model, model, recorded=downloaded_files(args.model)) as reader:
+    recorded = downloaded_files(args.model)
+    with ConvertedReader(args.model, model, recorded=recorded, finite=True) as reader:
         linears, dtype = quantizable_linears(model), resolve_dtype("auto", device)
         inputs = CalibrationInputs(args.model, reader, store, linears, device, dtype)
         result = write_calibrated(partial, inputs, settings, fingerprint=begun_with)
@@ -161,7 +162,8 @@ def write_weights(
     return the bytes written.
     """
     writer = ShardWriter(target, shard_bytes=SHARD_BYTES)
-    with ConvertedReader(source, model, recorded=downloaded_files(source)) as reader:
+    recorded = downloaded_files(source)
+    with ConvertedReader(source, model, recorded=recorded, finite=True) as reader:
         tensors = quantized_tensors(
             reader,
             quantizable_linears(model),

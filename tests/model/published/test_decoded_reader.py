@@ -1,6 +1,7 @@
 """Packed checkpoints are read as Transformers decodes them, and as a plain loop does."""
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,3 +146,23 @@ def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
     save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="is stored as F8_E4M3: the model is quantized already"):
         describe_folder(folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_value_that_is_no_finite_number_is_named_by_tensor_and_place(
+    tmp_path: Path, value: float
+) -> None:
+    folder = fp8_checkpoint(tmp_path, block_size=WHOLE_BLOCKS)
+    tensors = load_file(folder / "model.safetensors")
+    norm, packed = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+    tensors[norm][3] = tensors[norm][9] = value
+    tensors[f"{packed}_scale_inv"][2, 1] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with ConvertedReader(folder, meta(folder)) as reader:
+        assert not reader.tensor(norm).isfinite().all(), "elsewhere the bytes are read as they are"
+    with ConvertedReader(folder, meta(folder), finite=True) as reader:
+        with pytest.raises(UserError, match=rf"safetensors: {norm}\[3\] is {value} \(2 of 64 "):
+            reader.tensor(norm)
+        for read in (reader.tensor, lambda name: reader.rows(name, 20, 48)):
+            with pytest.raises(UserError, match=rf"{packed}\[32, 8\] is -?(nan|inf)"):
+                read(packed)

@@ -37,6 +37,7 @@ from workflow.lib.model.nf4_model import (
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.model.trained_modules import unfreeze_
 from workflow.lib.settings.config import LoraSettings
+from workflow.lib.system.errors import setting_error
 from workflow.lib.system.files import short_hash
 
 PREFIX = "base_model.model."  # PEFT's, of every name
@@ -220,4 +221,18 @@ def _init_magnitudes_(model: nn.Module, base: Path) -> None:
             assert isinstance(linear, NF4Linear)
             start, stop = local_range(magnitude)
             norms = read_row_norms(linear, stored, reader, start=start, stop=stop)
+            _check_lengths(norms, stored, first_row=start)
             local(magnitude).copy_(norms)
+
+
+def _check_lengths(norms: torch.Tensor, path: str, *, first_row: int) -> None:
+    """Raise `UserError` for a row of zeros, whose length DoRA would divide by."""
+    zeros = (norms == 0).nonzero()
+    if len(zeros):
+        raise setting_error(
+            "lora.use_dora",
+            True,
+            f"row {first_row + int(zeros[0])} of {path} is zero in the NF4 base ({len(zeros)} such "
+            "rows), and DoRA scales each row by its length",
+            f"Set use_dora to false, or leave {path.rpartition('.')[2]} out of lora.target_modules",
+        )

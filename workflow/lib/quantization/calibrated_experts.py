@@ -26,7 +26,6 @@ from workflow.lib.quantization.expert_tokens import ExpertTokens, enough_tokens
 from workflow.lib.quantization.nf4_codes import Scales, packed_codes, store_scales
 from workflow.lib.quantization.weight_errors import weight_errors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.errors import UserError
 
 Inputs = Callable[[int], Iterable[torch.Tensor]]
 
@@ -122,8 +121,8 @@ def _quantize_stack(
     """Quantize a stack; return its codes and the errors of its experts."""
     block_size = settings.block_size
     searched = [
-        searched_scales(weight, _mean_squares(inputs(number)), block_size=block_size)
-        for number, weight in enumerate(_finite(stack, what))
+        searched_scales(stack.expert(number), _mean_squares(inputs(number)), block_size=block_size)
+        for number in range(len(stack))
     ]
     scales = store_scales(torch.cat(searched), double_quant=settings.double_quant)
     codes, errors, plain = [], [], absmax_experts(stack, settings)
@@ -147,18 +146,6 @@ def absmax_experts(stack: LoadedStack, settings: QuantizeConfig) -> Iterator[tor
     for number, own in enumerate(scales.decoded.chunk(len(stack))):
         codes = round_absmax(stack.expert(number), settings).codes
         yield decoded_weight(codes, own, block_size=block_size)
-
-
-def _finite(stack: LoadedStack, what: str) -> Iterator[torch.Tensor]:
-    """Yield the weights of all experts; raises `UserError` at one that is not finite."""
-    for number in range(len(stack)):
-        weight = stack.expert(number)
-        if not weight.isfinite().all():
-            raise UserError(
-                f"expert {number} of {what} of model.source holds values that are not finite. "
-                "Download or export the model again"
-            )
-        yield weight
 
 
 def _mean_squares(inputs: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -33,7 +33,6 @@ from workflow.lib.quantization.layer_inputs import groups_by_input, input_correl
 from workflow.lib.quantization.layer_stream import Batch, LayerStream
 from workflow.lib.quantization.weight_errors import weight_errors
 from workflow.lib.settings.config import QuantizeConfig
-from workflow.lib.system.errors import UserError
 
 ORIGINAL, ABSMAX, CALIBRATED = "original", "absmax", "calibrated"
 MODELS = (ORIGINAL, ABSMAX, CALIBRATED)
@@ -144,11 +143,6 @@ class Calibration:
         feedback = error_feedback(correlation, what=name)
         for path, linear in linears.items():
             weight = linear.weight.float()
-            if not weight.isfinite().all():
-                raise UserError(
-                    f"{self._stream.prefixes[number]}.{path}.weight of model.source holds values "
-                    "that are not finite. Download or export the model again"
-                )
             rounded = round_calibrated(weight, feedback, self._settings)
             decoded = decode(rounded, block_size=self._settings.block_size)
             plain = decode(

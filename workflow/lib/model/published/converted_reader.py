@@ -88,9 +88,14 @@ class ConvertedReader(DecodedReader):
     """
 
     def __init__(
-        self, folder: Path, model: PreTrainedModel, *, recorded: Iterable[RecordedFile] = ()
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        *,
+        recorded: Iterable[RecordedFile] = (),
+        finite: bool = False,
     ) -> None:
-        super().__init__(folder, recorded=recorded)
+        super().__init__(folder, recorded=recorded, finite=finite)
         self._model, self._names = model, ModuleNames(model)
         self._stored: dict[str, list[tuple[str, str | None]]] = {}
         """By name: the stored tensors that it is made of, each with the converter's pattern."""

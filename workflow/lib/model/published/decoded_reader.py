@@ -15,6 +15,7 @@ from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.published.packed_formats import MX_BLOCK, decode_fp8, decode_mxfp4
 from workflow.lib.model.safetensors_reader import CheckpointReader
 from workflow.lib.system.checksums import RecordedFile
+from workflow.lib.system.errors import UserError
 
 FP8_SCALE, MX_BLOCKS, MX_SCALES = "_scale_inv", "_blocks", "_scales"
 # Of activations, which the workflow computes in 16 bits.
@@ -22,12 +23,18 @@ ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 
 
 class DecodedReader(CheckpointReader):
-    """`CheckpointReader` that decodes FP8 and MXFP4."""
+    """`CheckpointReader` that decodes FP8 and MXFP4.
 
-    def __init__(self, folder: Path, *, recorded: Iterable[RecordedFile] = ()) -> None:
+    finite: raise `UserError` for a value read that is not a finite number.
+    """
+
+    def __init__(
+        self, folder: Path, *, recorded: Iterable[RecordedFile] = (), finite: bool = False
+    ) -> None:
         tensors = loaded_tensors(folder)
         shards = {name: tensor.file for name, tensor in tensors.items()}
         super().__init__(folder, shards=shards, recorded=recorded)
+        self._finite = finite
         stored = self._shards.keys()
         self._fp8 = {
             name.removesuffix(FP8_SCALE)
@@ -69,10 +76,28 @@ class DecodedReader(CheckpointReader):
         """Return a whole tensor on the CPU."""
         if name in self._fp8 | self._mxfp4:
             return self.rows(name, 0, self.shape(name)[0])
-        return super().tensor(name)
+        return self._checked(name, super().tensor(name))
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows `start` to `stop` of dim 0; reads and decodes only these."""
+        return self._checked(name, self._rows(name, start, stop), first_row=start)
+
+    def _checked(self, name: str, tensor: torch.Tensor, *, first_row: int = 0) -> torch.Tensor:
+        """Return a tensor, or rows of it, as it was read."""
+        if not self._finite or not tensor.is_floating_point() or tensor.isfinite().all():
+            return tensor
+        wrong = (~tensor.isfinite()).nonzero()
+        place = [int(x) for x in wrong[0]]
+        value = float(tensor[tuple(place)])
+        if place:
+            place[0] += first_row
+        raise UserError(
+            f"{self.folder / self._files_of[name]}: {name}{place} is {value} ({len(wrong):,} of "
+            f"{tensor.numel():,} values that were read with it are no finite numbers). "
+            "Download or export the model again, or choose another model.source."
+        )
+
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name in self._mxfp4:
             parts = (super(DecodedReader, self).rows(f"{name}{s}", start, stop)
                      for s in (MX_BLOCKS, MX_SCALES))  # fmt: skip
