@@ -29,6 +29,7 @@ class Layer:
     ) -> None:
         self.base, self.weights = base, weights
         self.factor, self.draw, self.shared = factor, draw, AdapterState()
+        self.changed_in_place = False
 
     def get_base_layer(self) -> NF4Linear:
         return self.base

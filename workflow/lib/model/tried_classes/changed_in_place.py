@@ -25,10 +25,9 @@ def note_changes_in_place_(layer: nn.Module) -> None:
     for path, linear in layer.named_modules():
         if isinstance(linear, FusedLoraLinear):
             names = path.split(".")
-            around: Iterator[Any] = (
-                layer.get_submodule(".".join(names[:n])) for n in range(len(names))
-            )
-            linear.changed_in_place = any(changes_in_place(type(module)) for module in around)
+            around = [layer.get_submodule(".".join(names[:n])) for n in range(len(names))]
+            kinds: list[Any] = [*map(type, around)]
+            linear.changed_in_place = any(map(changes_in_place, kinds))
 
 
 @functools.cache
