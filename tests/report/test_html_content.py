@@ -32,6 +32,13 @@ def test_numbers_shown_are_those_of_the_files(tmp_path: Path) -> None:
     assert shown <= numbers
 
 
+def test_what_was_read_of_each_file_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "demo", num_steps=3)
+    text = "".join(Page(rendered(tmp_path, "demo")).text)
+    assert "prompt_completionprompt, completionlang (2,001), id (message) (40,123)" in text
+    assert "empty completion (5), not an object (1)" in text
+
+
 def test_run_without_tasks_and_samples_renders(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "demo", num_steps=3)
     change_evaluations(folder, lambda d: d.update(tasks={}, samples=[]))

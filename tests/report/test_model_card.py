@@ -149,7 +149,8 @@ def test_no_path_of_the_machine_is_published(run: Path) -> None:
         r"\[1.4511, 1.5732\] | +1.4753 \[1.3711, 1.5802\], p &lt; 0.001 |",
         r"| pydocs\_mc, acc, 331 items | 0.2519 | 0.6137 | +0.3618 \[0.3021, 0.4214\] |",
         "| measured | NF4 base | tuned | difference |",
-        "| Chat template | <code>chat_template.jinja</code>, in this folder |",
+        "| Chat template | <code>chat_template.jinja</code>, in this folder, with "
+        r"<code>enable\_thinking = False</code> unless told otherwise |",
         "    'acme/tiny-1b',",
         "    revision='c0ffee',",
         "        bnb_4bit_use_double_quant=True,",

@@ -306,9 +306,17 @@ def manifest() -> dict[str, Any]:
         "format": "prompt_completion",
         "tokenizer_sha256": "aa" * 32,
         "chat_template_sha256": "bb" * 32,
+        "template_kwargs": {"enable_thinking": False},
         "sources": [
             source
             | {"documents": 1997, "tokens": 211_019, "trained_tokens": 77_003, "token_share": 1.0}
+            | {
+                "format": "prompt_completion",
+                "columns": ["prompt", "completion"],
+                "not_read": {"lang": 2001, "id (message)": 40_123},
+                "dropped_by_reason": {"empty completion": 5, "not an object": 1},
+                "special_token_texts": 17,
+            }
         ],
         "splits": {
             "train": split | {"packed_rows": 853, "fill": 0.9631},

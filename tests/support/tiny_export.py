@@ -122,5 +122,6 @@ def tiny_tokens(folder: Path, documents: list[Document]) -> None:
     splits = {"train": {"packed_rows": 1}, "heldout": heldout}
     template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
     facts = {"format_version": 1, "seq_len": LONGEST, "chat_template_sha256": template}
+    facts |= {"template_kwargs": {}}
     facts |= {"splits": splits, "files": {name: file_sha256(folder / name) for name in ARRAYS}}
     write_checked_json(folder / "manifest.json", facts)

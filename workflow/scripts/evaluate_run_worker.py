@@ -20,6 +20,7 @@ import torch
 from workflow.lib.artifacts.evaluation_record import Evaluation
 from workflow.lib.artifacts.preflight_record import Preflight
 from workflow.lib.artifacts.read_records import read_record
+from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.tokens.token_store import TokenStore, recorded_arrays
 from workflow.lib.distributed.heartbeat import JOIN_S, Pulse
@@ -154,8 +155,10 @@ def prepare_questions(
 ) -> Questions:
     """Return what all models are asked, written by the chat template that was trained with."""
     tokenizer = load_tokenizer(args.base)
-    if args.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(tokenizer, args.chat_template)
+    arguments = store.manifest["template_kwargs"]
+    if args.chat_template is not None or arguments:
+        template = read_chat_template(tokenizer, args.chat_template)
+        tokenizer.chat_template = with_arguments(template, arguments)
     return prepare(store, tokenizer=tokenizer, settings=settings)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workflow.lib.data.encoding.row_columns import WITHOUT_TEMPLATE, choose_format
 from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.data.encoding.template_keys import with_arguments
 from workflow.lib.data.encoding.tokenizer import load_tokenizer, read_chat_template
 from workflow.lib.data.reading.data_file import column_names
 from workflow.lib.data.reading.sources import Source, resolve_splits
@@ -123,10 +124,11 @@ def find_encodings(
         loss_on=settings.loss_on,
         template_kwargs=settings.template_kwargs,
     )
+    exported = template and with_arguments(template, settings.template_kwargs)
     return {
         split: Encoding(
             encoder=encoder,
-            chat_template=template,
+            chat_template=exported,
             formats=tuple(name for name, _ in formats[split]),
             columns=tuple(columns for _, columns in formats[split]),
             settings=settings,

@@ -206,6 +206,8 @@ class Manifest(Record):
     """SHA-256 of the tokenizer's files."""
     chat_template_sha256: str | None
     """SHA-256 of the chat template; null for plain text."""
+    template_kwargs: dict[str, Any] | None = None
+    """Arguments that the chat template has as defaults."""
     sources: list[Source]
     """The raw data files."""
     splits: Splits

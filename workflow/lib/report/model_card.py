@@ -75,6 +75,10 @@ def _data(inputs: CardInputs) -> list[tuple[str, str]]:
         if inputs.manifest.chat_template_sha256 is None
         else "<code>chat_template.jinja</code>, in this folder"
     )
+    arguments = inputs.manifest.template_kwargs or {}
+    if arguments:
+        given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+        template += f", with {code(given)} unless told otherwise"
     return [
         ("Files", files),
         ("Format", code(inputs.manifest.format)),

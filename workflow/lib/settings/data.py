@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from workflow.lib.settings.section_base import Name, Section, Share
 
@@ -11,6 +11,7 @@ Format = Literal["messages", "prompt_completion", "alpaca", "tokens", "text"]
 FileType = Literal[
     "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "text_paragraphs", "text_lines"
 ]
+TemplateArgument = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 DataPath = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -118,9 +119,9 @@ class DataConfig(Section):
     """Column names, where the dataset calls them otherwise."""
     chat_template: str | None = Field(None, min_length=1, max_length=1024)
     """Jinja chat template file; null = the tokenizer's own."""
-    template_kwargs: dict[str, Any] = Field({})
-    """Arguments of the chat template, such as {enable_thinking: false}: in training, evaluation and
-    the model card. A row's `chat_template_kwargs` come before them."""
+    template_kwargs: dict[TemplateArgument, JsonValue] = Field({})
+    """Arguments of the chat template, such as {enable_thinking: false}. They are defaults of the
+    exported template too. A row's `chat_template_kwargs` come before them."""
     leave_out: tuple[str, ...] = ()
     """Columns, and keys of messages, that are left out although they may change what is trained,
     such as [weight]; they are counted."""

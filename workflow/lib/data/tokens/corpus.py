@@ -55,7 +55,7 @@ class Encoding:
     """What a process needs to encode rows; formats and columns by number of the source.
 
     The encoder is made once: processes are forked and share it, as a tokenizer of 128,000 tokens
-    takes a second to build.
+    takes a second to build. chat_template: as it is exported (`with_arguments`).
     """
 
     encoder: SampleEncoder

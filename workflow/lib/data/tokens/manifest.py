@@ -71,6 +71,7 @@ def manifest(
         "sources": source_facts(corpora, {"train": train, "heldout": heldout}, encodings),
         "splits": splits_facts(train, heldout, near, packed_rows=packed_rows, seq_len=seq_len),
         **drop_facts(listing),
+        "template_kwargs": encoding.settings.template_kwargs,
         "train_heldout_near_duplicates": len(near.pairs),
         "samples": samples(train, tokenizer),
         **chat_facts(encoding.encoder, chat_template=encoding.chat_template),

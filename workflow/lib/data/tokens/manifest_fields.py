@@ -3,6 +3,7 @@
 What each one means for later stages is told in `docs/artifacts.md`.
 """
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 from workflow.lib.data.encoding.probes import ChatProbe, TextProbe
@@ -141,6 +142,7 @@ class Manifest(TokenizerFacts, DropFacts, ChatFacts):
     format: str
     sources: list[SourceFacts]
     splits: SplitsFacts
+    template_kwargs: Mapping[str, object]
     train_heldout_near_duplicates: int
     samples: list[list[tuple[str, bool]]]
     files: dict[str, str]
