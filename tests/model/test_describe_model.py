@@ -179,7 +179,7 @@ def test_norm_that_keeps_two_copies_of_its_input_counts_both() -> None:
 def test_decoder_of_a_multimodal_checkpoint_is_described(tmp_path: Path) -> None:
     folder = tiny_family("gemma3", tmp_path)
     shape = describe_folder(folder)
-    assert shape.embedding == "model.embed_tokens"
+    assert shape.embedding == "model.language_model.embed_tokens"
     assert shape.tied_embeddings
     assert shape.left_tensors == 0
     assert shape.kinds == describe_config(read_config(folder / "config.json"), origin=folder).kinds

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+
+from workflow.lib.model.auto_class import auto_class
 
 VOCAB = 97
 WINDOW = 5  # of sliding attention, shorter than documents
@@ -74,6 +76,29 @@ NEMOTRON_H = {
     "ssm_state_size": 16,
     "chunk_size": 8,
 }
+
+
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+
+
+def multimodal(
+    model_type: str, vision: dict[str, Any], *, tied: bool = False, **text: Any
+) -> dict[str, Any]:
+    """Return what a tiny multimodal model is made of, given its decoder's type and settings."""
+    tie = {"tie_word_embeddings": tied}
+    return tie | {
+        "text_config": SIZES | {"model_type": model_type} | text | tie,
+        "vision_config": VISION | vision,
+        "image_token_id": 1,
+    }
 
 
 @dataclass(frozen=True)
@@ -154,6 +179,42 @@ FAMILIES: dict[str, FamilyCase] = {
             "audio_token_id": 2,
             "pad_token_id": 0,
             "tie_word_embeddings": True,
+        },
+    ),
+    "mistral3": FamilyCase(
+        "no text class of its own",
+        multimodal("mistral", {"model_type": "pixtral", "head_dim": 12}),
+    ),
+    "qwen2_5_vl": FamilyCase(
+        "positions of three axes, of which text has one",
+        multimodal(
+            "qwen2_5_vl_text",
+            {"out_hidden_size": 48, "depth": 1, "num_heads": 2, "fullatt_block_indexes": [0]},
+            **AXES,
+        ),
+    ),
+    "qwen3_vl": FamilyCase(
+        "such positions by turns, tied to the embedding",
+        multimodal(
+            "qwen3_vl_text",
+            {"out_hidden_size": 48, "depth": 1, "num_heads": 2, "deepstack_visual_indexes": [0]},
+            tied=True,
+            **AXES,
+        ),
+    ),
+    "idefics3": FamilyCase("a text part of another name", multimodal("llama", {})),
+    "voxtral": FamilyCase(
+        "ears in place of eyes",
+        {
+            "text_config": SIZES | {"model_type": "llama"},
+            "audio_config": {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "audio_token_id": 1,
+            "tie_word_embeddings": False,
         },
     ),
     "olmo2": FamilyCase("norms after attention and feed-forward"),
@@ -381,7 +442,7 @@ def tiny_model(config: Any, folder: Path) -> Path:
     `folder`.
     """
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).float()
+    model: Any = auto_class(config).from_config(config).float()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *_stored_buffers(model)):
             if tensor.dim() <= 1 or name.endswith("bias"):

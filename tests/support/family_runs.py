@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from tests.support.distributed import TIMEOUT_S
 from tests.support.families import FAMILIES, VOCAB, tiny_family
@@ -31,6 +31,7 @@ from workflow.lib.export.parity import save_logits, trained_logits
 from workflow.lib.export.stack_names import StackNames, exported_config, exported_names
 from workflow.lib.export.stored_weights import dequantized_weight
 from workflow.lib.model import prepared_decoder
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.backends import (
     read_attention_needs,
     resolve_attention,
@@ -315,7 +316,8 @@ def stock_model(folder: Path, adapter: Path) -> PeftModel:
     """Return stock Transformers' model with the dequantized weights of the base in `folder`, and
     stock PEFT's adapter on it.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder / "original")
+    model: Any = auto_class(config).from_pretrained(
         folder / "original",
         dtype=torch.float32,
         attn_implementation=stock_attention(folder / "nf4"),

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests.support.distributed import run_distributed
 from tests.support.families import EXPERTS, FAMILIES, RECURRENT, RECURRENT_EXPERTS
@@ -42,6 +41,7 @@ from workflow.lib.export.parity import compare_logits
 from workflow.lib.export.stack_names import without_stacks
 from workflow.lib.export.stock_models import ADAPTER_WEIGHTS, load_adapter, load_base
 from workflow.lib.model import prepared_decoder
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.describe_model import describe_folder
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
@@ -261,7 +261,7 @@ def test_stock_transformers_reloads_the_merged_model(
         )
         tensors = chain(linears, experts)
         write_merged(tensors, place / "original", tmp_path / "merged", settings=ExportConfig())
-    merged, report = AutoModelForCausalLM.from_pretrained(
+    merged, report = auto_class(model.config).from_pretrained(
         tmp_path / "merged", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(report.values())

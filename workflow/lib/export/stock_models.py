@@ -28,11 +28,12 @@ from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from workflow.lib.export.packed_stacks import pack_, with_linears
 from workflow.lib.export.stack_names import names_of_experts
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import decoded
 from workflow.lib.model.layers.rotary.by_length import rotate_by_call_alone_
@@ -62,7 +63,7 @@ def load_base(
     stock = build_on_meta(base_dir, dtype=compute_dtype)
     stacks = expert_stacks(stock) if is_nf4(stock) else {}
     model, report = _from_pretrained(
-        with_linears(stock) if stacks else AutoModelForCausalLM,
+        with_linears(stock) if stacks else auto_class(stock.config),
         base_dir,
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,

@@ -34,7 +34,7 @@ def other_parts(model: PreTrainedModel) -> list[str]:
     paths = [path for path, module in model.named_modules() if any(module is t for t in text)]
     parts: list[str] = []
     for path, _ in model.named_modules():
-        inside = any(path == x or path.startswith(f"{x}.") for x in (*paths, *parts))
+        inside = any(not x or f"{path}.".startswith(f"{x}.") for x in (*paths, *parts))
         around = any(f"{x}.".startswith(f"{path}.") for x in paths) or not path
         if not inside and not around:
             parts.append(path)

@@ -15,7 +15,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workflow.lib.model.architecture.config_file import (
     check_bounds,
@@ -25,7 +24,8 @@ from workflow.lib.model.architecture.config_file import (
     with_infinities,
 )
 from workflow.lib.model.architecture.model_shape import FLOAT_BYTES, Linear, ModelShape
-from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.model.auto_class import auto_class
+from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
 from workflow.lib.model.description.layer_kinds import described_layers
 from workflow.lib.model.experts.router_balance import family_coefficient
@@ -58,7 +58,6 @@ IN_PLACE_OF = {
     "num_hidden_layers": ("layers_block_type", "hybrid_override_pattern"),
     WIDTH: ("moe_intermediate_size",),
 }
-NEEDED_OF_PART = NEEDED[:3]  # published multimodal models leave the others to the class
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of classes' names
 # What Transformers raises for settings that no model can have.
 UNBUILDABLE = (
@@ -72,6 +71,7 @@ UNBUILDABLE = (
     ImportError,
     StrictDataclassError,
 )
+MOST_SAID = 300  # characters of what Transformers says
 STORED = {"float32": "F32", "float16": "F16"}
 
 logger = logging.getLogger("workflow")
@@ -126,8 +126,9 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     _check_class(config, origin)
     try:
         with quiet_transformers():
-            built = _decoder_config(config, part, origin)
-            model = build_config_on_meta(built, dtype=torch.bfloat16)
+            whole = _whole_config(config, part, origin)
+            model = build_config_on_meta(whole, dtype=torch.bfloat16)
+            drop_other_parts_(model)
             say_quantized_(model)
     except UserError:
         raise
@@ -138,15 +139,18 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
         with quiet_transformers():
             return _shape(model, dtype=dtype)
     except UserError as error:
-        raise UserError(f"{origin}: model_type = {built.model_type!r}: {error}") from None
+        raise UserError(f"{origin}: model_type = {whole.model_type!r}: {error}") from None
     except UNBUILDABLE as error:
         raise _unbuildable(error, origin) from None
 
 
 def _unbuildable(error: Exception, origin: Path) -> UserError:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, StrictDataclassError):  # its first line names a function of the library
+        said = " ".join(str(error).split())
     return UserError(
         f"{origin} does not describe a decoder that Transformers {transformers.__version__} "
-        f"can build and run ({type(error).__name__}: {error}). Check model.source."
+        f"can build and run ({type(error).__name__}: {said[:MOST_SAID]}). Check model.source."
     )
 
 
@@ -176,14 +180,19 @@ def _check_class(config: dict[str, Any], origin: Path) -> None:
         )
 
 
-def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
-    """Return the configuration of the decoder, as Transformers completes it."""
+def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) -> PretrainedConfig:
+    """Return the configuration of the model, as Transformers completes it.
+
+    part: of it that describes the decoder.
+    """
     kind = CONFIG_MAPPING[config["model_type"]]
     inner = kind.sub_configs.get("text_config", kind) if part is not config else kind
     aliases = getattr(inner, "attribute_map", {})
-    for key in NEEDED if part is config else NEEDED_OF_PART:
+    for key in NEEDED:
         if any(part.get(name) for name in IN_PLACE_OF.get(key, ())):
             continue
+        if part is not config and key not in part:
+            continue  # published multimodal models leave it to the class
         if key == WIDTH and key not in aliases and not hasattr(inner, key):
             continue  # of OPT it is `ffn_dim`, and GPT-J takes four times the hidden size
         _check_size(key, part.get(key, part.get(aliases.get(key, key))), origin)
@@ -194,16 +203,13 @@ def _decoder_config(config: dict[str, Any], part: dict[str, Any], origin: Path) 
             "Give the config.json that belongs to the checkpoint (model.source)."
         )
     whole = kind.from_dict(with_infinities(config))
-    built: PretrainedConfig = whole.get_text_config(decoder=True)
-    if built is not whole:
-        built.tie_word_embeddings = is_tied(build_config_on_meta(whole, dtype=torch.bfloat16))
-    if built.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if auto_class(whole) is None:
         raise UserError(
-            f"{origin}: model_type = {built.model_type!r}: Transformers "
+            f"{origin}: model_type = {whole.model_type!r}: Transformers "
             f"{transformers.__version__} has no causal language model of this type. "
             "Choose another model.source."
         )
-    return built
+    return whole
 
 
 def _check_size(key: str, value: Any, origin: Path) -> None:
@@ -220,7 +226,7 @@ def _check_size(key: str, value: Any, origin: Path) -> None:
 
 
 def _shape(model: PreTrainedModel, *, dtype: str) -> ModelShape:
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or []
     paths = _paths(model)
     _check_own_weights(model, layers=paths["layers"])

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.experts.replace_experts import replace_experts_
 from workflow.lib.model.layers.nf4_linear import (
@@ -76,7 +77,7 @@ def build_config_on_meta(
 ) -> PreTrainedModel:
     """Build the causal LM of a configuration without memory; raises what Transformers does."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = (auto_class(config) or AutoModelForCausalLM).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     return model
@@ -198,7 +199,8 @@ def compute_buffers_(transformers_model: PreTrainedModel, part: nn.Module) -> No
     that it does not compute keeps what was there.
 
     A family computes them with the module that has them, or with one around it (Falcon-H1's
-    decoder does it for all of its layers).
+    decoder does it for all of its layers). The family is that of the innermost model around the
+    module: the text part of a multimodal model has its own (PaliGemma).
     """
     for module in part.modules():
         missing = {
@@ -229,13 +231,15 @@ def _not_computed(
     transformers_model: PreTrainedModel, owner: nn.Module, buffers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Let the family initialize `owner` twice; return those of the buffers that it leaves alone."""
+    around = _around(transformers_model, owner)
+    family: Any = next(module for module in around if isinstance(module, PreTrainedModel))
     for param in owner.parameters():
         setattr(param, HAS_ITS_VALUE, True)
     values = []
     for fill in (0, 1):
         for buffer in buffers.values():
             buffer.fill_(fill)
-        transformers_model._init_weights(owner)
+        family._init_weights(owner)
         values.append({name: buffer.clone() for name, buffer in buffers.items()})
     first, second = values
     return {n: buffer for n, buffer in buffers.items() if not torch.equal(first[n], second[n])}

@@ -52,7 +52,20 @@ class PreparedDecoder:
         """
         if self._recurrent:
             tell_documents_(self._recurrent, documents or documents_in(position_ids))
-        return decoder_inputs(self.attention, input_ids, position_ids, bounds)
+        inputs = decoder_inputs(self.attention, input_ids, position_ids, bounds)
+        return inputs | {"position_ids": self._by_axis(inputs["position_ids"])}
+
+    def _by_axis(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return positions (rows, seq_len) as a decoder takes them whose rotary embedding has
+        several axes (M-RoPE, arXiv 2409.12191): (1 + axes, rows, seq_len), the text's own first.
+
+        Text has the same position on every axis. Transformers makes the axes itself, but then the
+        masks of eager and sdpa attention know of no documents in some families (Qwen2.5-VL).
+        """
+        rope: Any = getattr(self._causal_lm.get_decoder().config, "rope_parameters", None) or {}
+        masked = self.attention not in (FLEX, *FLATTENED)
+        axes = len(rope.get("mrope_section") or ()) if masked else 0
+        return position_ids.expand(1 + axes, -1, -1) if axes else position_ids
 
     @property
     def attention(self) -> str:

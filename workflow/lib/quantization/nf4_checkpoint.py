@@ -58,7 +58,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         if isinstance(module, nn.Linear)
         and module is not head
         and path not in choosing
-        and not path.startswith(others)
+        and not f"{path}.".startswith(others)
         and takes_adapter(model, path)
     }
 

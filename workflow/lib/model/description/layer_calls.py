@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from workflow.lib.model.decoder_layers import decoder_layers
+from workflow.lib.system.errors import UserError
 
 TOKENS = 5
 RECORDER = "workflow_layer_calls"
@@ -97,7 +98,7 @@ def recorded_layers(
 
     trained: parameters that want gradients, so that autograd keeps what they multiply.
     """
-    kinds = getattr(model.config, "layer_types", None) or []
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     layers = [
         LayerCalls(layer, tokens, chunked=kinds[number : number + 1] == ["chunked_attention"])
         for number, layer in enumerate(decoder_layers(model))
@@ -125,7 +126,8 @@ def recorded_layers(
         for param in model.parameters():
             param.requires_grad_(param in trained)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-        model(input_ids=ids, attention_mask=mask, use_cache=False, **{RECORDER: True})
+        decoder: Any = model.get_decoder()
+        decoder(input_ids=ids, attention_mask=mask, use_cache=False, **{RECORDER: True})
     return layers
 
 
@@ -195,6 +197,11 @@ class _Recorder:
         self, module: nn.Module, heads: Sequence[torch.Tensor], told: dict[str, Any]
     ) -> None:
         calls, path = self.places[module]
+        if getattr(module, "is_causal", True) is False:
+            raise UserError(
+                "its attention sees the tokens that follow (is_causal = False), so there is no "
+                "next token to learn. Choose another model.source."
+            )
         query, key, value = ((x.shape[1], x.shape[-1]) for x in heads)
         calls.attended.append(Attended(path, query, key, value, told))
         if self.keep is not None:
