@@ -225,6 +225,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["'zamba'", "decoder layers 2 and 7 share weights (model.layers.7.shared_transf"],
     ),
     (
+        {"model_type": "paligemma", "text_config": SIZES | {"model_type": "gemma"}},
+        ["'paligemma'", "its attention sees the tokens that follow"],
+    ),
+    (
         SIZES | MOE | {"model_type": "laguna", "shared_expert_intermediate_size": 64},
         ["'laguna'", "PEFT would not find an adapter on model.layers.1.mlp.shared_experts"],
     ),

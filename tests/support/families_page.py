@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support.families import FAMILIES
 from tests.support.measurements import all_lines
 from workflow.lib.benchmark.cases import model_config
 from workflow.lib.model.architecture.attention_needs import attention_needs
+from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.document_states import separate_documents_
 from workflow.lib.model.fuse_layers import fuse_layers_
@@ -57,7 +57,7 @@ def table() -> str:
 def _line(family: str, measured: set[str]) -> str:
     config = FAMILIES[family].config(family)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     drop_other_parts_(model)
     layers, fused = len(decoder_layers(model)), fuse_layers_(model)
     recurrent = len(separate_documents_(model, AdapterState()))

@@ -209,6 +209,9 @@ def _whole_config(config: dict[str, Any], part: dict[str, Any], origin: Path) ->
             f"{transformers.__version__} has no causal language model of this type. "
             "Choose another model.source."
         )
+    tie = "tie_word_embeddings"
+    if part.get(tie) is False and tie not in config:
+        whole.tie_word_embeddings = False  # both tables are stored, and Transformers keeps both
     return whole
 
 
