@@ -212,9 +212,7 @@ def looked_at(family: str, number: int, folder: Path) -> Found:
         describe_folder(folder / "original")
         quantized(folder / "original", folder / "nf4")
         with process_group("cpu", timeout_s=MOST_S) as world:
-            ours = run_family(
-                folder, world, "of-1", fused=True, break_checks=False, number=number
-            )
+            ours = run_family(folder, world, "of-1", fused=True, break_checks=False, number=number)
     except UserError as error:
         return Found(family, "refused", str(error))
     if family in AT_RANDOM:
