@@ -1,5 +1,6 @@
 """Local paths in settings: each exists, is written out, and is no id of the hub."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,46 @@ def test_weights_that_config_json_names_are_the_model(tmp_path: Path) -> None:
     (tmp_path / "base" / "model.safetensors").rename(tmp_path / "base" / "own.safetensors")
     (tmp_path / "base" / "config.json").write_text('{"transformers_weights": "own.safetensors"}')
     check_local_paths("demo", run)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "key"),
+    [
+        ("base/config.json", "model", "source"),
+        ("base/tokenizer.json", "model", "source"),
+        ("train.jsonl", "data", "train"),
+        ("heldout.jsonl", "data", "heldout"),
+        ("template.jinja", "data", "chat_template"),
+        ("tasks/one.yaml", "evaluate", "tasks_dir"),
+        ("text", "quantize", "calibration_text"),
+    ],
+)
+def test_pipe_in_the_place_of_a_file_is_refused_at_once(
+    tmp_path: Path, name: str, section: str, key: str
+) -> None:
+    run = local_run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    value = getattr(getattr(run, section), key) or f"{tmp_path}/{name}"
+    changed = local_document(run, section, key, value)
+    with pytest.raises(UserError, match=rf"{section}\.{key}.* it is a pipe"):
+        check_local_paths("demo", changed)
+
+
+def local_document(run: RunConfig, section: str, key: str, value: Any) -> RunConfig:
+    part = getattr(run, section).model_copy(update={key: value})
+    return run.model_copy(update={section: part})
+
+
+@pytest.mark.parametrize("name", ["<run>", "a<b", "{run}"])
+def test_characters_that_snakemake_replaces_are_refused_in_every_path(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(UserError, match="Snakemake reads"):
+        check_local_paths("demo", local_run(folder))
+    run = local_run(tmp_path)
+    (tmp_path / "base" / f"{name}.json").touch()
+    with pytest.raises(UserError, match=r"model\.source.*Snakemake reads"):
+        check_local_paths("demo", run)

@@ -28,7 +28,7 @@ from workflow.lib.planning.memory.setup import Setup
 from workflow.lib.settings.config import load_benchmark
 from workflow.lib.system.artifact_files import read_lines, write_lines
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.files import write_json
+from workflow.lib.system.files import write_checked_json
 from workflow.scripts import benchmark_run
 
 TINY: dict[str, Any] = {
@@ -293,7 +293,7 @@ def test_case_after_one_that_fails_is_measured_in_another_start(
     def launched(_: Any, ready: dict[str, Any]) -> UserError | None:
         left = benchmark_run.kept_folder(args)
         left.mkdir(exist_ok=True)
-        write_json(left / f"{next(iter(ready))}.json", measured_at(float(len(ready))))
+        write_checked_json(left / f"{next(iter(ready))}.json", measured_at(float(len(ready))))
         return next(failures)
 
     monkeypatch.setattr(benchmark_run, "launch", launched)
@@ -311,7 +311,7 @@ def test_what_workers_had_measured_when_a_call_was_killed_is_not_measured_again(
     monkeypatch.setattr(benchmark_run, "launch", lambda args, ready: UserError(" ".join(ready)))
     args = argparse.Namespace(output=tmp_path / "measurements.jsonl")
     benchmark_run.kept_folder(args).mkdir()
-    write_json(benchmark_run.kept_folder(args) / "flash.json", measured_at(7.0))
+    write_checked_json(benchmark_run.kept_folder(args) / "flash.json", measured_at(7.0))
     asked = {found.name: found for found in wanted(cases=["flash", "sdpa"], device="cpu")}
     rows = {row.key: row for row in several(args, asked)}
     assert speed_of(rows["flash"]) == 7.0

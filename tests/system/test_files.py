@@ -20,6 +20,7 @@ from workflow.lib.system.files import (
     provenance,
     read_json,
     short_hash,
+    unwritable,
     write_checksums,
     write_json,
     write_text,
@@ -142,3 +143,14 @@ def test_files_can_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_folder_deleted_meanwhile_is_told_and_no_other_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    said = {}
+    for name in ("results/run/step.json", "results/absent"):
+        with pytest.raises(FileNotFoundError) as caught:
+            (tmp_path / name).read_bytes()
+        said[name] = unwritable(caught.value)
+    assert said["results/absent"] is None
+    assert f"the folder {tmp_path}/results/run is not there" in str(said["results/run/step.json"])

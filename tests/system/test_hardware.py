@@ -1,16 +1,22 @@
 """The machine as the workflow sees it: visible GPUs, processes, host memory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.workflow_project import REPOSITORY
 from workflow.lib.planning.machine import num_processes, requested_processes
 from workflow.lib.settings.config import HardwareConfig
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.hardware import (
     _until_unknown,
     available_host_bytes,
+    check_writable,
     cpu_has_bfloat16,
+    loopback_lack,
+    shared_memory_lack,
     visible_gpus,
 )
 
@@ -113,3 +119,31 @@ def test_available_host_memory_is_part_of_the_machines() -> None:
 def test_a_run_for_gpus_can_be_planned_where_there_are_none() -> None:
     assert requested_processes(HardwareConfig(gpus=8)) == ("cuda", 8)
     assert requested_processes(HardwareConfig(gpus=0, cpu_processes=3)) == ("cpu", 3)
+
+
+def test_link_that_leads_nowhere_is_no_place_for_results(tmp_path: Path) -> None:
+    (tmp_path / "results").symlink_to(tmp_path / "lost")
+    with pytest.raises(UserError, match=r"results is a link to .*/lost, which is not there"):
+        check_writable([tmp_path / "results" / "runs"])
+
+
+def test_file_in_a_folder_s_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").touch()
+    with pytest.raises(UserError, match=r"results is no folder"):
+        check_writable([tmp_path / "results"])
+
+
+def test_lack_of_shared_memory_is_told_with_what_to_do(tmp_path: Path) -> None:
+    assert shared_memory_lack(tmp_path) is None
+    assert "shm, is not there" in str(shared_memory_lack(tmp_path / "shm"))
+
+
+def test_machine_without_loopback_is_told_in_words() -> None:
+    """In a network of its own, whose loopback is down until somebody brings it up."""
+    assert loopback_lack() is None
+    code = "from workflow.lib.system.hardware import loopback_lack; print(loopback_lack())"
+    command = ["unshare", "--net", "--map-root-user", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    if done.returncode:
+        pytest.skip(f"a network of its own is not allowed here: {done.stderr.strip()}")
+    assert done.stdout.startswith("this machine has no loopback network: 127.0.0.1 cannot be")

@@ -35,7 +35,7 @@ from workflow.lib.settings.config import (
 from workflow.lib.settings.evaluate import LLAMA_CPP_RELEASE, LLAMA_CPP_SHA256
 from workflow.lib.system.environment import use_this_interpreter
 from workflow.lib.system.errors import UserError
-from workflow.lib.system.hardware import check_writable, visible_gpus
+from workflow.lib.system.hardware import check_processes_can_work, check_writable, visible_gpus
 from workflow.lib.system.interrupts import tell_jobs
 
 # Not `workflow.basedir`, which is that of the Snakefile that imports this one as a module.
@@ -377,6 +377,11 @@ onstart:
     catch_signals(end_with_jobs)
     for name, run in RUNS.items():
         check_place(name, run)
+    if on_this_machine():
+        try:
+            check_processes_can_work()
+        except UserError as error:
+            raise WorkflowError(str(error)) from None
     # Snakemake counts GPUs only against a limit: the cards of this machine. Which ones a job gets, its lease says.
     if on_this_machine() and visible_gpus():
         if "gpu" not in workflow.global_resources:

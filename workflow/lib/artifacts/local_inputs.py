@@ -14,6 +14,7 @@ from workflow.lib.model.architecture.model_files import (
 from workflow.lib.settings.config import RunConfig, _check_dataset_id, is_hub_id, path_exists
 from workflow.lib.settings.evaluate import CONVERTER
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.input_files import why_unreadable
 
 
 def check_local_paths(name: str, run: RunConfig) -> None:
@@ -46,18 +47,23 @@ def check_local_paths(name: str, run: RunConfig) -> None:
             raise UserError(f"run {name}: {error}") from None
         for split, sources in splits.items():
             for file in (file.file for source in sources for file in source.files):
-                _check_braces(f"data.{split}", file)
+                _check_name(f"data.{split}", file)
+                _check_readable(f"data.{split}", Path(file))
     for key, value in paths.items():
-        _check_braces(key, value or "")
+        _check_name(key, value or "")
         if value and value.startswith("-"):
             reason = "it begins like an option of a command"
             raise setting_error(key, value, reason, f"Write ./{value}")
-        if value is not None and not path_exists(value):
+        if value is not None and (why := why_unreadable(Path(value))) is not None:
             raise UserError(
-                f"{key} = {value!r} (run {name}): there is no such file or folder. "
-                f"{unexpanded(value)}Give a path that exists, relative to the folder you run in"
+                f"{key} = {value!r} (run {name}): {why}. {unexpanded(value)}Give a "
+                "path that exists, relative to the folder you run in"
                 + (", or a hub id of the form owner/name." if key == "model.source" else ".")
             )
+        if value is not None and Path(value).is_dir():
+            for entry in sorted(Path(value).iterdir()):
+                _check_name(key, str(entry))
+                _check_readable(key, entry)
 
 
 def _refuse_gguf(source: str) -> None:
@@ -99,7 +105,17 @@ def _refuse_other_folders(source: str) -> None:
         raise setting_error("model.source", source, *fault)
 
 
-def _check_braces(key: str, path: str) -> None:
-    if "{" in path or "}" in path:
-        reason = "Snakemake reads braces in a path as wildcards"
-        raise setting_error(key, path, reason, unexpanded(path) or "Rename the file or folder")
+def _check_readable(key: str, path: Path) -> None:
+    """Raise `UserError` for a pipe, a device or a file that may not be read, which a stage would
+    wait for or stumble over.
+    """
+    if (why := why_unreadable(path)) is not None:
+        raise setting_error(key, str(path), why, "Remove it, or put a readable file there")
+
+
+def _check_name(key: str, path: str) -> None:
+    """Raise `UserError` for characters by which Snakemake puts something else into a path."""
+    for characters, meaning in (("{}", "wildcards"), ("<>", "variables of a path")):
+        if set(characters) & set(path):
+            reason = f"Snakemake reads {characters[0]} and {characters[1]} in a path as {meaning}"
+            raise setting_error(key, path, reason, unexpanded(path) or "Rename the file or folder")

@@ -17,8 +17,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from workflow.lib.system.errors import UserError
+from workflow.lib.system.hardware import LOOPBACK as ADDRESS
+from workflow.lib.system.hardware import check_processes_can_work, loopback_lack
+
 LOOPBACK = "loopback"  # name of this backend in torchrun's registry
-ADDRESS = "127.0.0.1"
 # Each library's variable for the interface that it listens on.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -67,7 +70,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def loopback_store() -> TCPStore:
-    """Return a store that listens on a free port of the loopback interface alone."""
+    """Return a store that listens on a free port of the loopback interface alone.
+
+    Raises `UserError` where there is no such interface.
+    """
+    if (lack := loopback_lack()) is not None:
+        raise UserError(f"{lack}.")
     listening = socket.create_server((ADDRESS, 0))
     port = listening.getsockname()[1]
     # the store takes the descriptor over and closes it
@@ -78,8 +86,9 @@ def loopback_store() -> TCPStore:
 
 def use_loopback() -> None:
     """Make the backend `loopback` known to torchrun, and let gloo and NCCL listen there, unless the
-    user chose.
+    user chose. Raises `UserError` where processes of this machine cannot work together.
     """
+    check_processes_can_work()
     rendezvous_handler_registry.register(LOOPBACK, _create)
     for name, interface in INTERFACE.items():
         os.environ.setdefault(name, interface)

@@ -13,6 +13,7 @@ from workflow.lib.data.tokens.token_store import TokenStore, choose_documents
 from workflow.lib.quantization.layer_stream import Batch
 from workflow.lib.settings.config import QuantizeConfig
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.input_files import read_input
 
 logger = logging.getLogger("workflow")
 
@@ -22,6 +23,7 @@ MEASURED_DOCUMENTS = 64  # held out, that show what 4 bits cost
 MEASURED_TOKENS = 32_768  # of them at most: each is cut at its share
 # Of eager attention, that a layer makes at once: 2 GiB in 8 bytes each. One row may have more.
 SCORES = 2**28
+MOST_BYTES = 2**32  # of a calibration text, which is read whole
 
 
 def calibration_batches(
@@ -82,8 +84,8 @@ def text_rows(path: str, model: Path, *, tokens: int, width: int) -> np.ndarray:
     Raises `UserError` if it cannot be read, or has fewer tokens than one row.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_input(Path(path), most_bytes=MOST_BYTES)
+    except UserError as error:
         raise setting_error(
             "quantize.calibration_text", path, f"it cannot be read as UTF-8 text ({error})",
             "Name a text file, or remove the setting",

@@ -174,13 +174,28 @@ def unwritable(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
     if number not in UNWRITABLE and NO_SPACE.search(str(error)):
         number = errno.ENOSPC
-    if number not in UNWRITABLE:
+    if number not in UNWRITABLE and number not in DELETED:
         return None
     name = getattr(error, "filename", None)
+    if number in DELETED:
+        return _deleted_meanwhile(name)
     where = f" ({name})" if name else ""
     return (
         f"{UNWRITABLE[number]}{where}. Every finished file is kept, and so is the last checkpoint. "
         "Mend that and repeat the command; it continues from there."
+    )
+
+
+DELETED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+
+
+def _deleted_meanwhile(name: object) -> str | None:
+    """Return the message for a file whose folder is not there, None if it is."""
+    if not isinstance(name, str | os.PathLike) or Path(name).parent.is_dir():
+        return None
+    return (
+        f"the folder {Path(name).parent} is not there: it was deleted or moved while the stage "
+        "ran. Repeat the command: what is gone is made again."
     )
 
 

@@ -4,6 +4,7 @@ The driver and the kernel tell.
 """
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pynvml
 
 from workflow.lib.system.errors import UserError
 
+LOOPBACK = "127.0.0.1"
 LEAST_FREE_BYTES = 2**20  # what a stage needs beyond this, preflight knows
 
 
@@ -153,6 +155,7 @@ def check_writable(folders: Sequence[Path]) -> None:
     Raises `UserError` for one that may not be written, or whose disk is full.
     """
     for folder in folders:
+        _check_way(folder)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         disk = os.statvfs(nearest)
         if not os.access(nearest, os.W_OK | os.X_OK):
@@ -171,6 +174,63 @@ def check_writable(folders: Sequence[Path]) -> None:
                 f"bytes and {disk.f_favail:,} files are left). Free some space, and repeat the "
                 "command; all that is finished is kept."
             )
+
+
+def _check_way(folder: Path) -> None:
+    """Raise `UserError` for a link that leads nowhere, or a file, where a folder must be."""
+    for path in (folder, *folder.absolute().parents):
+        if path.is_symlink() and not path.exists():
+            raise UserError(
+                f"{folder} cannot be written: {path} is a link to {path.readlink()}, which is not "
+                "there. Make that folder, or mend the link."
+            )
+        if path.exists() and not path.is_dir():
+            raise UserError(
+                f"{folder} cannot be written: {path} is no folder. Remove it, or run elsewhere."
+            )
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory_lack(folder: Path = SHARED_MEMORY) -> str | None:
+    """Return why processes of this machine cannot share memory, None if they can."""
+    if not folder.is_dir():
+        why = "is not there"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        why = "is mounted read-only" if read_only else "may not be written by this user"
+    else:
+        return None
+    return (
+        f"the shared memory of this machine, {folder}, {why}, and processes share data there. "
+        f"Mount it (mount -t tmpfs -o rw tmpfs {folder}), or start the container with it "
+        "(docker run --shm-size=8g), and repeat the command"
+    )
+
+
+def loopback_lack(seconds: float = 5.0) -> str | None:
+    """Return why processes of this machine cannot meet, None if they can: over IPv4's loopback."""
+    try:
+        with (
+            socket.create_server((LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=seconds),
+        ):
+            return None
+    except OSError as error:
+        return (
+            f"this machine has no loopback network: {LOOPBACK} cannot be reached "
+            f"({error.strerror or error}), and the processes of a run meet there. Bring it up (ip "
+            "link set lo up; ip address add 127.0.0.1/8 dev lo), or start the container with a "
+            "network, and repeat the command"
+        )
+
+
+def check_processes_can_work() -> None:
+    """Raise `UserError` if processes of this machine can neither share memory nor meet."""
+    for lack in (shared_memory_lack(), loopback_lack()):
+        if lack is not None:
+            raise UserError(f"{lack}.")
 
 
 def threads_of_job() -> int:

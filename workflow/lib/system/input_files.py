@@ -53,11 +53,12 @@ def read_input(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(file)
+            kind = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+            raise UserError(f"{path}: it is {kind}. Put a file there.")
         with os.fdopen(file, "rb") as stream:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                kind = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-                raise UserError(f"{path}: it is {kind}. Put a file there.")
             if found.st_size > most_bytes:
                 raise UserError(
                     f"{path}: it has {found.st_size:,} bytes, and at most {most_bytes:,} are read "

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import file_sha256
+from workflow.lib.system.input_files import read_input
 
 # Files that can change what a tokenizer does, by the names Transformers saves and reads.
 TOKENIZER_FILES = (
@@ -61,8 +62,8 @@ def read_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> 
     """
     if path is not None:
         try:
-            return Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_input(Path(path))
+        except UserError as error:
             reason = f"the file cannot be read as UTF-8 text ({error})"
             raise setting_error(
                 "data.chat_template", path, reason, "Name a Jinja file, or null"

@@ -19,6 +19,7 @@ from workflow.lib.data.reading.file_types import EXTENSIONS, file_type_of, known
 from workflow.lib.settings.data import DataColumns, DataConfig, DataSource, FileType
 from workflow.lib.system.checksums import HUB_RECORD
 from workflow.lib.system.errors import UserError, setting_error
+from workflow.lib.system.input_files import why_unreadable
 
 SAVED_STATE = "state.json"  # in a folder written by Dataset.save_to_disk
 SAVED_SPLITS = "dataset_dict.json"  # in a folder written by DatasetDict.save_to_disk
@@ -121,12 +122,15 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
     except (OSError, ValueError, NotImplementedError):  # a name that no file can have, or a**b
         files = []
     if not files:
-        missing = "no file matches" if MAGIC.search(path) else "there is no such file or folder"
+        matches = MAGIC.search(path) and not (root / path).exists()
+        missing = "no file matches" if matches else why_unreadable(root / path)
+        missing = missing or "there is no such file or folder"
+        near = "" if (root / path).exists() else _nearest(root / path)
         raise setting_error(
             setting,
             path,
             missing,
-            f"{unexpanded(path)}{_nearest(root / path)}Give a path that exists, relative to "
+            f"{unexpanded(path)}{near}Give a path that exists, relative to "
             f"{_where(root)}",
         )
     return files
@@ -157,7 +161,7 @@ def _named_files(path: str, *, root: Path, setting: str) -> list[str]:
     target = root / path
     if target.is_file():
         return [path]
-    if target.is_dir():
+    if target.is_dir() and why_unreadable(target) is None:
         return [str(Path(path, name)) for name in _folder_files(target, path, setting)]
     return _glob(path, root, setting=setting) if MAGIC.search(path) else []
 
@@ -214,6 +218,8 @@ def _folder_files(folder: Path, path: str, setting: str) -> list[str]:
     for name, entry in seen.items():
         if known_type(Path(name)) or entry.is_dir():
             _check_link(entry, name, path, setting)
+            if (why := why_unreadable(entry)) is not None:
+                raise setting_error(setting, path, f"{name} in it: {why}", "Remove or mend it")
     names = sorted(
         name
         for name, entry in seen.items()

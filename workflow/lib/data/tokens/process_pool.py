@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.hardware import shared_memory_lack
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -51,7 +52,8 @@ def map_in_order(
 
     At most `AHEAD` tasks per process are in memory. Tasks and results must be picklable. With one
     process, or no more than `alone` tasks, which take less time than processes to start, all of it
-    happens in this one. An exception of a task is raised here. Raises `KilledError` if a process is
+    happens in this one. An exception of a task is raised here. Raises `UserError` without shared
+    memory, and `KilledError` if a process is
     killed, as it is when memory runs out.
     """
     tasks = iter(tasks)
@@ -59,6 +61,8 @@ def map_in_order(
     if processes == 1 or len(first) <= alone:
         yield from map(prepare(), chain(first, tasks))
         return
+    if (lack := shared_memory_lack()) is not None:
+        raise UserError(f"{lack}.")
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_prepare, initargs=(prepare,)

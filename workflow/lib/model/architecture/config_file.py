@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workflow.lib.system.errors import UserError
+from workflow.lib.system.input_files import read_input
 
 # Far above any model, and far below what would take hours or all memory.
 LAYERS = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 10_000)
@@ -54,13 +55,11 @@ def read_bounded(path: Path) -> dict[str, Any]:
         return content
 
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"it is larger than {MAX_CONFIG_BYTES // 2**20} MiB")
-        text = path.read_text(encoding="utf-8")
+        text = read_input(path, most_bytes=MAX_CONFIG_BYTES)
         config = json.loads(text, object_hook=checked, parse_constant=lambda x: {INFINITE: x})
     except UserError:  # a ValueError too
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}). Check model.source.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} is no JSON object: it describes no model. Check model.source.")
