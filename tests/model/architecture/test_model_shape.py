@@ -151,7 +151,7 @@ def test_config_too_large_to_be_one_is_not_read(
 ) -> None:
     write_checkpoint(tmp_path)
     monkeypatch.setattr(config_file, "MAX_CONFIG_BYTES", 20)
-    reject(tmp_path, "config.json cannot be read as JSON (it is larger than")
+    reject(tmp_path, "config.json: it has", "at most 20 are read")
 
 
 def test_config_that_is_not_json(tmp_path: Path) -> None:

@@ -130,8 +130,7 @@ def find_files(path: str, *, setting: str, root: Path) -> list[str]:
             setting,
             path,
             missing,
-            f"{unexpanded(path)}{near}Give a path that exists, relative to "
-            f"{_where(root)}",
+            f"{unexpanded(path)}{near}Give a path that exists, relative to {_where(root)}",
         )
     return files
 
