@@ -165,6 +165,13 @@ def test_what_is_read_of_a_source_and_what_is_not_is_listed(
     assert f"not read: lang ({NUM_TRAIN:,}), score ({NUM_TRAIN - 1:,})" in caplog.text
 
 
+def test_rows_that_say_that_they_are_not_trained_stop_nothing(stage: Stage) -> None:
+    judged = [{**row, "label": n % 2 == 0} for n, row in enumerate(rows(NUM_TRAIN))]
+    save_rows(stage.train, judged)
+    store = stage.run()
+    assert store.manifest["dropped_by_reason"] == {"not trained": NUM_TRAIN // 2}
+
+
 def test_special_token_in_the_data_is_encoded_as_text_and_counted(stage: Stage) -> None:
     save_rows(
         stage.train, [*rows(NUM_TRAIN), {"prompt": "What is <|end|>?", "completion": "Text."}]

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from workflow.lib.data.encoding.row_values import EMPTY, RowError
+from workflow.lib.data.encoding.row_values import EMPTY, RowError, UnwantedRowError
 from workflow.lib.data.encoding.turn_flags import (
     FLAGS,
     LABEL,
@@ -130,9 +130,9 @@ class KeyAccount:
 
     def report(self) -> tuple[list[str], dict[str, int]]:
         """Return the columns that were read, and what was not with its counts, since the last."""
-        counts = {_label(*counted): count for counted, count in self._counts.items()}
-        self._counts.clear()
-        return list(self._columns), counts
+        counted, self._counts = self._counts, {}
+        counts = {_label(*place_and_key): count for place_and_key, count in counted.items()}
+        return [c for c in self._columns if ("", c) not in counted], counts
 
 
 def _label(place: str, key: str) -> str:
@@ -145,12 +145,14 @@ def check_row_is_trained(shape: Shape, value: Values) -> None:
     Of the flags inside of objects, which are about anything, only true and false count.
     """
     if value.get(LABEL) is False:
-        raise RowError(f"not trained: column {LABEL!r} is False, so the answer is a bad one")
+        raise UnwantedRowError(
+            f"not trained: column {LABEL!r} is False, so the answer is a bad one"
+        )
     flags = flags_of(value, shape.flags, ())
     flags += [f for f in flags_of(value, (), shape.unread) if isinstance(f[1], bool)]
     for key, flag in flags:
         if not says_trained(key, flag, "the row"):
-            raise RowError(f"not trained: column {key!r} is {flag!r}")
+            raise UnwantedRowError(f"not trained: column {key!r} is {flag!r}")
 
 
 def media_error(what: str) -> RowError:

@@ -26,6 +26,7 @@ from workflow.lib.data.encoding.row_columns import system_columns, tools_columns
 from workflow.lib.data.encoding.row_values import (
     EMPTY,
     RowError,
+    UnwantedRowError,
     json_value,
     kind,
     objects_in,
@@ -128,7 +129,7 @@ def _conversation(messages: list[Message], trained: list[bool], row: RowParts) -
     if not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     if not any(trained):
-        raise RowError("no trained token: no assistant turn may be trained, as its flags say")
+        raise UnwantedRowError("no trained token: no assistant turn may be trained, as flags say")
     if not row.optional:
         return Conversation(messages, trained)
     _add_reasoning(messages, row)

@@ -16,6 +16,10 @@ class RowError(ValueError):
         super().__init__(printable(reason))
 
 
+class UnwantedRowError(RowError):
+    """A usable row that is not wanted: it says so itself, or is longer than the settings allow."""
+
+
 def kind(value: Any) -> str:
     """Name the type of a value for a reason."""
     return "null" if value is None else type(value).__name__

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from workflow.lib.data.encoding.chat_messages import RowError
 from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.row_values import RowError, UnwantedRowError
 from workflow.lib.data.encoding.sample_encoder import Encoded
 from workflow.lib.data.reading.row import BrokenRow, Row
 from workflow.lib.data.tokens.dropped_rows import CutRow, DroppedRow
@@ -47,7 +47,7 @@ Overlong = Literal["truncate", "split", "drop"]
 Piece = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 
-class TooLongError(RowError):
+class TooLongError(UnwantedRowError):
     """A usable row that does not fit into `seq_len`."""
 
 
@@ -147,7 +147,7 @@ class ShardBuilder:
     def _drop(self, row: Row | BrokenRow, error: RowError) -> None:
         self.facts.dropped.append(self.facts.rows_read)
         self.facts.rejects.append({"row": row.number, "reason": str(error), "preview": row.preview})
-        self.facts.unusable += not isinstance(error, TooLongError)
+        self.facts.unusable += not isinstance(error, UnwantedRowError)
 
     def save(self, stem: Path) -> None:
         """Write the shard's files; `stem` is their common path."""

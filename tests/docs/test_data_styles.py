@@ -1,0 +1,40 @@
+"""The table of public dataset styles is what becomes of the samples, and each can be trained on."""
+
+import pytest
+
+from tests.support.styles_page import PAGE, SAMPLES, STYLES, TEMPLATE, read_style, written
+from tests.support.tiny import tiny_tokenizer
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.sample_encoder import SampleEncoder
+from workflow.lib.system.errors import UserError
+
+REFUSED = {"glaive_tools", "oasst", "preference"}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
+    tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return SampleEncoder(tokenizer, chat_template=TEMPLATE, loss_on="completions")
+
+
+def test_page_shows_what_becomes_of_each_style() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert written(page) == page, "`python -m tests.support.styles_page` writes it again"
+
+
+def test_every_sample_is_on_the_page() -> None:
+    assert {path.stem for path in SAMPLES.glob("*.jsonl")} == set(STYLES)
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if name not in REFUSED])
+def test_rows_of_a_style_have_trained_tokens(name: str, encoder: SampleEncoder) -> None:
+    rows = [row for row in read_style(name).rows if isinstance(row, Conversation)]
+    assert rows
+    for row in rows:
+        assert any(encoded.mask.any() for encoded in encoder.encode(row))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_style_that_means_no_format_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"^data\.format"):
+        read_style(name)

@@ -1,0 +1,140 @@
+"""The table of public dataset styles in `workflow/docs/data.md`, from what becomes of a small
+sample of each.
+
+`python -m tests.support.styles_page` writes it anew.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workflow.lib.data.encoding.chat_messages import Conversation
+from workflow.lib.data.encoding.keys_read import KeyAccount
+from workflow.lib.data.encoding.row_columns import choose_format
+from workflow.lib.data.encoding.row_formats import to_sample
+from workflow.lib.data.encoding.row_values import RowError
+from workflow.lib.data.encoding.template_keys import keys_in_template
+from workflow.lib.data.reading.data_file import column_names, read_rows
+from workflow.lib.data.reading.row import Row
+from workflow.lib.data.reading.sources import SourceFile
+from workflow.lib.settings.data import DataColumns
+from workflow.lib.system.errors import UserError
+
+PAGE = Path(__file__).parents[2] / "workflow" / "docs" / "data.md"
+SAMPLES = Path(__file__).parents[1] / "data" / "encoding" / "styles"
+TEMPLATE = (SAMPLES / "template.jinja").read_text(encoding="utf-8")
+MARKS = ("<!-- styles: begin -->\n", "<!-- styles: end -->")
+HEAD = "| style | columns read | its first row becomes | not read |\n|---|---|---|---|\n"
+# Styles by their samples' names, as the page calls them.
+STYLES = {
+    "sharegpt": "ShareGPT",
+    "sharegpt_system_tools": "ShareGPT with system and tools (LLaMA-Factory)",
+    "openai": "OpenAI",
+    "openai_tools": "OpenAI with tools",
+    "ultrachat": "UltraChat 200k",
+    "hermes_tools": "Hermes function calling",
+    "glaive_tools": "Glaive function calling",
+    "xlam": "xLAM function calling",
+    "alpaca": "Alpaca",
+    "alpaca_history": "Alpaca with system and history",
+    "openhermes": "OpenHermes",
+    "dolly": "Dolly",
+    "gsm8k": "GSM8K",
+    "oasst": "OASST",
+    "magpie": "Magpie",
+    "capybara": "Capybara",
+    "nemotron_v1": "Nemotron post-training 1",
+    "nemotron_v2": "Nemotron post-training 2",
+    "reasoning_in_content": "reasoning in the content",
+    "reasoning_keys": "reasoning in a key of the message",
+    "reasoning_column": "reasoning in a column",
+    "thinking_switch": "SmolTalk 2",
+    "preference": "preference pairs",
+    "kto": "judged answers (KTO)",
+}
+
+
+class Read(NamedTuple):
+    """What became of a sample: its rows' conversations or why they are dropped, and the keys."""
+
+    rows: list[Conversation | str]
+    columns: list[str]
+    not_read: dict[str, int]
+
+
+def read_style(name: str) -> Read:
+    """Read a sample as `tokenize_dataset` does. Raises `UserError` if its columns are refused."""
+    path = SAMPLES / f"{name}.jsonl"
+    present = column_names([SourceFile(path, path.name, "jsonl")], setting="data.train")
+    format, columns = choose_format(
+        present, format="auto", columns=DataColumns(), setting="data.train"
+    )
+    keys = KeyAccount(template_keys=keys_in_template(TEMPLATE))
+    rows: list[Conversation | str] = []
+    for row in read_rows(path, setting="data.train"):
+        assert isinstance(row, Row)
+        try:
+            sample = to_sample(row.value, format=format, columns=columns, keys=keys)
+        except RowError as error:
+            rows.append(str(error))
+        else:
+            assert isinstance(sample, Conversation)
+            rows.append(sample)
+    return Read(rows, *keys.report())
+
+
+def table() -> str:
+    """Return the table, a line for each style."""
+    return HEAD + "".join(_line(name, title) for name, title in STYLES.items())
+
+
+def _line(name: str, title: str) -> str:
+    try:
+        read = read_style(name)
+    except UserError as error:
+        return f"| {title} | none | refused: {_cure(str(error))} | |\n"
+    columns = ", ".join(f"`{column}`" for column in read.columns)
+    (first, *_), dropped = read.rows, Counter(row for row in read.rows if isinstance(row, str))
+    assert isinstance(first, Conversation)
+    becomes = _shown(first)
+    for reason, count in dropped.items():
+        becomes += f"; {count} of {len(read.rows)} rows dropped ({reason})"
+    not_read = ", ".join(f"`{key}`" for key in read.not_read)
+    return f"| {title} | {columns} | {becomes} | {not_read} |\n"
+
+
+def _cure(message: str) -> str:
+    """Return the sentence of a refusal that says what to set, or what to write."""
+    sentences = message.replace("\n", " ").split(". ")
+    wanted = ("data.columns: {", "Write one row")
+    return next(s for start in wanted for s in sentences if start in s).split(", as {")[0]
+
+
+def _shown(conversation: Conversation) -> str:
+    """Return the roles of a conversation, trained ones in bold, and what it has besides."""
+    turns = zip(conversation.messages, conversation.trained, strict=True)
+    roles = ", ".join(_role(message, is_trained) for message, is_trained in turns)
+    more = [f"{len(conversation.tools)} tool"] if conversation.tools else []
+    more += [f"{name} = {value}" for name, value in conversation.template_kwargs.items()]
+    return "; ".join([roles, *more])
+
+
+def _role(message: dict[str, Any], is_trained: bool) -> str:
+    has = [
+        word
+        for word, key in (("calls", "tool_calls"), ("reasoning", "reasoning_content"))
+        if key in message
+    ]
+    role = f"**{message['role']}**" if is_trained else message["role"]
+    return f"{role} ({', '.join(has)})" if has else role
+
+
+def written(page: str) -> str:
+    """Return the page with the table as it is now."""
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}{table()}{MARKS[1]}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
