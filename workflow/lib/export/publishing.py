@@ -4,7 +4,6 @@ become public.
 A repeated upload goes on: the hub has the large files that it was sent, and is not sent them again.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from workflow.lib.artifacts.parity_record import Parity
 from workflow.lib.artifacts.training_record import Summary
 from workflow.lib.data.reading.hub_errors import TransportError
+from workflow.lib.export.private_paths import named_paths
 from workflow.lib.system.errors import UserError, setting_error
 from workflow.lib.system.files import write_text
 
@@ -31,8 +31,6 @@ FORMS: dict[Form, tuple[str, str, str]] = {
     "gguf": ("quantized", "gguf", "GGUF files, for llama.cpp and Ollama"),
 }
 CARD = "README.md"
-READ_SUFFIXES = (".md", ".json", ".jinja", "")  # files that are looked through; "": Modelfile
-READ_BYTES = 2**20  # larger ones are vocabularies
 
 
 @dataclass(frozen=True)
@@ -59,26 +57,13 @@ def refuse_failed(summary: Summary, parity: Parity) -> None:
 
 
 def refuse_private(publication: Publication) -> None:
-    """Raise `UserError` if a file to be uploaded names a folder of this machine."""
+    """Raise `UserError` if a file to be uploaded names a path of this machine (`private_paths`)."""
     for path in [publication.card, *_files(publication.folder)]:
-        if path.suffix not in READ_SUFFIXES or path.stat().st_size > READ_BYTES:
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        for folder in private_folders():
-            if folder in text:
-                raise UserError(
-                    f"Nothing is published: {path} names {folder}, a folder of this machine. If it "
-                    "is the base model (adapter_config.json), name its hub id "
-                    "(export.base_id) and run again."
-                )
-
-
-def private_folders() -> list[str]:
-    """Return how paths of this machine begin: of the home folder, of this one, of temporary
-    files.
-    """
-    folders = {str(Path.home()), str(Path.cwd()), tempfile.gettempdir()}
-    return sorted(f"{folder.rstrip(os.sep)}{os.sep}" for folder in folders if folder != os.sep)
+        for named in named_paths(path):
+            raise UserError(
+                f"Nothing is published: {path} names {named}. If it is the base model "
+                "(adapter_config.json), name its hub id (export.base_id) and run again."
+            )
 
 
 def _files(folder: Path) -> Iterator[Path]:
