@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.forked_stage import forked_stage
@@ -124,6 +125,9 @@ def test_checkpoint_without_some_experts_is_refused(tmp_path: Path) -> None:
 
 def test_packed_format_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     path = tiny_mixture("mixtral", tmp_path) / "config.json"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(8, 8, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     path.write_text(json.dumps(config))
     refused(tmp_path, "quant_method = 'gptq'; fp8 and mxfp4 can be read")

@@ -164,11 +164,6 @@ def test_config_that_is_absent(tmp_path: Path) -> None:
     reject(tmp_path, "model.source", "it has no config.json; it has no files")
 
 
-def test_quantized_model_asks_for_the_original(tmp_path: Path) -> None:
-    folder = with_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
-    reject(folder, "quantized already", "original bf16, fp16 or fp32 checkpoint")
-
-
 def test_packed_tensors_ask_for_the_original(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, dtype=np.uint8)
     reject(folder, "stored as U8", "original bf16, fp16 or fp32 checkpoint")

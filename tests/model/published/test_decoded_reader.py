@@ -1,6 +1,5 @@
 """Packed checkpoints are read as Transformers decodes them, and as a plain loop does."""
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -126,17 +125,6 @@ def test_packed_checkpoint_is_described_as_the_decoded_one(
     shape = describe_folder(write(tmp_path))
     assert shape.source_dtype == "BF16"
     assert shape.layer(1).top_k == 2
-
-
-def test_unknown_format_is_refused(tmp_path: Path) -> None:
-    folder = tiny_mixture("mixtral", tmp_path)
-    config = read_json(folder / "config.json") | {"quantization_config": {"quant_method": "gptq"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError) as caught:
-        describe_folder(folder)
-    assert "(quantization_config.quant_method = 'gptq'; fp8 and mxfp4 can be read)" in str(
-        caught.value
-    )
 
 
 def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from workflow.lib.export.packed_stacks import pack_, with_linears
 from workflow.lib.export.stack_names import names_of_experts
+from workflow.lib.model.architecture.quantization_settings import QUANTIZATION
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.layers.expert_stacks import expert_stacks
 from workflow.lib.model.layers.nf4_linear import decoded
@@ -68,7 +69,7 @@ def load_base(
         device_map="sequential" if device == torch.device("cuda") else {"": device},
         dtype=compute_dtype,
         attn_implementation=attention,
-        **_decoding(stock),
+        **_decoding(stock, base_dir),
     )
     refuse_unmatched(
         base_dir,
@@ -85,18 +86,22 @@ def load_base(
     return model
 
 
-def _decoding(model: PreTrainedModel) -> dict[str, Any]:
+def _decoding(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
     """Return how a packed original is loaded: decoded, as it was read for the training. Its own
-    kernels would compute something else, and need a newer GPU.
+    kernels would compute something else, and need a newer GPU. Settings of quantization over
+    weights that are not packed are left out.
     """
-    quantization: Any = getattr(model.config, "quantization_config", None) or {}
+    quantization: Any = getattr(model.config, QUANTIZATION, None)
+    if not quantization:
+        said = QUANTIZATION in (folder / "config.json").read_text(encoding="utf-8")
+        return {"config": model.config} if said else {}
     config = DECODED.get(quantization.get("quant_method"))
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def is_nf4(model: PreTrainedModel) -> bool:
     """Tell whether a model's configuration is that of an NF4 base."""
-    quantization: Any = getattr(model.config, "quantization_config", None) or {}
+    quantization: Any = getattr(model.config, QUANTIZATION, None) or {}
     return bool(quantization.get("load_in_4bit"))
 
 

@@ -18,12 +18,18 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from workflow.lib.model.architecture.config_file import (
     check_bounds,
+    read_bounded,
     read_config,
-    refuse_quantized,
     text_part,
     with_infinities,
 )
 from workflow.lib.model.architecture.model_shape import FLOAT_BYTES, Linear, ModelShape
+from workflow.lib.model.architecture.quantization_settings import (
+    QUANTIZATION,
+    quantization_of,
+    said_of_quantization,
+    without_quantization,
+)
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import decoder_layers, drop_other_parts_
 from workflow.lib.model.description.layer_calls import RECORDER, recorded_layers
@@ -88,6 +94,14 @@ def describe_folder(folder: Path) -> ModelShape:
     `UserError` as `describe_config` and `check_loading` do. What is not loaded is told.
     """
     loaded_files(folder)  # first: what is no model's folder has a message of its own
+    path = folder / "config.json"
+    config = read_bounded(path)
+    if said_of_quantization(config) and quantization_of(config, path) is None:
+        logger.warning(
+            "%s speaks of quantization (%s), but no weights beside it are packed: it counts as "
+            "absent",
+            path, QUANTIZATION,
+        )  # fmt: skip
     shape = describe_file(folder / "config.json")
     model = build_on_meta(folder, dtype=torch.bfloat16)
     with ConvertedReader(folder, model) as reader:
@@ -119,8 +133,8 @@ def describe_config(config: dict[str, Any], *, origin: Path) -> ModelShape:
     computes recurrent layers by their torch code (`compute_by_torch_code`).
     """
     compute_by_torch_code()
+    config = without_quantization(config, origin)
     part = text_part(config)
-    refuse_quantized(config, origin)
     for content in (config, part):
         check_bounds(content, origin)
     _check_class(config, origin)

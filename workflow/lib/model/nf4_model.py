@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.quantization_settings import QUANTIZATION, quantization_of
 from workflow.lib.model.auto_class import auto_class
 from workflow.lib.model.decoder_layers import drop_other_parts_
 from workflow.lib.model.experts.replace_experts import replace_experts_
@@ -42,7 +44,8 @@ HAS_ITS_VALUE = "_is_hf_initialized"
 
 def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
     """Build the causal LM that Transformers loads from `folder`, without memory, in `dtype`:
-    embedding and head are tied as it ties them. A config.json alone will do.
+    embedding and head are tied as it ties them, and its configuration speaks of quantization only
+    where weights are packed. A config.json alone will do.
 
     attention: `eager`, which every family has, will do unless the model is to compute.
     Raises `UserError` if Transformers knows no such model, it would need code from the folder, or
@@ -50,6 +53,10 @@ def build_on_meta(folder: Path, *, dtype: torch.dtype, attention: str = "eager")
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        path = folder / "config.json"
+        if quantization_of(read_bounded(path), path) is None:
+            for part in (config, config.get_text_config()):
+                part.__dict__.pop(QUANTIZATION, None)
         model = build_config_on_meta(config, dtype=dtype, attention=attention)
         if differing_ties(model, folder):
             for part in (config, config.get_text_config()):

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from workflow.lib.model.architecture.config_file import QUANTIZATION, TEXT_PART, refuse_quantized
 from workflow.lib.model.architecture.model_files import TOKENIZER_PATTERNS
+from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.model.decoder_layers import other_parts
 from workflow.lib.model.layers.expert_stacks import ExpertStack, expert_stacks, routers
 from workflow.lib.model.lora import IN_16_BITS, takes_adapter
@@ -259,9 +259,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     what Transformers makes of the tensors.
     """
     path = folder / "config.json"
-    config = read_settings(path)
-    refuse_quantized(config, path)
-    config.pop(QUANTIZATION, None)
+    config = without_quantization(read_settings(path), path)
     if config.get(TIE) is not False and not is_tied(build_on_meta(folder, dtype=torch.bfloat16)):
         part = config.get(TEXT_PART)
         config |= {TIE: False} | ({TEXT_PART: part | {TIE: False}} if part else {})

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workflow.lib.model.architecture.quantization_settings import TEXT_PART, without_quantization
 from workflow.lib.system.errors import UserError
 from workflow.lib.system.input_files import read_input
 
@@ -25,21 +26,15 @@ LARGEST_SIZES = LAYERS | {
 }
 MAX_CONFIG_BYTES = 2**24
 SHOWN_DIGITS = 20
-QUANTIZATION = "quantization_config"
-DECODED_FORMATS = ("fp8", "mxfp4")  # as Transformers calls them; read by `published.decoded_reader`
-TEXT_PART = "text_config"  # of a multimodal model
 INFINITE = "__float__"  # as Transformers 5 writes what JSON has no number for
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json; raises `UserError` as `read_bounded` and `refuse_quantized` do.
+    """Read a config.json; raises `UserError` as `read_bounded` and `without_quantization` do.
 
     Of a model in a format that is decoded when it is read, it is that of the decoded model.
     """
-    config = read_bounded(path)
-    refuse_quantized(config, path)
-    config.pop(QUANTIZATION, None)
-    return config
+    return without_quantization(read_bounded(path), path)
 
 
 def read_bounded(path: Path) -> dict[str, Any]:
@@ -90,20 +85,6 @@ def check_bounds(content: Mapping[str, Any], path: Path) -> None:
                 f"{path}: {key} = {shown}: must be at most {LARGEST_SIZES[key]:,}. "
                 "Give the config.json that belongs to the checkpoint (model.source)."
             )
-
-
-def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` for a model that is quantized already, in a format that is not decoded."""
-    if QUANTIZATION not in config:
-        return
-    settings = config[QUANTIZATION]
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if method not in DECODED_FORMATS:
-        raise UserError(
-            f"{path} describes a model that is quantized already "
-            f"({QUANTIZATION}.quant_method = {method!r}; {' and '.join(DECODED_FORMATS)} can be "
-            "read). Set model.source to the original bf16, fp16 or fp32 checkpoint."
-        )
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:

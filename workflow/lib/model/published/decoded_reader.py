@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from workflow.lib.model.architecture.config_file import read_bounded
+from workflow.lib.model.architecture.quantization_settings import said_of_quantization
 from workflow.lib.model.published.loaded_files import loaded_tensors
 from workflow.lib.model.published.packed_formats import MX_BLOCK, decode_fp8, decode_mxfp4
 from workflow.lib.model.safetensors_reader import CheckpointReader
@@ -54,6 +55,11 @@ class DecodedReader(CheckpointReader):
         self._files_of = {n: file for n, file in self._shards.items() if n not in hidden}
         self._files_of |= {name: self._shards[f"{name}{MX_BLOCKS}"] for name in self._mxfp4}
 
+    @property
+    def packed(self) -> set[str]:
+        """Names of the weights that are decoded."""
+        return self._fp8 | self._mxfp4
+
     def __contains__(self, name: str) -> bool:
         return name in self._files_of
 
@@ -70,11 +76,11 @@ class DecodedReader(CheckpointReader):
 
     def dtype(self, name: str) -> str:
         """Return safetensors' name of a tensor's type when it is read, without reading it."""
-        return "BF16" if name in self._fp8 | self._mxfp4 else super().dtype(name)
+        return "BF16" if name in self.packed else super().dtype(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
-        if name in self._fp8 | self._mxfp4:
+        if name in self.packed:
             return self.rows(name, 0, self.shape(name)[0])
         return self._checked(name, super().tensor(name))
 
@@ -115,5 +121,5 @@ class DecodedReader(CheckpointReader):
 def _block_size(folder: Path) -> tuple[int, int] | None:
     """Return rows and columns that share a scale, as config.json says; None for a whole tensor."""
     config: dict[str, Any] = read_bounded(folder / "config.json")
-    size = config.get("quantization_config", {}).get("weight_block_size")
+    size = (said_of_quantization(config) or {}).get("weight_block_size")
     return None if size is None else (int(size[0]), int(size[1]))

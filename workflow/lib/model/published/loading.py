@@ -19,8 +19,12 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from workflow.lib.model.architecture.config_file import QUANTIZATION
+from workflow.lib.model.architecture.config_file import read_bounded
 from workflow.lib.model.architecture.model_shape import FLOAT_BYTES
+from workflow.lib.model.architecture.quantization_settings import (
+    QUANTIZATION,
+    said_of_quantization,
+)
 from workflow.lib.model.decoder_layers import decoder_layers
 from workflow.lib.model.published.converted_reader import ConvertedReader, ModuleNames
 from workflow.lib.model.published.decoded_reader import DecodedReader
@@ -105,6 +109,12 @@ def check_loading(model: PreTrainedModel, reader: ConvertedReader) -> LeftOver:
     model: of the folder, on meta. Looks at headers alone, so that hours are not in vain.
     """
     reader.check_parts()
+    if reader.packed and not said_of_quantization(read_bounded(reader.folder / "config.json")):
+        raise UserError(
+            f"{reader.folder}: {min(reader.packed)} is packed, but config.json says nothing of it "
+            f"({QUANTIZATION}), so Transformers would take its codes for weights. The files do not "
+            "belong together: check model.source."
+        )
     report = _report(model, reader)
     tensors = model.state_dict()
     owned = [name for name in tensors if reader.owner(name) == name]

@@ -1,0 +1,84 @@
+"""What a config.json says of quantization, held against the tensors that lie beside it.
+
+A file may say null, or still say how weights were packed that are in 16 bits again: then nothing is
+packed, and the settings count as absent.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workflow.lib.model.architecture.safetensors_headers import read_headers
+from workflow.lib.system.errors import UserError
+
+QUANTIZATION = "quantization_config"
+TEXT_PART = "text_config"  # of a multimodal model
+METHOD = "quant_method"
+DECODED_FORMATS = ("fp8", "mxfp4")  # as Transformers calls them; read by `published.decoded_reader`
+# What packed weights look like, by type or by the end of a name, and what lies beside them alone.
+PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
+PACKED_NAMES = (".qweight", "weight_packed", "_blocks", "__nf4", "__fp4", ".SCB", "_qdata")
+SCALE_NAMES = ("_scale_inv", "weight_scale", ".scales", ".qzeros", ".g_idx", ".absmax", "_scales")
+
+logger = logging.getLogger("workflow")
+
+
+def without_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config.json of the model whose weights are decoded: without what it says of
+    quantization.
+
+    path: of the file. Raises `UserError` for a format that is not decoded, and as
+    `quantization_of`.
+    """
+    settings = quantization_of(config, path)
+    if settings is not None and settings.get(METHOD) not in DECODED_FORMATS:
+        raise UserError(
+            f"{path} describes a model that is quantized already "
+            f"({QUANTIZATION}.{METHOD} = {settings.get(METHOD)!r}; {' and '.join(DECODED_FORMATS)} "
+            "can be read). Set model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+    plain = {key: value for key, value in config.items() if key != QUANTIZATION}
+    part = plain.get(TEXT_PART)
+    if isinstance(part, dict):
+        plain[TEXT_PART] = {key: value for key, value in part.items() if key != QUANTIZATION}
+    return plain
+
+
+def quantization_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any] | None:
+    """Return how the weights of a model are quantized; None if they are not, whatever its
+    config.json says.
+
+    path: of the file. Without weights beside it the file is believed. Raises `UserError` if it says
+    so in no way that is known, or if there are scales and nothing that they scale.
+    """
+    settings = said_of_quantization(config)
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        raise UserError(
+            f"{path}: {QUANTIZATION} = {settings!r}: it must be an object or null. Give the "
+            "config.json that belongs to the checkpoint (model.source)."
+        )
+    files = sorted(path.parent.glob("*.safetensors"))
+    tensors = read_headers(files)
+    if not files or any(
+        x.dtype in PACKED_TYPES or n.endswith(PACKED_NAMES) for n, x in tensors.items()
+    ):
+        return settings
+    scales = sorted(name for name in tensors if name.endswith(SCALE_NAMES))
+    if scales:
+        raise UserError(
+            f"{path} says that weights are packed ({QUANTIZATION}.{METHOD} = "
+            f"{settings.get(METHOD)!r}), and {scales[0]} is a scale, but no packed weights lie "
+            "beside it. The files do not belong together: download them again, or set "
+            "model.source to the original bf16, fp16 or fp32 checkpoint."
+        )
+    return None
+
+
+def said_of_quantization(config: Mapping[str, Any]) -> Any:
+    """Return what a config.json says of quantization; None if nothing, or nothing but null."""
+    part = config.get(TEXT_PART)
+    inner = part.get(QUANTIZATION) if isinstance(part, Mapping) else None
+    return config.get(QUANTIZATION) or inner or None
