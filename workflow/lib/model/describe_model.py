@@ -97,12 +97,9 @@ def describe_folder(folder: Path) -> ModelShape:
     path = folder / "config.json"
     config = read_bounded(path)
     if said_of_quantization(config) and quantization_of(config, path) is None:
-        logger.warning(
-            "%s speaks of quantization (%s), but no weights beside it are packed: it counts as "
-            "absent",
-            path, QUANTIZATION,
-        )  # fmt: skip
-    shape = describe_file(folder / "config.json")
+        told = "%s speaks of quantization (%s), but no weights beside it are packed: it is ignored"
+        logger.warning(told, path, QUANTIZATION)
+    shape = describe_file(path)
     model = build_on_meta(folder, dtype=torch.bfloat16)
     with ConvertedReader(folder, model) as reader:
         left = check_loading(model, reader)
