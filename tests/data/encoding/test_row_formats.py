@@ -200,6 +200,9 @@ def test_columns_that_say_nothing_change_nothing(format: str) -> None:
         ({"tools": [1], "functions": [2]}, "two columns for one list of tools: 'tools' and"),
         ({"messages": [SYSTEM, *EXCHANGE], "system": "t"}, "two system texts: "),
         ({"prompt": "another"}, "prompt beside messages: column 'prompt' holds a text that is in"),
+        ({"history": [["q", "a"]]}, "history beside messages: column 'history' has no place in"),
+        ({"reasoning": ["step"]}, "not text: column 'reasoning' is list"),
+        ({"messages": [{**EXCHANGE[0], "tools": [TOOL]}, EXCHANGE[1]]}, "tools in a message: "),
         ({"enable_thinking": "yes"}, "not bool: column 'enable_thinking' is str"),
         ({"chat_template_kwargs": "[]x"}, "broken JSON: column 'chat_template_kwargs'"),
         ({"chat_template_kwargs": [1]}, "not an object: column 'chat_template_kwargs' is list"),
@@ -211,6 +214,20 @@ def test_columns_that_contradict_each_other_are_refused(
     with pytest.raises(RowError) as caught:
         sample({"messages": EXCHANGE, **columns}, "messages")
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["system", "history", "tools", "chat_template_kwargs"])
+def test_text_has_no_place_for_columns_of_conversations(name: str) -> None:
+    with pytest.raises(RowError, match=rf"^{name} beside text: .* \(data.leave_out: \[{name}\]\)"):
+        sample({"text": "a", name: "x"}, "text")
+
+
+def test_thinking_is_a_switch_or_a_text() -> None:
+    switched = sample({"messages": EXCHANGE, "thinking": False}, "messages")
+    spoken = sample({"messages": EXCHANGE, "thinking": "hm"}, "messages")
+    assert (switched.messages, switched.template_kwargs) == (EXCHANGE, {"thinking": False})
+    assert spoken.messages[1]["reasoning_content"] == "hm"
+    assert spoken.template_kwargs == {}
 
 
 def test_the_same_system_text_twice_is_one() -> None:
@@ -277,25 +294,10 @@ def test_json_text_of_calls_is_calls_where_there_are_tools() -> None:
 
 
 KEYS = [
-    "messages",
-    "prompt",
-    "completion",
-    "text",
-    "tools",
-    "input_ids",
-    "labels",
-    "loss_mask",
-    "attention_mask",
-    "role",
-    "from",
-    "content",
-    "value",
-    "weight",
-    "tool_calls",
-    "function_call",
-    "function",
-    "name",
-    "arguments",
+    *("messages", "prompt", "completion", "text", "tools", "input_ids", "labels", "loss_mask"),
+    *("attention_mask", "role", "from", "content", "value", "weight", "tool_calls", "system"),
+    *("function_call", "function", "name", "arguments", "history", "reasoning", "train", "images"),
+    *("chat_template_kwargs", "type", "metadata", "label"),
 ]
 WORDS = [
     "user",

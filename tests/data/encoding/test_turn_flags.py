@@ -58,6 +58,7 @@ def test_turn_that_is_not_marked_is_trained(keys: dict[str, Any]) -> None:
         ({"loss_weight": 2}, "unknown weight: message 2 has loss_weight = 2"),
         ({"mask": 1}, "unclear mask: message 2 has mask = 1, which means trained for some"),
         ({"train_on_turn": False}, "unknown mask: message 2 has train_on_turn = False"),
+        ({"ignore": True}, "unknown mask: message 2 has ignore = True"),
         ({"lossScale": 0.0}, "unknown mask: message 2 has lossScale = 0.0"),
         ({"train_detail": [{"train": False}]}, "unknown mask: message 2 has train_detail = "),
         ({"metadata": {"weight": 0.3}}, "unknown weight: message 2 has weight = 0.3"),
@@ -94,6 +95,8 @@ def test_question_of_weight_one_is_a_question() -> None:
         ({"weight": 0.5}, "unknown weight: the row has weight = 0.5"),
         ({"mask": "User"}, "unclear mask: the row has mask = 'User'"),
         ({"loss_mask": [0, 1, 0, 1]}, "unknown mask: the row has loss_mask = [0, 1, 0, 1]"),
+        ({"sample_weight": 0.5}, "unknown mask: the row has sample_weight = 0.5"),
+        ({"assistant_masks": [0, 1]}, "unknown mask: the row has assistant_masks = [0, 1]"),
         ({"train": "no"}, "unknown mask: the row has train = 'no'"),
     ],
 )
@@ -103,6 +106,10 @@ def test_flag_of_a_row_is_obeyed_or_refused(columns: dict[str, Any], reason: str
     assert str(caught.value).startswith(reason)
 
 
-@pytest.mark.parametrize("columns", [{"label": True}, {"label": 0}, {"weight": 1}, {"loss": None}])
+@pytest.mark.parametrize(
+    "columns",
+    [{"label": True}, {"label": 0}, {"weight": 1}, {"loss": None}, {"weight_kg": 70.5},
+     {"attention_mask": [1, 1]}, {"train_steps": 7}],
+)  # fmt: skip
 def test_row_that_no_flag_forbids_is_trained(columns: dict[str, Any]) -> None:
     assert trained({}, **columns) == [False, True, False, True]

@@ -22,6 +22,7 @@ from workflow.lib.data.reading.row import Values, printable
 
 # Of a message; whether the template writes it is checked for every row.
 REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
+TOOLS_KEYS = {"tools", "functions"}
 MAX_SHAPES = 4096
 MAX_NAMES = 100  # of keys that are not read; the others are counted together
 MAX_NAME_CHARS = 64
@@ -118,8 +119,13 @@ class KeyAccount:
         if (key in MEDIA and isinstance(value, str | bytes | list | dict)) or _holds_media(value):
             if not self.omit_media:
                 raise media_error(f"{where} has {key}")
-        elif place.name and is_like_flag(key):
+        elif is_like_flag(key, of_row=not place.name):
             check_unknown_flag(key, value, where)
+        elif place.passed and key in TOOLS_KEYS:
+            raise RowError(
+                f"tools in a message: {where} has {key}; put them into the column tools, or leave "
+                f"them out (data.leave_out: [{key}])"
+            )
 
     def count(self, place: Place, key: str) -> None:
         """Count a key that is not read."""

@@ -41,6 +41,7 @@ from workflow.lib.settings.data import DataColumns, Format
 # The row's arguments of the chat template: an object of them, and columns named as one of them.
 ARGUMENTS_COLUMN = "chat_template_kwargs"
 SWITCHES = {"enable_thinking": bool, "reasoning_effort": str}
+THINKING = "thinking"  # such an argument if it is true or false, and a reasoning if it is text
 NOTHING: Values = {}
 SWITCHED = {"on", "off"}  # what a column `reasoning` may hold instead of a reasoning
 # Columns that each format reads, by their keys of `data.columns`.
@@ -76,11 +77,10 @@ def row_place(format: Format, columns: DataColumns) -> Place:
     optional: set[str] = set()
     if format == "tokens":
         names.add("attention_mask")
-    elif format != "text":
+    else:
         optional = {*system_columns(columns), *tools_columns(columns), columns.history}
-        optional |= {ARGUMENTS_COLUMN, *SWITCHES, *REASONING_KEYS}
-        if format == "messages":
-            optional.remove(columns.history)
+        optional |= {ARGUMENTS_COLUMN, *SWITCHES}
+        optional |= set() if format == "text" else REASONING_KEYS
     return Place("", frozenset(names | optional), frozenset(optional), has_flags=True)
 
 
@@ -104,10 +104,19 @@ def _messages(row: RowParts) -> Sample:
     if name not in row.value:
         raise RowError(f"missing column: {name!r}")
     messages, trained = read_messages(row.value[name], row.keys, what=f"column {name!r}")
+    if row.optional.get(row.columns.history) not in EMPTY:
+        raise _no_place(row.columns.history, "messages", "put it into the messages")
     prompt = row.value.get(row.columns.prompt)
     if prompt not in EMPTY:
         _check_prompt_is_in(messages, prompt, row.columns)
     return _conversation(messages, trained, row)
+
+
+def _no_place(name: str, format: str, change: str) -> RowError:
+    return RowError(
+        f"{name} beside {format}: column {name!r} has no place in this format; {change}, or leave "
+        f"it out (data.leave_out: [{name}])"
+    )
 
 
 def _check_prompt_is_in(messages: list[Message], prompt: object, columns: DataColumns) -> None:
@@ -174,11 +183,16 @@ def _add_reasoning(messages: list[Message], row: RowParts) -> None:
     """Give the last message the reasoning of a column, unless it has it already."""
     for name in REASONING_KEYS:
         reasoning = row.optional.get(name)
-        if not isinstance(reasoning, str) or not reasoning.strip():
+        if reasoning in EMPTY or (name == THINKING and isinstance(reasoning, bool)):
             continue
-        if reasoning.strip().lower() in SWITCHED:
+        if isinstance(reasoning, bool) or str(reasoning).strip().lower() in SWITCHED:
             row.keys.count(row_place("messages", row.columns), name)
             continue
+        if not isinstance(reasoning, str):
+            raise RowError(
+                f"not text: column {name!r} is {kind(reasoning)}; leave it out "
+                f"(data.leave_out: [{name}])"
+            )
         last = messages[-1]
         if last["role"] != "assistant" or not REASONING_KEYS.isdisjoint(last):
             raise RowError(
@@ -198,9 +212,12 @@ def _template_kwargs(value: Values) -> dict[str, object]:
     if not isinstance(given, dict):
         raise RowError(f"not an object: column {ARGUMENTS_COLUMN!r} is {kind(given)}")
     columns = {k: value[k] for k in SWITCHES if value.get(k) is not None}
+    if isinstance(value.get(THINKING), bool):
+        columns[THINKING] = value[THINKING]
     for name, setting in columns.items():
-        if not isinstance(setting, SWITCHES[name]):
-            raise RowError(f"not {SWITCHES[name].__name__}: column {name!r} is {kind(setting)}")
+        wanted = SWITCHES.get(name, bool)
+        if not isinstance(setting, wanted):
+            raise RowError(f"not {wanted.__name__}: column {name!r} is {kind(setting)}")
     return {**columns, **{k: without_nulls(v) for k, v in given.items() if v not in EMPTY}}
 
 
@@ -279,6 +296,9 @@ def _alpaca(row: RowParts) -> Sample:
 
 
 def _text(row: RowParts) -> Sample:
+    for name in row_place("text", row.columns).optional if row.optional else ():
+        if row.optional.get(name) not in EMPTY:
+            raise _no_place(name, "text", "write it into the text")
     return _column(row.value, row.columns.text)
 
 

@@ -21,18 +21,30 @@ UNCLEAR = {"mask"}
 FLAGS = TRAINS | WEIGHTS | HIDES | UNCLEAR
 # Of an answer that was judged (KTO): true or false; classes, which are numbers or words, are none.
 LABEL = "label"
-WORDS = {"train", "training", "trainable", "trained", "loss", "mask", "masked", "weight", "weights"}
+MASKS = {"mask", "masks", "masked"}
+SCALES = {"weight", "weights"}
+WORDS = {
+    *("train", "training", "trainable", "trained", "untrained", "loss", *MASKS, *SCALES),
+    *("learn", "learnable", "learned", "supervised", "ignore", "ignored", "exclude", "excluded"),
+}
+# Columns may be about anything, so two words must say that one is about training.
+SCALED = {"loss", "sample", "example", "turn", "turns", "message", "token", "train", "training"}
+NO_LOSS_MASKS = {"attention_mask"}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 @lru_cache(maxsize=4096)
-def is_like_flag(key: str) -> bool:
-    """Tell whether a key is named as if it said what is trained."""
-    return not WORDS.isdisjoint(word.lower() for word in WORD.findall(key))
+def is_like_flag(key: str, *, of_row: bool) -> bool:
+    """Tell whether a column, or a key of a message, is named as if it said what is trained."""
+    words = {word.lower() for word in WORD.findall(key)}
+    if not of_row:
+        return not WORDS.isdisjoint(words)
+    is_scale = not SCALES.isdisjoint(words) and not SCALED.isdisjoint(words)
+    return key not in NO_LOSS_MASKS and (is_scale or not MASKS.isdisjoint(words))
 
 
 def check_unknown_flag(key: str, value: Any, where: str) -> None:
-    """Raise `RowError` if a key of a message that is like a flag has a value that could be one."""
+    """Raise `RowError` if a key that is like a flag has a value that could be one."""
     if not isinstance(value, str):
         raise _error(f"unknown mask: {where} has {key} = {repr(value)[:PREVIEW_CHARS]}", key)
 
